@@ -1,0 +1,9 @@
+"""The framework-neutral part of ring-attn: runs, bands, layouts and the plan. Standard library only."""
+
+from .layouts import LAYOUTS
+from .masks import MASKS, causal, full, sliding_window
+from .plan import RingPlan
+from .runs import Band, Run
+
+__version__ = "0.1.0"
+__all__ = ["LAYOUTS", "MASKS", "Band", "RingPlan", "Run", "causal", "full", "sliding_window"]

@@ -1,0 +1,67 @@
+"""Masks that are bands in the lag ``q_pos - k_pos``.
+
+With 6 tokens (rows are queries, columns keys, # may be attended):
+
+    full()      causal()    sliding_window(2)   sliding_window(1, after=1)
+    ######      #.....      #.....              ##....
+    ######      ##....      ##....              ###...
+    ######      ###...      ###...              .###..
+    ######      ####..      .###..              ..###.
+    ######      #####.      ..###.              ...###
+    ######      ######      ...###              ....##
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .runs import Band
+
+
+def full() -> Band:
+    """Every query sees every key."""
+    return Band()
+
+
+def causal(offset: int = 0) -> Band:
+    """A query sees the keys at or before ``q_pos + offset``.
+
+    ``offset`` counts token positions; for queries that stand at the end of longer keys (bottom-right alignment) it is
+    ``kv_length - length``.
+    """
+    return Band(lo=-_integer("offset", offset))
+
+
+def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
+    """A query at ``q_pos`` sees keys from ``q_pos + offset - before`` to ``q_pos + offset + after``: before + after + 1 keys.
+
+    All in token positions. A Hugging Face window of ``w`` is ``before = w - 1``. Raises ValueError for a negative side.
+    """
+    before, after, offset = _integer("before", before), _integer("after", after), _integer("offset", offset)
+    if before < 0 or after < 0:
+        raise ValueError(
+            f"sliding_window needs before >= 0 and after >= 0, got before={before}, after={after}: "
+            "before=0, after=0 is a token that sees only itself; use offset to shift the window"
+        )
+    return Band(lo=-after - offset, hi=before - offset)
+
+
+MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "sliding_window": sliding_window}
+
+
+def parse(text: str) -> Band:
+    """A mask from a command line: ``full``, ``causal``, ``causal:OFFSET``, ``sliding_window:BEFORE[:AFTER[:OFFSET]]``."""
+    name, *numbers = text.split(":")
+    try:
+        return MASKS[name](*map(int, numbers))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"cannot read the mask {text!r}: write full, causal[:offset] or sliding_window:before[:after[:offset]], "
+            "with numbers in token positions, before and after not negative"
+        ) from error
+
+
+def _integer(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} counts token positions, so it must be an int, got {value!r}")
+    return value.__index__()

@@ -1,0 +1,28 @@
+"""How wrong a result may be: computed from what plain single-device attention gets wrong on the same inputs, never chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
+"""Half the gap after 1 in the dtype that carries the state, the last thing that may differ by a rounding."""
+
+
+def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
+    """||got - exact|| / ||exact|| in float64 over the finite entries; inf where one is NaN or infinite and the other is not.
+
+    Where the exact value is (nearly) zero, as is the gradient of a query that sees one key, the norm of data of size 0.01 stands in.
+    """
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    if got.shape != exact.shape:
+        raise ValueError(f"compare arrays of one shape, got {got.shape} and {exact.shape}")
+    finite = np.isfinite(exact)
+    if not np.array_equal(got[~finite], exact[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
+        return float("inf")
+    floor = 0.01 * np.sqrt(max(exact.size, 1))
+    return float(np.linalg.norm((got - exact)[finite]) / max(np.linalg.norm(exact[finite]), floor))
+
+
+def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
+    """The relative error a result may have: twice that of the plain computation in ``dtype``, and one rounding."""
+    return 2 * relative_error(plain, exact) + 2 * UNIT_ROUNDOFF[dtype]

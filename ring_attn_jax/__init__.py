@@ -1,0 +1,1 @@
+"""Exact ring attention for JAX."""

@@ -1,0 +1,75 @@
+"""How k/v travel round the ring, and their gradients home: one ppermute per hop, in flight while the caller computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from ring_attn_core.plan import RingPlan
+from ring_attn_core.runs import row
+
+T = TypeVar("T")
+
+
+def circulate(kv: jax.Array, plan: RingPlan, axis: str) -> Iterator[Step]:
+    """Yield a step for every shift of the plan, each with the k/v that started on ``rank - shift``."""
+    hops = (*plan.hops, 0)
+    travelling = None
+    for shift, hop in zip(plan.shifts, hops, strict=True):
+        step = Step(kv, travelling, plan, axis, shift, hop)
+        yield step
+        kv, travelling = step.next_kv, step.travelling
+
+
+class Step:
+    """One step of the ring. ``kv`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+
+    def __init__(self, kv: jax.Array, travelling: jax.Array | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
+        self.kv = kv
+        self.last = shift == plan.shifts[-1]
+        self.rows = rows(plan, axis, shift)
+        self.next_kv = kv if self.last else send(kv, hop, axis, plan.ranks)
+        self.travelling = travelling
+        self._onward = plan.home if self.last else hop
+        self._axis, self._ranks = axis, plan.ranks
+
+    def settle(self, state: T) -> T:
+        """Return ``state``, tied to the next k/v: XLA may not start the next step before both are there.
+
+        Without the tie it hoists every hop to the front, where memory grows with the ranks and nothing overlaps.
+        """
+        if not self.last:
+            state, self.next_kv = lax.optimization_barrier((state, self.next_kv))
+        return state
+
+    def send_home(self, dkv: jax.Array) -> None:
+        """Add this rank's part to the gradients that arrived for ``kv`` and send them on; after the last step, home."""
+        total = dkv if self.travelling is None else self.travelling + dkv
+        self.travelling = send(total, self._onward, self._axis, self._ranks) if self._onward else total
+
+    def home(self) -> jax.Array:
+        """The gradients of this rank's own k/v, from every rank that saw them."""
+        assert self.last and self.travelling is not None
+        return self.travelling
+
+
+def send(x: jax.Array, hop: int, axis: str, ranks: int) -> jax.Array:
+    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after."""
+    return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in range(ranks)])
+
+
+def rows(plan: RingPlan, axis: str, shift: int) -> jax.Array:
+    """int32 [q_runs, k_runs, fields]: what this rank may see at ``shift``, as data, since the rank is traced."""
+    rank = lax.axis_index(axis)
+    q_runs = _runs(plan.q_runs, rank)[:, :, None]
+    k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
+    fields: Any = row(q_runs, k_runs, plan.mask, plan.q_slot, plan.k_slot)
+    return jnp.stack(jnp.broadcast_arrays(*fields), -1).astype(jnp.int32)
+
+
+def _runs(table: tuple, rank: jax.Array) -> jax.Array:
+    """int32 [4, runs]: base, length, start and stride of the runs of a traced rank."""
+    return jnp.asarray(table, dtype=jnp.int32)[rank].T

@@ -1,0 +1,48 @@
+"""Questions about arrays and axes that only JAX asks: inside shard_map or not, and over which mesh axes a value varies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+
+def ring_size(axis_name: Any) -> int:
+    """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
+    if not isinstance(axis_name, str):
+        raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no mesh axis here: call ring_attention inside jax.shard_map over a mesh with an axis of "
+            "that name, or use sharded_ring_attention(..., mesh=mesh), which builds the shard_map itself"
+        ) from error
+
+
+def dtype_names(*arrays: Any) -> tuple[str, ...]:
+    """The names of the arrays' dtypes; ValueError for what is no array, and for float64 that JAX would cut to float32."""
+    for array in arrays:
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ValueError(f"q, k and v must be arrays, got {type(array).__name__}")
+        if array.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise ValueError('float64 needs jax.config.update("jax_enable_x64", True) before the first array is made')
+    return tuple(str(array.dtype) for array in arrays)
+
+
+def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each varying over every mesh axis that any of them, or the ring, varies over.
+
+    Done before the custom_vjp, so that the gradient of an array that is replicated over an axis is summed over it. A no-op under
+    ``check_vma=False``.
+    """
+    union = frozenset().union(*(axes_of(x) for x in (*arrays, lax.axis_index(axis_name))))
+    return tuple(lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x for x in arrays)
+
+
+def axes_of(x: Any) -> frozenset[str]:
+    """The mesh axes that ``x`` varies over (jax 0.10 and 0.12 keep them in different places)."""
+    kind = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
