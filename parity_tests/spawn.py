@@ -1,0 +1,98 @@
+"""A pool of gloo processes that tests send functions to: started once, reused, one thread each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+MOST = 8
+TIMEOUT = timedelta(seconds=20)
+"""Of every group in the pool: long for a hop, short for a test that waits for a rank that never comes."""
+
+
+class Ranks:
+    """``ranks(n, function, *arguments)`` runs ``function(group, *arguments)`` on the first n processes and returns n results.
+
+    ``function`` must be importable (a module-level function of a test file); ``group`` is the process group of those n. An
+    argument of type PerRank is unpacked: each rank gets its own. An exception on a rank is raised here, with its traceback as a
+    note; ``ranks.outcomes`` returns exceptions instead.
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
+
+    def __call__(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        outcomes = self.outcomes(ranks, function, *arguments)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def outcomes(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self._start()
+        for rank, (_, pipe) in enumerate(self._processes[:ranks]):
+            mine = [a.of(rank) if isinstance(a, PerRank) else a for a in arguments]
+            pipe.send((ranks, function, mine))
+        return [pipe.recv() for _, pipe in self._processes[:ranks]]
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(prefix="ring-attn-"), "store")
+        for rank in range(MOST):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append((process, ours))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for process, pipe in self._processes:
+            pipe.close()
+            process.terminate()
+            process.join()
+        self._processes = []
+
+
+class PerRank:
+    """An argument of which every rank gets its own value."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def of(self, rank: int) -> Any:
+        return self.values[rank]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _serve(rank: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST, timeout=TIMEOUT)
+    groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, MOST)} | {MOST: dist.group.WORLD}
+    while True:
+        try:
+            ranks, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = function(groups[ranks], *arguments)
+        except BaseException as error:
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+            result = error
+        pipe.send(result)

@@ -1,0 +1,109 @@
+"""All ranks run the same problem or all raise the same message, before anything is sent round the ring.
+
+On a problem that a rank has not seen on this group, its verdict (the problem, or what is wrong with it) goes through the
+group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up. The ranks
+of a group make the same calls in the same order, as for any collective; a call's number is its key.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from ring_attn_core.kernels.problem import Problem
+
+from .comm import Group, rank_in, ranks_of
+
+GRACE = timedelta(seconds=5)
+"""How long a rank that is about to raise anyway waits to hear whether a lower rank has something to say."""
+
+_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
+
+
+class _History:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.agreed: set[Problem] = set()
+
+
+_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
+
+
+def agree(problem: Problem, group: Group, error: Exception | None = None) -> None:
+    """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
+
+    ``error`` is this rank's own objection. Raises the objection of the lowest rank that has one, a ValueError that names what the
+    ranks disagree on, or a RuntimeError that names the ranks that did not come within the group's timeout.
+    """
+    if group is None or ranks_of(group) == 1 or _capturing(problem.device):
+        if error is not None:
+            raise error
+        return
+    history = _histories.setdefault(group, _History())
+    history.calls += 1
+    if error is None and problem in history.agreed:
+        return
+    _conclude(_exchange(_verdict(problem, error), history.calls, group, GRACE if error else timeout(group, problem.device)), error)
+    history.agreed.add(problem)
+
+
+def refuse(error: Exception, group: Group, device: str) -> None:
+    """Tell the other ranks about an ``error`` found before there was a problem to speak of, and raise what all of them raise."""
+    agree(Problem((), (), (), ("", "", ""), device, 0, "", None, None, None, None, ""), group, error)  # type: ignore[arg-type]
+
+
+def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
+    """The timeout that the group was made with."""
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+
+
+def _verdict(problem: Problem, error: Exception | None) -> dict[str, Any]:
+    if error is None:
+        return {"problem": problem.fingerprint()}
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def _exchange(verdict: dict[str, Any], call: int, group: dist.ProcessGroup, patience: timedelta) -> list[dict[str, Any] | None]:
+    """Every rank's verdict, None for a rank that did not give one in time."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    keys = [f"ring_attn/{call}/{rank}" for rank in range(ranks_of(group))]
+    store.set(keys[rank_in(group)], json.dumps(verdict))
+    try:
+        store.wait(keys, patience)
+    except (RuntimeError, dist.DistStoreError):
+        keys = [key if store.check([key]) else None for key in keys]
+    return [json.loads(store.get(key)) if key else None for key in keys]
+
+
+def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) -> None:
+    for rank, verdict in enumerate(verdicts):
+        if verdict and "error" in verdict:
+            raise _ERRORS.get(verdict["error"], RuntimeError)(f"rank {rank}: {verdict['message']}") from error
+    absent = [rank for rank, verdict in enumerate(verdicts) if verdict is None]
+    if absent:
+        raise RuntimeError(
+            f"ring_attention was called by {len(verdicts) - len(absent)} of {len(verdicts)} ranks: {_ranks(absent)} did not come "
+            "with this problem within the group's timeout. Every rank must make the same calls in the same order, with the same shapes"
+        )
+    first: dict[str, Any] = verdicts[0]["problem"]  # type: ignore[index]
+    for name, value in first.items():
+        others = [rank for rank, verdict in enumerate(verdicts) if verdict["problem"][name] != value]  # type: ignore[index]
+        if others:
+            other = verdicts[others[0]]["problem"][name]  # type: ignore[index]
+            raise ValueError(
+                f"the ranks of this ring disagree on {name}: {value!r} on rank 0, {other!r} on {_ranks(others)}. Pass the same on every "
+                "rank; shard with to_layout, which gives every rank equally many tokens"
+            )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _capturing(device: str) -> bool:
+    return device == "cuda" and torch.cuda.is_current_stream_capturing()

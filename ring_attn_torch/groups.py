@@ -1,0 +1,83 @@
+"""From what a user passes (a group, a mesh, nothing, tensors) to what an op's schema takes, or a clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ring_attn_core.runs import Band
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+
+from .comm import Group
+
+
+@torch.compiler.assume_constant_result
+def group_name(group: Any) -> str:
+    """The name under which torch.distributed knows the ring; "" for a ring of one in a process without torch.distributed."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise NotImplementedError(
+                f"group is a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: a ring over several axes does not work yet, pass one "
+                'axis of it, mesh["name"]'
+            )
+        group = group.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return ""
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the group: call ring_attention only on the ranks that form the ring")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None (the default group), got {type(group).__name__}")
+    return group.group_name
+
+
+def group_of(name: str) -> Group:
+    """The process group of that name."""
+    return _resolve_process_group(name) if name else None
+
+
+def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, **arguments: Any) -> None:
+    """ValueError for what the op's schema could not take or the group could not send.
+
+    No tensors, DTensors, several devices, a device that the group's backend does not serve, a mask or number of another type.
+    """
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, DTensor):
+            raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{label} must be a torch.Tensor, got {type(x).__name__}")
+    if len({x.device for x in (q, k, v)}) > 1:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    if name and q.device.type not in _devices(name):
+        raise ValueError(
+            f"q is on {q.device}, and this group's backend serves {', '.join(_devices(name))}: move the tensors, or make the group with "
+            'a backend for that device, such as init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    if not isinstance(mask, Band):
+        raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {mask!r}")
+    for label, value in arguments.items():
+        expected = _TYPES[label]
+        if not isinstance(value, expected) or isinstance(value, bool):
+            kinds = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
+            raise ValueError(f"{label} must be {kinds}, got {value!r}")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "layout": (str,),
+    "backend": (str,),
+    "length": (int, type(None)),
+    "kv_length": (int, type(None)),
+    "scale": (float, int, type(None)),
+}
+
+
+@torch.compiler.assume_constant_result
+def _devices(name: str) -> list[str]:
+    """The kinds of device that the group has a backend for."""
+    config = dist.get_backend_config(group_of(name))
+    return [pair.split(":")[0] for pair in config.split(",")]

@@ -1,0 +1,40 @@
+"""The ring: keys and values go round, every rank merges what it may see, gradients are sent home.
+
+The same text as the other package's ring.py, up to the name of the ring and of an array.
+"""
+
+from __future__ import annotations
+
+from ring_attn_core.plan import RingPlan
+from torch import Tensor
+
+from .attend import Score, attend, attend_backward, nothing, row_delta, zero_gradient
+from .comm import Group, circulate
+
+
+def forward(q: Tensor, kv: Tensor, plan: RingPlan, group: Group, score: Score) -> tuple[Tensor, Tensor]:
+    """Shards q [b s h d], kv [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
+    total = nothing(q, kv)
+    for step in circulate(kv, plan, group):
+        total = step.settle(attend(q, step.kv, step.rows, score, total, last=step.last))
+    return total
+
+
+def backward(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    plan: RingPlan,
+    group: Group,
+    score: Score,
+) -> tuple[Tensor, Tensor]:
+    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32."""
+    delta = row_delta(out, dout, dlse)
+    dq = zero_gradient(q)
+    for step in circulate(kv, plan, group):
+        dq, dkv = step.settle(attend_backward(q, step.kv, step.rows, score, lse, delta, dout, dq))
+        step.send_home(dkv)
+    return dq, step.home()
