@@ -1,0 +1,63 @@
+# Every target makes its own environment in .venv first; the second call finds it there.
+#
+#   PYTHON=python3.12     another interpreter (3.11 or newer; on 3.11 the environment is pinned to requirements/cpu-py311.txt)
+#   TORCH_INDEX=<url>     where to take torch from: with the URL of PyTorch's CPU wheel index, no CUDA libraries are downloaded
+#   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, mutate, bench and plan-picture
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PINS := requirements/cpu-py311.txt
+STAMP := $(VENV)/.installed-$(VERSION)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-all mutate bench lint plan-picture
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+
+env: $(STAMP) ## only the environment
+
+demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
+	@$(BIN)/ring-attn demo $(ARGS)
+
+test: $(STAMP) ## the tests that CI runs
+	@$(BIN)/python -m pytest parity_tests $(ARGS)
+
+test-all: $(STAMP) ## the tests over the whole grid of cases
+	@$(BIN)/python -m pytest parity_tests --full $(ARGS)
+
+mutate: $(STAMP) ## break the library on purpose, one line at a time: the tests must notice each
+	@$(BIN)/python parity_tests/mutate.py $(ARGS)
+
+bench: $(STAMP) ## speed on this CPU
+	@$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+lint: $(STAMP) ## ruff and pyright, changing nothing
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+plan-picture: $(STAMP) ## who holds and sees what, as a picture (ring-attn plan)
+	@$(BIN)/ring-attn plan $(ARGS)
+
+# An interpreter of another version begins afresh; a changed list of packages is installed over the old one.
+$(STAMP): pyproject.toml $(PINS)
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "ring-attn needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "Making $(VENV) with Python $(VERSION), about a minute ..." >&2
+	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+ifneq ($(TORCH_INDEX),)
+	@$(PIP) --index-url $(TORCH_INDEX) $(if $(filter 3.11,$(VERSION)),$(shell grep ^torch== $(PINS)),'torch>=2.11')
+endif
+ifeq ($(VERSION),3.11)
+	@$(PIP) -r $(PINS)
+	@$(PIP) --no-deps --no-build-isolation -e .
+else
+	@$(PIP) -e '.[dev]'
+endif
+	@touch $@
