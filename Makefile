@@ -22,6 +22,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
 
 env: $(STAMP) ## only the environment
+	@echo "$(VENV) is ready: . $(BIN)/activate"
 
 demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
 	@$(BIN)/ring-attn demo $(ARGS)
@@ -33,7 +34,7 @@ test-all: $(STAMP) ## the tests over the whole grid of cases
 	@$(BIN)/python -m pytest parity_tests --full $(ARGS)
 
 mutate: $(STAMP) ## break the library on purpose, one line at a time: the tests must notice each
-	@$(BIN)/python parity_tests/mutate.py $(ARGS)
+	@$(BIN)/python -P parity_tests/mutate.py $(ARGS)
 
 bench: $(STAMP) ## speed on this CPU
 	@$(BIN)/python benchmarks/cpu.py $(ARGS)
