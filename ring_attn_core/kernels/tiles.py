@@ -29,5 +29,5 @@ def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, keys: Any, block_k: int) -
     """
     first = clamp(m0 - hi, 0, keys) // block_k
     end = -(-clamp(m1 - lo, 0, keys) // block_k)
-    something = (lo <= hi) & (m0 < m1)
+    something = (lo <= hi) & (m0 < m1) & (m0 - hi < keys)
     return first, end * something

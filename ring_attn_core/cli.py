@@ -1,0 +1,97 @@
+"""The command ``ring-attn``. Needs the extra ``demo``; everything heavy is imported by the command that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from . import draw, layouts, masks
+from .plan import RingPlan
+
+_HINT = 'ring-attn: {name} is not installed: pip install "ring-attn[demo]"'
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    raise SystemExit(_HINT.format(name=missing.name)) from None
+
+app = typer.Typer(help="Exact ring attention: look at a plan.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _commands() -> None:
+    """Exact attention over sequences that no single device can hold."""
+
+
+@contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """A user's mistake (ValueError) or a missing package becomes one line on stderr and exit status 2."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        typer.echo(_HINT.format(name=missing.name), err=True)
+        raise typer.Exit(2) from None
+    except (ValueError, OSError) as error:
+        typer.echo(f"ring-attn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def plan(
+    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
+    mask: Annotated[
+        str, typer.Option(help="full, causal[:offset] or sliding_window:before[:after[:offset]], in tokens.")
+    ] = "causal",
+    ranks: Annotated[int, typer.Option(help="Members of the ring.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of the whole sequence; shards are padded to fit.")] = 8192,
+    kv_length: Annotated[int | None, typer.Option(help="Tokens of the keys, where they are another sequence.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the picture, as .png or .svg.")] = None,
+    all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Compare all layouts, one row each.")] = False,
+) -> None:
+    """Draw who holds what, who computes what at each step, and how the work is shared."""
+    with mistakes_in_one_line():
+        if all_layouts and save is not None:
+            raise ValueError("--save draws one plan, --all-layouts compares several: leave one of them out")
+        if all_layouts:
+            Console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
+            return
+        drawn = make_plan(layout, mask, ranks, length, kv_length)
+        if save is not None:
+            draw.save(drawn, save)
+        Console().print(draw.terminal(drawn))
+
+
+def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
+    """The plan of whole sequences, each shard padded as little as the layout allows; ValueError for what makes none."""
+    members = max(ranks, 1)  # RingPlan refuses the rest in words
+    seq_local = layouts.padded_local(layout, members, length)
+    kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)
+    return RingPlan(layout, masks.parse(mask), ranks, seq_local, kv_local, length, length if kv_length is None else kv_length)
+
+
+def _comparison(plans: list[RingPlan]) -> Table:
+    table = Table(title=draw.title(plans[0]).partition(", ")[2], title_justify="left", title_style="bold")
+    table.add_column("layout")
+    for name in ("steps", "hops", "way home", "balance", "pairs", "most of a rank"):
+        table.add_column(name, justify="right")
+    for each in plans:
+        work = [each.work(rank) for rank in range(each.ranks)]
+        travel = (f"{len(each.shifts)}", f"{len(each.hops)}", f"{each.home}")
+        table.add_row(each.layout, *travel, f"{each.balance:.3f}", draw.short(sum(work)), draw.short(max(work)))
+    table.caption = (
+        "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work of a rank over mean"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def main() -> None:
+    """What the command ``ring-attn`` runs."""
+    app(prog_name="ring-attn")
+
+
+if __name__ == "__main__":
+    main()
