@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 from . import draw, layouts, masks
 from .plan import RingPlan
 
-_HINT = 'ring-attn: {name} is not installed: pip install "ring-attn[demo]"'
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Table
-except ModuleNotFoundError as missing:
-    raise SystemExit(_HINT.format(name=missing.name)) from None
+HINT = 'ring-attn: {} is not installed: pip install "ring-attn[demo]"'
+for package in ("typer", "rich"):
+    if find_spec(package) is None:
+        raise SystemExit(HINT.format(package))
+
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
 app = typer.Typer(help="Exact ring attention: look at a plan.", no_args_is_help=True, add_completion=False)
 
@@ -32,7 +34,7 @@ def mistakes_in_one_line() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        typer.echo(_HINT.format(name=missing.name), err=True)
+        typer.echo(HINT.format(missing.name), err=True)
         raise typer.Exit(2) from None
     except (ValueError, OSError) as error:
         typer.echo(f"ring-attn: {error}", err=True)

@@ -49,7 +49,8 @@ class Problem:
     @cached_property
     def plan(self) -> RingPlan:
         """The plan of this problem; ValueError where lengths and layout do not fit."""
-        return RingPlan(self.layout, self.mask, self.ranks, self.q_shape[1], self.k_shape[1], self.length, self.kv_length)
+        lengths: Any = (self.length, self.kv_length)  # None asks for the default
+        return RingPlan(self.layout, self.mask, self.ranks, self.q_shape[1], self.k_shape[1], *lengths)
 
     def check(self) -> RingPlan:
         """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
@@ -74,18 +75,22 @@ class Problem:
                 raise ValueError(f"{name} must have 4 dimensions {axes}, got shape {list(shape)}")
         if k[:3] != v[:3]:
             raise ValueError(
-                f"k and v must agree in batch, kv_local and kv_heads, got k {list(k)} and v {list(v)}; only the last dimension may differ"
+                f"k and v must agree in batch, kv_local and kv_heads, got k {list(k)} and v {list(v)}; "
+                "only the last dimension may differ"
             )
         if q[0] != k[0]:
             raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
         if q[3] != k[3]:
-            raise ValueError(f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)")
+            raise ValueError(
+                f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)"
+            )
         for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if q[2] % k[2]:
             raise ValueError(
-                f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads. For multi-query attention pass 1 kv head."
+                f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads. "
+                "For multi-query attention pass 1 kv head."
             )
 
     def _check_dtypes(self) -> None:
@@ -99,8 +104,8 @@ def refuse_later(strategy: Any, **arguments: Any) -> None:
     """NotImplementedError for an argument that asks for what does not exist yet, ValueError for an unknown strategy."""
     for name, value in arguments.items():
         nothing = LATER[name]
-        if value is nothing or (nothing is not None and isinstance(value, type(nothing)) and value == nothing):
+        if value is nothing or (isinstance(value, int | float | tuple) and value == nothing):
             continue
         raise NotImplementedError(f"{name} is part of the public signature but does not work yet; leave it at {nothing!r}")
     if strategy not in STRATEGIES:
-        raise NotImplementedError(f"strategy={strategy!r} does not exist yet; choose one of {', '.join(STRATEGIES)}")
+        raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
