@@ -44,8 +44,9 @@ lint: $(STAMP) ## ruff and pyright, changing nothing
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-plan-picture: $(STAMP) ## who holds and sees what, as a picture (ring-attn plan)
-	@$(BIN)/ring-attn plan $(ARGS)
+plan-picture: $(STAMP) ## draw who holds and computes what, here and in demo-output/plan.png (ring-attn plan)
+	@mkdir -p demo-output
+	@$(BIN)/ring-attn plan --save demo-output/plan.png $(ARGS)
 
 # An interpreter of another version begins afresh; a changed list of packages is installed over the old one.
 $(STAMP): pyproject.toml $(PINS)
