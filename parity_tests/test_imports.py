@@ -2,6 +2,7 @@
 
     parity_tests, benchmarks, examples -> ring_attn_jax | ring_attn_torch -> ring_attn_core.kernels -> ring_attn_core.*
 
+ring_attn_core/cli.py and demo/ are the command: they stand above the packages, and nothing in these uses them.
 Nothing is imported here, so this runs where no framework is installed.
 """
 
@@ -23,20 +24,22 @@ ABOVE = ("parity_tests", "benchmarks", "examples")
 
 CORE = "ring_attn_core"
 KERNELS = "ring_attn_core.kernels"
+DEMO = "ring_attn_core.demo"
 MAY_USE = {
     CORE: {CORE},
     KERNELS: {CORE, KERNELS},
     "ring_attn_jax": {CORE, KERNELS, "ring_attn_jax"},
     "ring_attn_torch": {CORE, KERNELS, "ring_attn_torch"},
-    **{folder: {CORE, KERNELS, *PACKAGES, *ABOVE} for folder in ABOVE},
+    DEMO: {KERNELS, DEMO, *PACKAGES},
+    **{folder: {KERNELS, DEMO, *PACKAGES, *ABOVE} for folder in ABOVE},
 }
 JAX, TORCH = {"jax", "jaxlib", "flax", "optax"}, {"torch"}
 NOT_FOR = {CORE: JAX | TORCH, KERNELS: JAX | TORCH, "ring_attn_jax": TORCH, "ring_attn_torch": JAX}
 
-# What a core file may import at module level besides the standard library.
-CORE_EXTRAS = {"oracle.py": {"numpy"}, "tolerance.py": {"numpy"}, "cli.py": {"typer", "rich"}}
-# Core files that use the packages above them: the command line, and only inside functions.
-ENTRY_POINTS = {"cli.py"}
+# What a core file may import at module level besides the standard library. The command imports the rest inside functions.
+CORE_EXTRAS = {"oracle.py": {"numpy"}, "tolerance.py": {"numpy"}}
+CLI = "cli.py"
+CLI_AT_ONCE = {CORE, DEMO, "typer", "rich"}
 
 # In each package, who may import whom: only rightwards. Files not named here are free, as long as there is no circle.
 INSIDE = [["transformer"], ["layers"], ["api"], ["ring"], ["comm", "attend"], ["blockwise", "launch"]]
@@ -90,10 +93,8 @@ def _name(node: ast.AST) -> str:
 
 def part_of(module: str) -> str | None:
     """Which part of this repository a module belongs to."""
-    if module == KERNELS or module.startswith(KERNELS + "."):
-        return KERNELS
-    top = module.split(".")[0]
-    return top if top in MAY_USE else None
+    parts = module.split(".")
+    return next((part for part in (".".join(parts[:2]), parts[0]) if part in MAY_USE), None)
 
 
 def files(*folders: str) -> list[Path]:
@@ -112,18 +113,18 @@ def direction_breaches(tree: ast.AST, package: str, file: str = "") -> list[str]
     """Imports of ``package/file`` that go against the direction."""
     part = part_of(package)
     assert part is not None
-    allowed_at_once = {CORE: CORE_EXTRAS.get(file, set()), KERNELS: {"triton"}}
     breaches = []
     for module, line, lazy in imports(tree, package):
-        if part == CORE and file in ENTRY_POINTS and lazy:
-            continue
         used, top = part_of(module), module.split(".")[0]
-        if used is None:
-            wrong = top in NOT_FOR.get(part, ()) or (top == "triton" and part in PACKAGES)
-            if part in allowed_at_once and not lazy:
-                wrong = wrong or top not in sys.stdlib_module_names | allowed_at_once[part]
-        else:
+        if part == CORE and file == CLI:
+            wrong = not lazy and (used or top) not in CLI_AT_ONCE | sys.stdlib_module_names
+        elif used is not None:
             wrong = used not in MAY_USE[part]
+        else:
+            wrong = top in NOT_FOR.get(part, ()) or (top == "triton" and part in PACKAGES)
+            if part in (CORE, KERNELS) and not lazy:
+                extras = {"triton"} if part == KERNELS else CORE_EXTRAS.get(file, set())
+                wrong = wrong or top not in extras | sys.stdlib_module_names
         if wrong:
             breaches.append(f"line {line}: {part} must not import {module}" + ("" if lazy else " at module level"))
     return breaches
@@ -143,6 +144,7 @@ def test_imports_follow_the_direction(path: Path):
         (CORE, "class A:\n    import rich"),
         (CORE, "def f():\n    import triton"),
         (CORE, "def f():\n    import jax.numpy"),
+        (CORE, "from .demo import text"),
         (KERNELS, "from ring_attn_torch import api"),
         (KERNELS, "def f():\n    import torch"),
         ("ring_attn_jax", "def f():\n    from torch import nn"),
@@ -150,10 +152,17 @@ def test_imports_follow_the_direction(path: Path):
         ("ring_attn_torch", "from jax import numpy"),
         ("ring_attn_torch", "import triton"),
         ("ring_attn_torch", "from parity_tests import cases"),
+        (DEMO, "from parity_tests import cases"),
     ],
 )
 def test_a_breach_of_the_direction_is_seen(package: str, source: str):
     assert direction_breaches(ast.parse(source), package)
+
+
+@pytest.mark.parametrize("source", ["import ring_attn_jax", "import jax", "from .kernels import backends"])
+def test_the_command_imports_frameworks_only_when_it_needs_them(source: str):
+    assert direction_breaches(ast.parse(source), CORE, CLI)
+    assert not direction_breaches(ast.parse(f"def command():\n    {source}"), CORE, CLI)
 
 
 @pytest.mark.parametrize("package", ["ring_attn_jax", "ring_attn_torch"])
@@ -171,11 +180,12 @@ def test_a_package_has_no_circle_and_its_ring_looks_only_downwards(package: str)
 
 
 def test_the_core_needs_the_standard_library_only():
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in files(CORE)
-        if path.name not in CORE_EXTRAS and "triton" not in {found.module for found in imports(*parse(path)) if not found.lazy}
-    ]
+    modules = []
+    for path in files(CORE):
+        tree, package = parse(path)
+        needs_triton = any(found.module == "triton" and not found.lazy for found in imports(tree, package))
+        if part_of(package) != DEMO and path.name not in {CLI, *CORE_EXTRAS} and not needs_triton:
+            modules.append(".".join(path.relative_to(ROOT).with_suffix("").parts))
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + "\n".join(f"import {module}" for module in modules)
     bare = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert bare.returncode == 0, bare.stderr
