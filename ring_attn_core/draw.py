@@ -173,7 +173,7 @@ def terminal(plan: RingPlan) -> RenderableType:
 
     balance = f"balance {plan.balance:.3f} (most work of a rank over the mean; 1 is perfect)"
     lines = [Text(title(plan), style="bold"), Text(travel_in_words(plan)), Text(balance), Text(), *_strips(plan), Text()]
-    legend = Text("pairs of query and key that a rank computes, at each step and in all", style="dim")
+    legend = Text("pairs that each rank computes, at each step and in all; share: of the mean", style="dim")
     return Group(*lines, *_matrices(plan), _table(plan), legend)
 
 
@@ -235,10 +235,12 @@ def _table(plan: RingPlan) -> Table:
     for name, runs in zip(["holds"] if len(sides) == 1 else ["queries", "keys"], sides, strict=True):
         table.add_column(name, min_width=max(len(word) for rank in runs for word in holds(rank).split()))
     shown = plan.shifts[:STEPS]
+    if sum(column.min_width or 4 for column in table.columns) + len(table.columns) + 5 * len(shown) + 11 > 80:
+        shown = ()  # no room: the sums alone
     for step in range(len(shown)):
         table.add_column(f"{step}", justify="right", no_wrap=True)
     table.add_column("all", justify="right", no_wrap=True)
-    table.add_column("of mean", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
     work = [plan.work(rank) for rank in range(plan.ranks)]
     for rank in range(plan.ranks):
         steps = [short(plan.area(rank, shift)) for shift in shown]

@@ -100,18 +100,18 @@ def draw(plan: RingPlan) -> Figure:
 
 def _strip(axes: Axes, axis: Axis) -> None:
     """The tokens of one sequence from left to right in the colours of the ranks that hold them."""
-    owners = [axis.ranks(cell)[0] if axis.cells[cell] else None for cell in range(len(axis.cells))]
+    codes, edges = _holders(axis), _edges(axis)
+    _cells(axes, edges, [0, 1], [codes])
     first = 0
-    for owner, cells in groupby(owners):
+    for code, cells in groupby(codes):
         end = first + len(list(cells))
-        x0, x1 = first * axis.block, min(end * axis.block, axis.length)
-        if owner is not None:
-            gap = 1 if len(owners) < 130 else 0
-            axes.broken_barh([(x0, x1 - x0)], (0, 1), color=colour(owner), edgecolor="white", linewidth=gap)
-            room = (x1 - x0) / axis.held * (_WIDTH - _LEFT - _RIGHT)
-            if room > 0.14:
-                label, tint = f"rank {owner}" if room > 0.6 else f"{owner}", _on(colour(owner))
-                axes.text((x0 + x1) / 2, 0.47, label, ha="center", va="center", color=tint, size=11, weight="bold")
+        x0, x1 = edges[first], min(edges[end], axis.length)
+        room = (x1 - x0) / axis.held * (_WIDTH - _LEFT - _RIGHT)
+        if code and room > 0.14:
+            rank = axis.ranks(first)[0]
+            label, tint = f"rank {rank}" if room > 0.6 else f"{rank}", _on(colour(rank))
+            axes.text((x0 + x1) / 2, 0.47, label, ha="center", va="center", color=tint, size=11, weight="bold")
+            axes.vlines([x0, x1], 0, 1, color="white", linewidth=1)
         first = end
     _pad(axes, axis.length, 0, axis.held - axis.length, 1)
     axes.set(xlim=(0, max(axis.held, 1)), ylim=(0, 1), yticks=[])

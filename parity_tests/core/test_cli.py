@@ -1,0 +1,80 @@
+"""The command ``ring-attn``: what it prints, and how it answers a mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ring_attn_core.cli import app, make_plan
+from ring_attn_core.layouts import LAYOUTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plan(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_plan_draws_the_plan_that_was_asked_for():
+    done = plan("--layout", "striped", "--mask", "sliding_window:9", "--ranks", "3", "--length", "31", "--kv-length", "40")
+    assert done.exit_code == 0, done.output
+    assert "striped layout, window of 9 before and 0 after, 3 ranks, 31 queries, 40 keys" in done.output
+    assert "balance" in done.output
+
+
+def test_all_layouts_are_compared_in_a_row_each():
+    done = plan("--all-layouts")
+    assert done.exit_code == 0, done.output
+    rows = {cells[0]: cells[1:] for line in done.output.splitlines() if (cells := line.strip("│ ").replace("│", " ").split())}
+    assert [rows[layout][3] for layout in ("contiguous", "striped", "zigzag")] == ["1.875", "1.001", "1.000"]
+    assert set(LAYOUTS) <= set(rows)
+
+
+def test_save_writes_the_picture(tmp_path: Path):
+    done = plan("--ranks", "2", "--length", "9", "--save", str(tmp_path / "plan.png"))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layout", "spiral"], "unknown layout 'spiral': choose one of contiguous, striped, zigzag"),
+        (["--mask", "causual"], "cannot read the mask 'causual': write full, "),
+        (["--ranks", "0"], "a ring needs at least 1 rank, got 0"),
+        (["--length", "-5"], "length is the true global number of tokens, an int of at least 0, got -5"),
+        (["--save", "plan.jpg"], "a plan is drawn as .png or .svg, got 'plan.jpg'"),
+        (["--save", "no/such/folder/plan.png"], "No such file or directory"),
+        (["--save", "plan.png", "--all-layouts"], "--save draws one plan, --all-layouts compares several: leave one of them out"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: list[str], message: str):
+    done = plan("--length", "16", "--ranks", "2", *arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.startswith("ring-attn: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
+def test_a_missing_package_is_answered_with_the_extra_that_brings_it(missing: str, tmp_path: Path):
+    code = f"import sys; sys.modules[{missing!r}] = None; from ring_attn_core.cli import main; main()"
+    command = [sys.executable, "-c", code, "plan", "--ranks", "2", "--length", "8", "--save", str(tmp_path / "plan.png")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode != 0
+    assert ran.stderr == f'ring-attn: {missing} is not installed: pip install "ring-attn[demo]"\n'
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_is_made_with_the_least_padding(layout: str, ranks: int):
+    made = make_plan(layout, "causal", ranks, 37, 50)
+    assert (made.length, made.kv_length) == (37, 50)
+    assert 0 <= made.seq_local * ranks - 37 < 2 * ranks
+    assert 0 <= made.kv_local * ranks - 50 < 2 * ranks

@@ -1,0 +1,222 @@
+"""Pictures of plans: they show what the plan computes, fit where they are shown, and are the same each time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+from ring_attn_core.draw import Axis, colour, computed, holds, mask_in_words, save, short, terminal, title, travel_in_words
+from ring_attn_core.layouts import LAYOUTS, padded_local
+
+ROOT = Path(__file__).resolve().parents[2]
+MASKS = {"full": full(), "causal": causal(), "window": sliding_window(5, after=1), "offset": causal(-3)}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+def make(layout: str, mask: Band, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
+    keys = length if kv_length is None else kv_length
+    return RingPlan(layout, mask, ranks, padded_local(layout, ranks, length), padded_local(layout, ranks, keys), length, keys)
+
+
+def printed(plan: RingPlan, width: int = 80) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(terminal(plan))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("most", [100, 12, 5], ids="{}_cells".format)
+@pytest.mark.parametrize("kv_length", [None, 40])
+@each_mask
+@each_layout
+def test_a_cell_is_filled_where_and_only_where_its_rank_computes_a_pair(
+    layout: str, mask: Band, kv_length: int | None, most: int
+):
+    plan = make(layout, mask, 3, 25, kv_length)
+    queries, keys = Axis.of(plan, most, keys=False), Axis.of(plan, most, keys=True)
+    q_owner = {p: rank for rank in range(3) for p in plan.positions(rank)}
+    k_plan = make(layout, mask, 3, plan.kv_length)
+    k_owner = {p: rank for rank in range(3) for p in k_plan.positions(rank)}
+    for shift in range(3):
+        for a, line in enumerate(computed(plan, queries, keys, shift)):
+            for b, rank in enumerate(line):
+                busy = {
+                    q_owner[q]
+                    for q in range(a * queries.block, min((a + 1) * queries.block, plan.length))
+                    for k in range(b * keys.block, min((b + 1) * keys.block, plan.kv_length))
+                    if mask.sees(q, k) and (q_owner[q] - k_owner[k]) % 3 == shift
+                }
+                assert rank in busy if busy else rank is None
+
+
+@each_layout
+def test_blocks_cover_the_sequence_and_no_more_than_were_asked_for(layout: str):
+    plan = make(layout, causal(), 4, 1000)
+    for most in (1, 7, 64, 5000):
+        axis = Axis.of(plan, most, keys=False)
+        assert len(axis.cells) <= most
+        assert sum(run.length for cell in axis.cells for runs in cell.values() for run in runs) == 1000
+        for c, cell in enumerate(axis.cells):
+            assert all(p // axis.block == c for runs in cell.values() for run in runs for p in run.positions())
+
+
+def test_neighbouring_blocks_that_all_ranks_share_show_different_ranks():
+    axis = Axis.of(make("striped", causal(), 4, 4096), 8, keys=False)
+    assert [axis.ranks(cell)[0] for cell in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_the_terminal_shows_who_computes_what_at_each_step():
+    shown = printed(RingPlan("zigzag", causal(), 2, 8))
+    matrices = re.search(r"step 0, shift 0 +step 1, shift 1\s*\n((?:[.01 ]+\n){16})", shown)
+    assert matrices, shown
+    left, right = zip(*(line.split() for line in matrices[1].splitlines()), strict=True)
+    owner = "0000111111110000"
+    for shift, matrix in enumerate((left, right)):
+        for q, line in enumerate(matrix):
+            expected = [owner[q] if k <= q and (owner[q] == owner[k]) == (shift == 0) else "." for k in range(16)]
+            assert line == "".join(expected)
+    assert "tokens 0000111111110000" in shown
+    assert "0:4, 12:16" in shown
+
+
+@pytest.mark.parametrize("kv_length", [None, 3000])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@each_mask
+@each_layout
+def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: int, kv_length: int | None):
+    plan = make(layout, mask, ranks, 8191, kv_length)
+    shown, whole = printed(plan), printed(plan, width=400)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert sorted(shown.replace("─", "").split()) == sorted(whole.replace("─", "").split()), "something is cut off at 80 columns"
+    work = [plan.work(rank) for rank in range(ranks)]
+    assert [f"{share:.3f}" for share in (each * ranks / sum(work) for each in work) if f"{share:.3f}" not in shown] == []
+
+
+def test_more_than_eight_steps_are_counted():
+    shown = printed(make("contiguous", causal(), 12, 120))
+    assert "step 7, shift 7" in shown
+    assert "step 8" not in shown
+    assert "... 4 more steps" in shown
+
+
+def test_padding_and_empty_sequences_can_be_drawn(tmp_path: Path):
+    for plan in (
+        RingPlan("zigzag", causal(), 4, 8, length=3),
+        RingPlan("striped", full(), 2, 0),
+        make("contiguous", full(), 2, 5, 0),
+    ):
+        assert "balance 1.000" in printed(plan) or plan.balance != 1
+        save(plan, tmp_path / "plan.svg")
+    assert "tokens 000" + "/" * 29 in printed(RingPlan("zigzag", causal(), 4, 8, length=3))
+
+
+def test_the_first_eight_ranks_have_colours_of_their_own_and_the_next_eight_too():
+    colours = [colour(rank) for rank in range(16)]
+    assert len(set(colours)) == 16
+    assert all(re.fullmatch(r"#[0-9A-F]{6}", each) for each in colours)
+    assert colour(16) == colour(0)
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG\r\n"), (".SVG", b"<?xml")])
+def test_equal_plans_are_saved_as_equal_files(suffix: str, start: bytes, tmp_path: Path):
+    for name in "ab":
+        save(make("zigzag", causal(), 2, 16), tmp_path / f"{name}{suffix}")
+    pictures = [(tmp_path / f"{name}{suffix}").read_bytes() for name in "ab"]
+    assert pictures[0] == pictures[1]
+    assert pictures[0].startswith(start)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make("striped", sliding_window(70), 8, 1000),
+        make("contiguous", full(), 3, 50, 70),
+        make("zigzag", causal(), 20, 900),
+        make("contiguous", full(), 1, 7),
+    ],
+    ids=title,
+)
+def test_a_picture_of_any_plan_is_small_enough_for_a_page(plan: RingPlan, tmp_path: Path):
+    save(plan, str(tmp_path / "plan.svg"))
+    assert (tmp_path / "plan.svg").stat().st_size < 700_000
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.png.jpg"])
+def test_another_suffix_is_refused_with_the_two_there_are(name: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=rf"a plan is drawn as \.png or \.svg, got '{name}': end the file name in one of these"):
+        save(make("zigzag", causal(), 2, 8), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_saving_leaves_pyplot_and_its_settings_alone(tmp_path: Path):
+    code = (
+        "import sys, matplotlib\n"
+        "from ring_attn_core import RingPlan, causal\n"
+        "from ring_attn_core.draw import save\n"
+        "before = matplotlib.rcParams['svg.hashsalt'], matplotlib.rcParams['font.family']\n"
+        f"save(RingPlan('zigzag', causal(), 2, 4), {str(tmp_path / 'plan.svg')!r})\n"
+        "assert (matplotlib.rcParams['svg.hashsalt'], matplotlib.rcParams['font.family']) == before\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_runs_are_written_as_slices_of_the_positions_they_hold():
+    for layout in LAYOUTS:
+        plan = make(layout, causal(), 3, 29)
+        for rank in range(3):
+            slices = [slice(*map(int, part.split(":"))) for part in holds(plan.q_runs[rank]).split(", ")]
+            assert [p for part in slices for p in range(29)[part]] == [p for p in plan.positions(rank) if p < 29]
+    assert holds(((0, 0, 8, 1), (2, 0, 30, 1))) == "padding"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text"),
+    [
+        (0, "0"), (9999, "9999"), (10_000, "10.0k"), (99_949, "99.9k"), (99_950, "100k"), (999_499, "999k"), (999_500, "1.00M"),
+        (33_558_528, "33.6M"), (10**12, "1.00T"),
+    ],
+)  # fmt: skip
+def test_counts_are_written_short(pairs: int, text: str):
+    assert short(pairs) == text
+
+
+@pytest.mark.parametrize(
+    ("band", "text"),
+    [
+        (full(), "full attention"),
+        (causal(), "causal mask"),
+        (causal(-1200), "causal mask with offset -1,200"),
+        (sliding_window(1024), "window of 1,024 before and 0 after"),
+        (sliding_window(4, 2, offset=1), "window of 3 before and 3 after"),
+        (sliding_window(1, offset=-5), "mask 5 <= q_pos - k_pos <= 6"),
+        (Band(hi=3), "mask q_pos - k_pos <= 3"),
+    ],
+)
+def test_a_mask_is_named_in_words_where_there_are_any(band: Band, text: str):
+    assert mask_in_words(band) == text
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (RingPlan("zigzag", causal(), 1, 4), "1 step, nothing travels"),
+        (RingPlan("zigzag", causal(), 4, 4), "4 steps at shifts 0 to 3, 3 hops by 1, gradients go home by 1"),
+        (RingPlan("contiguous", sliding_window(3), 4, 4), "2 steps at shifts 0 and 1, 1 hop by 1, gradients go home by 3"),
+        (
+            RingPlan("zigzag", sliding_window(3), 8, 8),
+            "3 steps at shifts 0 1 7, hops by 1 and 6, gradients go home by 1",
+        ),
+    ],
+    ids=["alone", "every_step", "near", "both_ways"],
+)
+def test_the_way_of_the_keys_is_told_in_words(plan: RingPlan, text: str):
+    assert travel_in_words(plan) == text
