@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,14 @@ from typing import Any
 MOST = 8
 TIMEOUT = timedelta(seconds=20)
 """Of every group in the pool: long for a hop, short for a test that waits for a rank that never comes."""
+
+
+PATIENCE = 120
+"""Seconds that the pool waits for a rank before it gives up on all of them."""
+
+
+groups: dict[int, Any] = {}
+"""In a process of the pool: the process group of the first n, for every n. Not a member: torch's NON_GROUP_MEMBER."""
 
 
 class Ranks:
@@ -40,7 +47,14 @@ class Ranks:
         for rank, (_, pipe) in enumerate(self._processes[:ranks]):
             mine = [a.of(rank) if isinstance(a, PerRank) else a for a in arguments]
             pipe.send((ranks, function, mine))
-        return [pipe.recv() for _, pipe in self._processes[:ranks]]
+        return [self._receive(rank) for rank in range(ranks)]
+
+    def _receive(self, rank: int) -> Any:
+        process, pipe = self._processes[rank]
+        if pipe.poll(PATIENCE) and process.is_alive():
+            return pipe.recv()
+        self.close()
+        raise TimeoutError(f"rank {rank} gave no answer within {PATIENCE} s, or died; the pool was stopped and starts anew with the next call")
 
     def _start(self) -> None:
         if self._processes:
@@ -72,19 +86,14 @@ class PerRank:
         return self.values[rank]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _serve(rank: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST, timeout=TIMEOUT)
-    groups = {n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, MOST)} | {MOST: dist.group.WORLD}
+    groups.update({n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, MOST)})
+    groups[MOST] = dist.group.WORLD
     while True:
         try:
             ranks, function, arguments = pipe.recv()

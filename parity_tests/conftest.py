@@ -1,0 +1,36 @@
+"""Eight host devices for JAX, one pool of gloo processes for PyTorch, and the switch between the CI selection and everything."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the whole grid, not the selection for CI")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: only with --full, too long for CI")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        skip = pytest.mark.skip(reason="only with --full")
+        for item in items:
+            if "full" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def gloo():
+    """The pool of parity_tests/spawn.py: ``gloo(ranks, function, *arguments)``."""
+    pytest.importorskip("torch")
+    from parity_tests.spawn import Ranks
+
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -1,0 +1,40 @@
+"""The JAX ring against float64: out, lse and every gradient within the computed bound."""
+
+from __future__ import annotations
+
+import pytest
+from ring_attn_core import LAYOUTS
+
+from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, grid, pairs
+from parity_tests.jax.ring import run
+
+CHOSEN = pairs(grid())
+REST = [case for case in grid() if case not in CHOSEN]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_out_lse_and_gradients_are_exact(case):
+    check(case, run(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_the_rest_of_the_grid_is_exact(case):
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_cross_attention_padding_and_odd_sizes_are_exact(case):
+    check(case, run(case))
+
+
+def test_bfloat16_error_does_not_grow_with_the_ring():
+    errors = [check(case, run(case)) for case in (Case(ranks=ranks, dtype="bfloat16", length=48) for ranks in (1, 8))]
+    for name in ("out", "dq", "dk", "dv"):
+        assert errors[1][name] <= 1.1 * errors[0][name], f"{name}: {errors[1][name]:.2f} of the bound on 8 ranks, {errors[0][name]:.2f} on 1"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_future_tokens_change_nothing_on_any_rank(layout):
+    case = Case(layout)
+    check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)

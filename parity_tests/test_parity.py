@@ -1,0 +1,35 @@
+"""JAX = PyTorch on the same arrays and plan, gradients included: float32 to 1e-6, norm of the difference over norm."""
+
+from __future__ import annotations
+
+import pytest
+from ring_attn_core.oracle import Attention
+from ring_attn_core.tolerance import relative_error
+
+pytest.importorskip("torch")
+
+from parity_tests.cases import SPECIAL, Case, grid, pairs
+from parity_tests.jax import ring as on_jax
+from parity_tests.torch import ring as on_torch
+
+FLOAT32 = [case for case in grid() if case.dtype == "float32"]
+CHOSEN = [case for case in pairs(grid()) if case.dtype == "float32"] + [case for case in SPECIAL if case.dtype == "float32"]
+REST = [case for case in FLOAT32 if case not in CHOSEN]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_frameworks_agree(gloo, case, record_property):
+    record_property("worst", agree(gloo, case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_frameworks_agree_on_the_rest_of_the_grid(gloo, case, record_property):
+    record_property("worst", agree(gloo, case))
+
+
+def agree(gloo, case: Case) -> float:
+    ours, theirs = on_torch.run(gloo, case), on_jax.run(case)
+    errors = {name: relative_error(*pair) for name, *pair in zip(Attention._fields, ours, theirs, strict=True)}
+    assert max(errors.values()) <= 1e-6, errors
+    return max(errors.values())

@@ -1,0 +1,138 @@
+"""One rank wrong: all ranks raise the same, nobody hangs, and the ring works again afterwards."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_torch import agreement, ring_attention
+
+RANKS = 4
+
+
+def shards(tokens=6, heads=4, kv_heads=2, dim=8, dtype=torch.float32, v_dim=None):
+    make = lambda h, d: torch.ones(1, tokens, h, d, dtype=dtype)
+    return {"q": make(heads, dim), "k": make(kv_heads, dim), "v": make(kv_heads, v_dim or dim)}
+
+
+WRONG: dict[str, Any] = {
+    "disagree on q_shape": (lambda n: shards(n + 2), "disagree on q_shape: .*rank 2.*to_layout"),
+    "disagree on dtypes": (lambda n: shards(n, dtype=torch.bfloat16), "disagree on dtypes: .*float32.*bfloat16.*on rank 2"),
+    "disagree on layout": (lambda n: shards(n) | {"layout": "striped"}, "disagree on layout: 'zigzag' on rank 0, 'striped' on rank 2"),
+    "disagree on mask": (lambda n: shards(n) | {"mask": full()}, "disagree on mask"),
+    "disagree on length": (lambda n: shards(n) | {"length": 4 * n - 1}, "disagree on length"),
+    "disagree on scale": (lambda n: shards(n) | {"scale": 0.5}, "disagree on scale"),
+    "heads do not divide": (lambda n: shards(n, kv_heads=3), "rank 2: q has 4 heads and k has 3: kv heads must divide query heads"),
+    "odd zigzag": (lambda n: shards(n + 1), r"rank 2: zigzag over 4 ranks needs an even number .* got \d+ .*to_layout"),
+    "integers": (lambda n: shards(n, dtype=torch.int32), "rank 2: .*must be one of bfloat16.*int32"),
+    "mixed dtypes": (lambda n: shards(n) | {"v": shards(n, dtype=torch.float16)["v"]}, "rank 2: q, k and v must have one dtype"),
+    "no tensor": (lambda n: shards(n) | {"k": [1.0]}, "rank 2: k must be a torch.Tensor, got list"),
+    "three dimensions": (lambda n: shards(n) | {"q": torch.ones(n, 4, 8)}, "rank 2: q must have 4 dimensions"),
+    "k and v differ": (lambda n: shards(n) | {"v": torch.ones(1, n - 2, 2, 8)}, "rank 2: k and v must agree"),
+    "head_dim differs": (lambda n: shards(n) | {"q": torch.ones(1, n, 4, 9)}, "rank 2: q has head_dim 9 and k has 8"),
+    "batch differs": (lambda n: shards(n) | {"q": torch.ones(2, n, 4, 8)}, "rank 2: q has batch 2 and k has batch 1"),
+    "unknown layout": (lambda n: shards(n) | {"layout": "spiral"}, "rank 2: unknown layout 'spiral': choose one of contiguous"),
+    "unknown backend": (lambda n: shards(n) | {"backend": "abacus"}, "rank 2: unknown backend 'abacus'"),
+    "no mask": (lambda n: shards(n) | {"mask": "causal"}, "rank 2: mask must be full"),
+    "too long": (lambda n: shards(n) | {"length": 4 * n + 1}, "rank 2: length=.* is more than the 4 shards of q hold"),
+    "keys too long": (lambda n: shards(n) | {"kv_length": 4 * n + 1}, "rank 2: kv_length=.* is more than the 4 shards of k hold"),
+    "bad scale": (lambda n: shards(n) | {"scale": float("nan")}, "rank 2: scale must be a finite"),
+    "wrong device": (lambda n: {n: x.to("meta") for n, x in shards(n).items()}, "rank 2: .*backend serves cpu"),
+}
+
+
+@pytest.mark.parametrize("when", ["on the first call", "on a later call"])
+@pytest.mark.parametrize("problem", WRONG)
+def test_all_ranks_raise_the_same_value_error(gloo, problem, when):
+    wrong, message = WRONG[problem]
+    errors = gloo.outcomes(RANKS, call, 2, problem, when == "on a later call")
+    assert {type(error) for error in errors} == {ValueError}, errors
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(ValueError, match=message):
+        raise errors[0]
+    assert all(out is not None for out in gloo(RANKS, call, None, problem, False)), "the ring works again"
+
+
+def call(group, wrong_rank, problem, after_a_good_one):
+    forget(group)
+    if after_a_good_one:
+        ring_attention(**shards(), group=group)
+    tokens = 10 if after_a_good_one else 6
+    return ring_attention(**(WRONG[problem][0](tokens) if dist.get_rank() == wrong_rank else shards(tokens)), group=group).shape
+
+
+def forget(group):
+    """As if no problem had been seen on this group."""
+    if group in agreement._histories:
+        agreement._histories[group].agreed.clear()
+
+
+@pytest.mark.parametrize("feature", ["extents", "key_mask", "softcap", "sinks", "alibi_slopes", "dropout_rate", "dropout_seed"])
+def test_a_feature_of_a_later_version_is_refused_by_name(gloo, feature):
+    errors = gloo.outcomes(RANKS, call_with, {feature: 0.5})
+    assert {type(error) for error in errors} == {NotImplementedError}
+    assert all(feature in str(error) for error in errors)
+
+
+def call_with(group, arguments):
+    return ring_attention(**shards(), group=group, **arguments).shape
+
+
+def test_the_lowest_rank_speaks_when_several_are_wrong(gloo):
+    errors = gloo.outcomes(RANKS, two_wrong)
+    assert {str(error) for error in errors} == {"rank 1: unknown layout 'one': choose one of contiguous, striped, zigzag"}
+
+
+def two_wrong(group):
+    forget(group)
+    name = {1: "one", 3: "three"}.get(dist.get_rank(), "zigzag")
+    return ring_attention(**shards(), group=group, layout=name)
+
+
+def test_a_rank_that_never_comes_is_named_after_the_timeout(gloo):
+    results = gloo.outcomes(RANKS, one_stays_away)
+    assert results[2] == "stayed away"
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], RuntimeError)
+        assert "rank 2 did not come" in str(results[rank])
+
+
+def one_stays_away(group):
+    forget(group)
+    if dist.get_rank() == 2:
+        agreement._histories[group].calls += 1  # so that this group can be used again
+        return "stayed away"
+    with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=2)):
+        return ring_attention(**shards(), group=group)
+
+
+def test_a_repeated_problem_asks_nobody(gloo):
+    gloo(RANKS, repeated)
+
+
+def repeated(group):
+    ring_attention(**shards(), group=group, scale=0.123)
+    with patch.object(agreement, "_exchange", side_effect=AssertionError("asked")):
+        ring_attention(**shards(), group=group, scale=0.123)
+
+
+def test_a_ring_of_one_needs_no_torch_distributed():
+    with pytest.raises(ValueError, match="kv heads must divide query heads"):
+        ring_attention(**shards(kv_heads=3))
+    assert ring_attention(**shards(), mask=causal(offset=1)).shape == (1, 6, 4, 8)
+
+
+@pytest.mark.parametrize("before, after", [(-1, 0), (0, -1)])
+def test_a_window_below_zero_is_refused_when_it_is_made(before, after):
+    with pytest.raises(ValueError, match="before >= 0 and after >= 0"):
+        sliding_window(before, after)
+
+
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="group must be a ProcessGroup"):
+        ring_attention(**shards(), group="everyone")

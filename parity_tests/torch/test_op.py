@@ -1,0 +1,134 @@
+"""The op in the world of PyTorch: opcheck, torch.compile, selective checkpointing, DTensor, second derivatives."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ring_attn_torch import api, ring_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parity_tests import spawn
+from parity_tests.cases import Case
+from parity_tests.spawn import PerRank
+from parity_tests.torch.ring import on_rank
+
+ARGUMENTS = ("", "contiguous", 0, None, None, None, None, "auto")
+
+
+def leaves():
+    torch.manual_seed(0)
+    make = lambda h, d: torch.randn(2, 33, h, d, requires_grad=True)
+    return make(4, 8), make(2, 8), make(2, 5)
+
+
+def test_opcheck_accepts_the_forward_op():
+    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *ARGUMENTS))
+
+
+def test_opcheck_accepts_the_backward_op():
+    q, k, v = (x.detach() for x in leaves())
+    out, lse = torch.ops.ring_attn.forward(q, k, v, *ARGUMENTS)
+    cotangents = torch.randn_like(out), torch.randn_like(lse)
+    torch.library.opcheck(torch.ops.ring_attn.backward.default, (*cotangents, q, k, v, out, lse, *ARGUMENTS))
+
+
+def test_gradients_pass_gradcheck_in_float64():
+    q, k, v = (x.double().detach()[:1, :5].requires_grad_() for x in leaves())
+    assert torch.autograd.gradcheck(partial(ring_attention, layout="striped", return_lse=True), (q, k, v))
+
+
+def test_a_second_derivative_raises_instead_of_being_wrong():
+    q, k, v = leaves()
+    (gradient,) = torch.autograd.grad(ring_attention(q, k, v, layout="striped").sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_compile_makes_one_graph_of_a_ring_and_changes_no_bit(gloo):
+    case = Case(ranks=4)
+    eager = gloo(4, on_rank, case, *(PerRank(*x) for x in case.inputs()))
+    compiled = gloo(4, compiled_on_rank, case, *(PerRank(*x) for x in case.inputs()))
+    for ours, theirs in zip(eager, compiled, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def compiled_on_rank(group, case, *shards):
+    compiled = torch.compile(ring_attention, fullgraph=True, backend="aot_eager")
+    with patch("parity_tests.torch.ring.ring_attention", compiled):
+        return on_rank(group, case, *shards)
+
+
+def test_compile_takes_a_device_mesh_and_the_default_group(gloo):
+    gloo(8, compiled_with_each_kind_of_group)
+
+
+def compiled_with_each_kind_of_group(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    compiled = torch.compile(ring_attention, fullgraph=True, backend="aot_eager")
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("seq",))
+    q = torch.full((1, 2, 1, 4), float(dist.get_rank()))
+    first = compiled(q, q, q, group=world)
+    for group in (None, mesh):
+        assert torch.equal(compiled(q, q, q, group=group), first)
+
+
+@pytest.mark.parametrize("keep, forwards", [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
+def test_selective_checkpointing_runs_one_forward_ring(keep, forwards):
+    q, k, v = leaves()
+    ring = torch.ops.ring_attn.forward.default
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if keep and op == ring else CheckpointPolicy.PREFER_RECOMPUTE
+
+    block = lambda q, k, v: ring_attention(q.sin(), k.sin(), v.sin(), layout="striped").cos()
+    with patch.object(api.ring, "forward", wraps=api.ring.forward) as spy:
+        out = checkpoint(block, q, k, v, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert spy.call_count == forwards
+    for mine, plain in zip(gradients, torch.autograd.grad(block(q, k, v).sum(), (q, k, v)), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_a_dtensor_is_refused_with_the_remedy(gloo):
+    errors = gloo.outcomes(2, with_dtensor)
+    assert all(isinstance(error, ValueError) and "to_local()" in str(error) for error in errors)
+
+
+def with_dtensor(group):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q = distribute_tensor(torch.ones(1, 4, 2, 8), mesh, [Shard(1)])
+    return ring_attention(q, q, q, group=group)
+
+
+def test_a_mesh_of_two_dimensions_names_the_remedy(gloo):
+    errors = gloo.outcomes(8, with_two_dimensions)
+    assert all(isinstance(error, NotImplementedError) and 'mesh["name"]' in str(error) for error in errors)
+
+
+def with_two_dimensions(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    q = torch.ones(1, 4, 2, 8)
+    return ring_attention(q, q, q, group=init_device_mesh("cpu", (2, 4)))
+
+
+def test_a_rank_outside_the_group_is_told_so(gloo):
+    errors = gloo.outcomes(3, from_outside)
+    assert errors[:2] == [(1, 4, 2, 8)] * 2
+    assert isinstance(errors[2], ValueError) and "not a member" in str(errors[2])
+
+
+def from_outside(group):
+    ring = spawn.groups[2]
+    q = torch.ones(1, 4, 2, 8)
+    return tuple(ring_attention(q, q, q, group=ring).shape)

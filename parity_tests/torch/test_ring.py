@@ -1,0 +1,33 @@
+"""The PyTorch ring against float64: out, lse and every gradient within the computed bound, on gloo."""
+
+from __future__ import annotations
+
+import pytest
+from ring_attn_core import LAYOUTS
+
+from parity_tests.cases import RANKS, SPECIAL, Case, check, check_future_unseen, grid
+from parity_tests.torch.ring import run
+
+
+@pytest.mark.parametrize("case", grid(), ids=str)
+def test_out_lse_and_gradients_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", SPECIAL, ids=str)
+def test_cross_attention_padding_and_odd_sizes_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+def test_bfloat16_error_does_not_grow_with_the_ring(gloo):
+    errors = [check(case, run(gloo, case)) for case in (Case(ranks=ranks, dtype="bfloat16", length=48) for ranks in (1, 8))]
+    for name in ("out", "dq", "dk", "dv"):
+        assert errors[1][name] <= 1.1 * errors[0][name], f"{name}: {errors[1][name]:.2f} of the bound on 8 ranks, {errors[0][name]:.2f} on 1"
+
+
+@pytest.mark.parametrize("token", [1, 20, 36])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_future_tokens_change_nothing_on_any_rank(gloo, layout, ranks, token):
+    case = Case(layout, ranks=ranks)
+    check_future_unseen(run(gloo, case), run(gloo, case.with_other_future(token)), token, case.length)
