@@ -1,0 +1,190 @@
+"""The flax layers: rotary embeddings and attention against float64, the loss against one device, weights to numpy and back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from parity_tests.jax.models import REPLICATED, run_layer, run_transformer
+from parity_tests.jax.ring import SEQ, mesh_of
+from parity_tests.models import (
+    LENGTH,
+    TRANSFORMER,
+    VOCAB,
+    assert_near,
+    check_layer,
+    layer_data,
+    layer_weights,
+    rotate,
+    token_ids,
+    transformer_weights,
+)
+from ring_attn_core import LAYOUTS, sliding_window
+from ring_attn_jax import from_layout, positions, shard_batch, to_layout
+from ring_attn_jax.layers import RingAttention, RotaryEmbedding
+from ring_attn_jax.state import from_numpy, to_numpy
+from ring_attn_jax.transformer import RingTransformer, loss
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "whole"), [(1, "zigzag", False), (4, "zigzag", False), (3, "striped", False), (4, "zigzag", True)]
+)
+def test_layer_over_a_ring_is_exact(ranks, layout, whole):
+    x, dout = layer_data()
+    check_layer(run_layer(layer_weights(), x, dout, ranks, whole, layout=layout), layer_weights(), x, dout)
+
+
+def test_layer_without_rotary_and_with_a_window_is_exact():
+    x, dout = layer_data()
+    got = run_layer(layer_weights(), x, dout, 4, rotary_base=None, mask=sliding_window(6))
+    check_layer(got, layer_weights(), x, dout, base=None, mask=sliding_window(6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotary_of_every_shard_is_the_shard_of_the_rotated_whole(layout):
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 8)).astype(np.float32)
+    shards = np.split(np.asarray(to_layout(jnp.asarray(x), layout, 4)), 4, 1)
+    rotary = RotaryEmbedding(8)
+    turned = [rotary(jnp.asarray(shard), positions(layout, 4, LENGTH, rank)) for rank, shard in enumerate(shards)]
+    whole = from_layout(jnp.concatenate(turned, 1), layout, 4, LENGTH)
+    np.testing.assert_allclose(whole, rotate(x.astype(np.float64), np.arange(LENGTH)), atol=1e-5)
+
+
+def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
+    where = np.stack([np.arange(LENGTH), 2**20 - 1 - 513 * np.arange(LENGTH)]).astype(np.int32)
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 64)).astype(np.float32)
+    turned = RotaryEmbedding(64, base=500000.0)(jnp.asarray(x), jnp.asarray(where))
+    for row in range(2):
+        exact = rotate(x[row : row + 1].astype(np.float64), where[row], base=500000.0)
+        np.testing.assert_allclose(turned[row : row + 1], exact, atol=2e-3)
+
+
+def test_rotary_of_bfloat16_does_not_round_positions():
+    where = np.arange(250, 250 + LENGTH, dtype=np.int32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16)), jnp.bfloat16)
+    turned = RotaryEmbedding(16)(x, jnp.asarray(where))
+    assert turned.dtype == jnp.bfloat16
+    exact = jnp.asarray(rotate(np.asarray(x, np.float64), where), jnp.bfloat16)
+    assert (turned == exact).mean() > 0.99
+    np.testing.assert_allclose(np.asarray(turned, np.float32), np.asarray(exact, np.float32), atol=2**-6)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 10, 1), (0, 0, 0, 0)])
+def test_loss_over_ranks_with_uneven_labels_is_one_devices(counts):
+    logits = np.random.default_rng(0).standard_normal((2, 40, VOCAB)).astype(np.float32)
+    labels = np.full((2, 40), -100, np.int32)
+    for rank, count in enumerate(counts):
+        labels[1, rank * 10 : rank * 10 + count] = np.arange(count)
+    whole = lambda logits: loss(logits, jnp.asarray(labels), axis_name=None)
+    ring = jax.shard_map(loss, mesh=mesh_of(4), in_specs=(SEQ, SEQ), out_specs=REPLICATED)
+    value, gradient = jax.jit(jax.value_and_grad(whole))(jnp.asarray(logits))
+    ring_value, ring_gradient = jax.jit(jax.value_and_grad(ring))(jnp.asarray(logits), jnp.asarray(labels))
+    np.testing.assert_allclose(ring_value, value, rtol=1e-6)
+    np.testing.assert_allclose(ring_gradient, gradient, atol=1e-7)
+    wide = logits.astype(np.float64)
+    each = np.log(np.exp(wide).sum(-1)) - np.take_along_axis(wide, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(value, each[labels != -100].sum() / max(sum(counts), 1), rtol=1e-6)
+
+
+def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_is_nan():
+    logits = jnp.ones((1, 4, VOCAB), jnp.bfloat16)
+    value = loss(logits, jnp.array([[1, 2, -100, 3]]), axis_name=None)
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
+    for wrong in (VOCAB, -1):
+        assert np.isnan(loss(logits, jnp.array([[1, wrong, 2, 3]]), axis_name=None))
+
+
+def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    ids, labels = token_ids()
+    weights, sizes = transformer_weights(tied=False, depth=1), {"tied": False, "depth": 1}
+    expected = run_transformer(weights, ids, labels, 1, "zigzag", **sizes)
+    with jax.set_mesh(mesh):
+        model = RingTransformer(**TRANSFORMER | sizes, mesh=mesh, batch_axes="data", rngs=nnx.Rngs(0))
+        from_numpy(model, weights)
+        batch = shard_batch(jnp.asarray(ids), "zigzag", 4, labels=jnp.asarray(labels))
+        there = NamedSharding(mesh, PartitionSpec("data", "seq"))
+
+        @nnx.jit
+        def step(model, ids, labels):
+            def objective(model):
+                return loss(model(ids, length=LENGTH), labels, axis_name=None)
+
+            return nnx.value_and_grad(objective)(model)
+
+        value, gradients = step(model, jax.device_put(batch.ids, there), jax.device_put(batch.labels, there))
+    nnx.update(model, gradients)
+    got = {"loss": np.asarray(value), **to_numpy(model)}
+    assert_near(got, {name: x for name, x in expected.items() if name != "logits"}, 1e-5)
+
+
+def test_a_transformer_computes_in_bfloat16_from_float32_weights():
+    ids, _ = token_ids()
+    logits = {}
+    for dtype in (None, jnp.bfloat16):
+        sizes = TRANSFORMER | {"depth": 1, "compute_dtype": dtype}
+        model = from_numpy(RingTransformer(**sizes, mesh=mesh_of(1), rngs=nnx.Rngs(0)), transformer_weights(depth=1))
+        logits[dtype] = jax.jit(lambda ids, model=model: model(ids))(jnp.asarray(ids[:, :36]))
+    assert logits[jnp.bfloat16].dtype == jnp.bfloat16
+    assert_near({"logits": np.asarray(logits[jnp.bfloat16], np.float32)}, {"logits": np.asarray(logits[None])}, 0.02)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_go_to_numpy_and_back(tied):
+    model = RingTransformer(**TRANSFORMER | {"tied": tied}, rngs=nnx.Rngs(0))
+    weights = transformer_weights(tied)
+    assert {name: x.shape for name, x in to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
+    for name, x in to_numpy(from_numpy(model, weights)).items():
+        np.testing.assert_array_equal(x, weights[name])
+
+
+def test_a_state_that_does_not_fit_is_refused_with_every_reason():
+    layer = RingAttention(24, 4, kv_heads=2, head_dim=8, rngs=nnx.Rngs(0))
+    state = to_numpy(layer)
+    wrong = {name.replace("o.", "w."): x.T if name == "q.weight" else x for name, x in state.items()}
+    message = r"o.weight is missing; w.weight is unexpected; q.weight is \[24, 32\] and must be \[32, 24\]"
+    with pytest.raises(ValueError, match=message):
+        from_numpy(layer, wrong)
+    np.testing.assert_array_equal(to_numpy(layer)["q.weight"], state["q.weight"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dim": 24, "heads": 5}, "dim=24 cannot be split over heads=5"),
+        ({"dim": 24, "heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
+        ({"dim": 12, "heads": 4}, "head_dim must be even, got 3"),
+        ({"dim": 24, "heads": 0}, "heads must be an int of at least 1, got 0"),
+        ({"dim": 24, "heads": 4, "rotary_base": 0.5}, "base of rotary embeddings must be greater than 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        RingAttention(**sizes, rngs=nnx.Rngs(0))
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    rotary, x = RotaryEmbedding(8), jnp.ones((2, 4, 1, 8))
+    with pytest.raises(ValueError, match="positions must be integers, got float32"):
+        rotary(x, jnp.arange(4.0))
+    with pytest.raises(ValueError, match=r"must be \[4\] or \[2, 4\], got \[5\]"):
+        rotary(x, jnp.arange(5))
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, heads, 8\], got \[2, 4, 8\]"):
+        rotary(x[:, :, 0], jnp.arange(4))
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 24\], got \[4, 24\]"):
+        RingAttention(24, 4, rngs=nnx.Rngs(0))(jnp.ones((4, 24)))
+    with pytest.raises(ValueError, match=r"labels must be \[2, 4\]"):
+        loss(jnp.ones((2, 4, 7)), jnp.ones((2, 5), jnp.int32), axis_name=None)
+    with pytest.raises(ValueError, match="'seq' is no mesh axis here: call loss inside"):
+        loss(jnp.ones((2, 4, 7)), jnp.ones((2, 4), jnp.int32))
+
+
+def test_an_indivisible_shard_is_refused_in_the_words_of_ring_attention():
+    layer = RingAttention(24, 4, mesh=mesh_of(4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="to_layout"):
+        layer(jnp.ones((1, 20, 24)))

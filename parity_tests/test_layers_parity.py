@@ -1,0 +1,62 @@
+"""The layers of both packages from the same weights: same logits, loss, gradients and training, over a ring and on one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from parity_tests.models import assert_near, token_ids, transformer_weights
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from parity_tests.jax.models import run_transformer, transformer_step  # noqa: E402
+from parity_tests.torch.models import training_on_rank, transformer_on_rank  # noqa: E402
+from ring_attn_jax import shard_batch  # noqa: E402
+from ring_attn_jax.state import from_numpy, to_numpy  # noqa: E402
+
+RANKS, LAYOUT, STEPS = 4, "zigzag", 3
+
+
+def test_jax_over_a_ring_is_torch_over_a_ring_and_torch_on_one_device(gloo):
+    ids, labels = token_ids()
+    ring = run_transformer(transformer_weights(), ids, labels, RANKS, LAYOUT)
+    for got in gloo(RANKS, transformer_on_rank, transformer_weights(), ids, labels, LAYOUT, {}):
+        assert_near(got, ring, 1e-5)
+    assert_near(transformer_on_rank(None, transformer_weights(), ids, labels, "contiguous", {}), ring, 1e-5)
+
+
+def test_training_stays_together(gloo):
+    ids, labels = token_ids()
+    results = gloo(RANKS, training_on_rank, transformer_weights(), ids, labels, LAYOUT, STEPS)
+    for other in results[1:]:
+        for name, x in other.items():
+            np.testing.assert_array_equal(x, results[0][name], err_msg=f"{name} differs between ranks")
+    assert_near(train(ids, labels), results[0], 1e-4)
+    assert results[0]["losses"][-1] < results[0]["losses"][0]
+
+
+def train(ids: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """The JAX twin of ``training_on_rank``."""
+    model, step = transformer_step(RANKS, LAYOUT)
+    batch = shard_batch(jnp.asarray(ids), LAYOUT, RANKS, labels=jnp.asarray(labels))
+    parameters = nnx.state(from_numpy(model, transformer_weights()), nnx.Param)
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    moments, losses = optimizer.init(parameters), []
+
+    @jax.jit
+    def update(gradients, moments, parameters):
+        updates, moments = optimizer.update(gradients, moments, parameters)
+        return optax.apply_updates(parameters, updates), moments
+
+    for _ in range(STEPS):
+        (value, _), gradients = step(parameters, batch.ids, batch.labels)
+        losses.append(float(value))
+        parameters, moments = update(gradients, moments, parameters)
+    nnx.update(model, parameters)
+    return {"losses": np.array(losses), **to_numpy(model)}

@@ -1,0 +1,195 @@
+"""Attention layers over a ring: rotary embeddings of global positions, and attention with its projections.
+
+Parameters are the same on every rank; activations are this rank's shard of the sequence, in layout order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import pi
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from ring_attn_core.masks import causal
+from ring_attn_core.modules import check_rotary, head_sizes
+from ring_attn_core.runs import Band
+
+from .api import ring_attention
+from .sharded import sharded_ring_attention
+from .sharding import positions as positions_of
+from .varying import ring_size
+
+COARSE = 1024
+"""Tokens between two coarse angles of RotaryEmbedding."""
+
+
+class Linear(nnx.Linear):
+    """``y = x W^T`` without bias, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+
+    The weight starts normal with deviation ``in ** -0.5``. flax keeps it transposed, as ``kernel`` [in, out].
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(in_features**-0.5)
+        super().__init__(in_features, out_features, use_bias=False, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return x @ self.kernel[...].astype(x.dtype)
+
+
+class RotaryEmbedding(nnx.Module):
+    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama; no parameters.
+
+        angle_i = position * base ** (-2 i / head_dim)                          0 <= i < head_dim / 2 = h
+        y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
+        y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
+
+
+
+    Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
+    position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
+
+    Raises ValueError for an odd head_dim.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+        check_rotary(head_dim, base)
+        self.head_dim, self.base = head_dim, float(base)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
+
+        Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
+        """
+        self._check(x, positions)
+        cos, sin = (t[..., None, :].astype(jnp.promote_types(x.dtype, jnp.float32)) for t in self._turns(positions))
+        low, high = jnp.split(x.astype(cos.dtype), 2, -1)
+        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
+
+    def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, float32 [..., head_dim / 2]."""
+        exponents = np.arange(0, self.head_dim, 2) / self.head_dim
+        fine = self.base**-exponents
+        coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
+        quotient, rest = (t[..., None].astype(jnp.float32) for t in (positions // COARSE, positions % COARSE))
+        angles = quotient * coarse.astype(np.float32) + rest * fine.astype(np.float32)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def _check(self, x: jax.Array, positions: jax.Array) -> None:
+        if x.ndim != 4 or x.shape[-1] != self.head_dim:
+            raise ValueError(f"x must be [batch, tokens, heads, {self.head_dim}], got {list(x.shape)}")
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise ValueError(f"positions must be integers, got {positions.dtype}: rounded ones would turn by wrong angles")
+        if positions.shape not in (x.shape[1:2], x.shape[:2]):
+            expected = f"{list(x.shape[1:2])} or {list(x.shape[:2])}"
+            raise ValueError(f"positions of x {list(x.shape)} must be {expected}, got {list(positions.shape)}")
+
+
+class RingAttention(nnx.Module):
+    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``, projections without bias.
+
+    ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
+    attention without positions. ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh``
+    the layer takes whole arrays in layout order instead, sharded over the mesh, and calls :func:`sharded_ring_attention` with
+    ``batch_axes`` and ``head_axis``. Computes in x's dtype whatever dtype the weights are kept in.
+
+    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        rotary_base: float | None = 10000.0,
+        axis_name: str = "seq",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] = (),
+        head_axis: str | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
+        self.dim, self.head_dim = dim, head_dim
+        self.layout, self.mask, self.axis_name = layout, mask, axis_name
+        self.mesh, self.head_axis = mesh, head_axis
+        self.batch_axes = batch_axes if isinstance(batch_axes, str) else tuple(batch_axes)
+        self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
+        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
+        self.q = Linear(dim, heads * head_dim, rngs=rngs)
+        self.k = Linear(dim, kv_heads * head_dim, rngs=rngs)
+        self.v = Linear(dim, kv_heads * head_dim, rngs=rngs)
+        self.o = Linear(heads * head_dim, dim, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        length: int | None = None,
+        *,
+        extents: Any = None,
+        key_mask: Any = None,
+    ) -> jax.Array:
+        """x [b s dim], this rank's shard in layout order (with a mesh: the whole array) -> [b s dim].
+
+        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
+        true global number of tokens, where the shards hold padding. ``extents``, ``key_mask``: as in ring_attention. Raises
+        ValueError for an x of another shape, and what ring_attention raises.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
+        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q, self.k, self.v))
+        if self.rotary is not None:
+            positions = self.layout_positions(x.shape[1]) if positions is None else positions
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        out = self._attention(
+            q,
+            k,
+            v,
+            layout=self.layout,
+            mask=self.mask,
+            extents=extents,
+            key_mask=key_mask,
+            length=length,
+            strategy=self.strategy,
+            backend=self.backend,
+            deterministic=self.deterministic,
+        )
+        return self.o(out.reshape(*x.shape[:2], -1))
+
+    def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> Any:
+        if self.mesh is None:
+            return ring_attention(q, k, v, axis_name=self.axis_name, **arguments)
+        return sharded_ring_attention(
+            q,
+            k,
+            v,
+            mesh=self.mesh,
+            axis_name=self.axis_name,
+            batch_axes=self.batch_axes,
+            head_axis=self.head_axis,
+            **arguments,
+        )
+
+    def layout_positions(self, tokens: int) -> jax.Array:
+        """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
+        if self.mesh is None:
+            ranks = ring_size(self.axis_name)
+            held = positions_of(self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
+        else:
+            ranks = self.mesh.shape.get(self.axis_name, 1)
+            held = jnp.concatenate([positions_of(self.layout, ranks, tokens, rank) for rank in range(ranks)])
+        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses

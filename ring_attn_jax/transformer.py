@@ -1,0 +1,191 @@
+"""A decoder-only transformer over a ring, and the loss that is the same whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ring_attn_core.masks import causal
+from ring_attn_core.modules import check_sizes, hidden_size
+from ring_attn_core.runs import Band
+
+from .layers import Linear, RingAttention
+from .varying import axes_of
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        self.weight = nnx.Param(jnp.ones(dim))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return (wide * scale * self.weight[...].astype(x.dtype)).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
+
+    def __init__(self, dim: int, hidden: int, *, rngs: nnx.Rngs) -> None:
+        self.gate = Linear(dim, hidden, rngs=rngs)
+        self.up = Linear(dim, hidden, rngs=rngs)
+        self.down = Linear(hidden, dim, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: what RingAttention takes besides dim and heads."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, *, rngs: nnx.Rngs, **attention: Any) -> None:
+        self.attention_norm = RMSNorm(dim)
+        self.attention = RingAttention(dim, heads, **attention, rngs=rngs)
+        self.mlp_norm = RMSNorm(dim)
+        self.mlp = SwiGLU(dim, hidden, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *arguments: Any, **masks: Any) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), *arguments, **masks)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class RingTransformer(nnx.Module):
+    """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
+
+    ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
+    ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
+    (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. The
+    other arguments are those of :class:`RingAttention`.
+
+    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        rotary_base: float | None = 10000.0,
+        tied: bool = True,
+        compute_dtype: Any = None,
+        axis_name: str = "seq",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] = (),
+        head_axis: str | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_sizes(vocab=vocab, dim=dim, depth=depth)
+        hidden = hidden_size(dim) if hidden is None else hidden
+        check_sizes(hidden=hidden)
+        attention: dict[str, Any] = {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "layout": layout,
+            "mask": mask,
+            "rotary_base": rotary_base,
+            "axis_name": axis_name,
+            "mesh": mesh,
+            "batch_axes": batch_axes,
+            "head_axis": head_axis,
+            "strategy": strategy,
+            "backend": backend,
+            "deterministic": deterministic,
+        }
+        self.compute_dtype = compute_dtype
+        self.embed = nnx.Embed(vocab, dim, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.blocks = nnx.List(Block(dim, heads, hidden, rngs=rngs, **attention) for _ in range(depth))
+        self.norm = RMSNorm(dim)
+        self.head = None if tied else Linear(dim, vocab, rngs=rngs)
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        positions: jax.Array | None = None,
+        length: int | None = None,
+        *,
+        extents: Any = None,
+        key_mask: Any = None,
+    ) -> jax.Array:
+        """Token ids int [b s], this rank's shard in layout order (with a mesh: the whole array) -> logits [b s vocab].
+
+        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``positions``, ``length``, ``extents``,
+        ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape, and
+        what ring_attention raises.
+        """
+        if ids.ndim != 2:
+            raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
+        if positions is None:
+            positions = self.blocks[0].attention.layout_positions(ids.shape[1])
+        weight = self.embed.embedding[...]
+        x = _look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
+        for block in self.blocks:
+            x = block(x, positions, length, extents=extents, key_mask=key_mask)
+        x = self.norm(x)
+        return x @ weight.T.astype(x.dtype) if self.head is None else self.head(x)
+
+
+def loss(
+    logits: jax.Array, labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100
+) -> jax.Array:
+    """Mean cross-entropy over every label of every rank that is not ``ignore_index``, in float32: the same scalar on all ranks.
+
+        sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
+
+    logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it shards). ``axis_name``:
+    all mesh axes over which ranks hold different tokens, data parallel ones included; None outside shard_map, on whole arrays.
+
+    Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are one device's on every
+    rank. Raises ValueError for shapes that do not fit and outside shard_map; labels outside the vocabulary give NaN.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    kept = labels != ignore_index
+    index = jnp.where(kept, jnp.where(labels < 0, wide.shape[-1], labels), 0)  # a negative index would count from the end
+    chosen = jnp.take_along_axis(wide, index[..., None], -1, mode="fill")[..., 0]
+    part = jnp.where(kept, jax.nn.logsumexp(wide, -1) - chosen, 0).sum()
+    total, count = part, kept.sum()
+    if axis_name is not None:
+        total, count = _sum(axis_name, total, count)
+    return total / jnp.maximum(count, 1)
+
+
+def _sum(axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
+    """psum; what is the same along an axis counts once for each of its members."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    try:
+        lax.axis_size(names)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no mesh axis here: call loss inside jax.shard_map over a mesh with that axis, or pass "
+            "axis_name=None for whole arrays"
+        ) from error
+    missing = ([name for name in names if name not in axes_of(x)] for x in values)
+    varying = (lax.pcast(x, tuple(axes), to="varying") if axes else x for x, axes in zip(values, missing, strict=True))
+    return tuple(lax.psum(x, names) for x in varying)
+
+
+def _look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """``table[ids]``, sharded like ``ids`` on a mesh with Explicit axes, where JAX asks for the sharding of a gather."""
+    kind = jax.typeof(ids).sharding
+    sharding = NamedSharding(kind.mesh, PartitionSpec(*kind.spec, None)) if any(kind.spec) else None
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding)

@@ -1,0 +1,190 @@
+"""Attention layers over a ring: rotary embeddings of global positions, and attention with its projections.
+
+Parameters are the same on every rank; activations are this rank's shard of the sequence, in layout order.
+"""
+
+from __future__ import annotations
+
+from math import pi
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.masks import causal
+from ring_attn_core.modules import check_rotary, head_sizes
+from ring_attn_core.runs import Band
+
+from .api import ring_attention
+from .comm import Group, rank_in, ranks_of
+from .groups import group_name, group_of
+from .sharding import positions as positions_of
+
+COARSE = 1024
+"""Tokens between two coarse angles of RotaryEmbedding."""
+
+
+class Linear(nn.Linear):
+    """``y = x W^T`` without bias, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+
+    The weight starts normal with deviation ``in ** -0.5``.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama; no parameters.
+
+        angle_i = position * base ** (-2 i / head_dim)                          0 <= i < head_dim / 2 = h
+        y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
+        y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
+
+
+
+    Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
+    position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
+
+    Raises ValueError for an odd head_dim.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        check_rotary(head_dim, base)
+        self.head_dim, self.base = head_dim, float(base)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
+
+        Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
+        """
+        self._check(x, positions)
+        cos, sin = (t[..., None, :].to(torch.promote_types(x.dtype, torch.float32)) for t in self._turns(positions))
+        low, high = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [..., head_dim / 2]."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
+        fine = self.base**-exponents
+        coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
+        quotient, rest = (t[..., None].float() for t in (positions // COARSE, positions % COARSE))
+        angles = quotient * coarse.float() + rest * fine.float()
+        return angles.cos(), angles.sin()
+
+    def _check(self, x: Tensor, positions: Tensor) -> None:
+        if x.ndim != 4 or x.shape[-1] != self.head_dim:
+            raise ValueError(f"x must be [batch, tokens, heads, {self.head_dim}], got {list(x.shape)}")
+        if positions.dtype.is_floating_point or positions.dtype == torch.bool:
+            raise ValueError(f"positions must be integers, got {positions.dtype}: rounded ones would turn by wrong angles")
+        if positions.shape not in (x.shape[1:2], x.shape[:2]):
+            expected = f"{list(x.shape[1:2])} or {list(x.shape[:2])}"
+            raise ValueError(f"positions of x {list(x.shape)} must be {expected}, got {list(positions.shape)}")
+
+
+class RingAttention(nn.Module):
+    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``, projections without bias.
+
+    ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
+    attention without positions. ``group``: the ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of
+    one without torch.distributed. Computes in x's dtype whatever dtype the weights are kept in.
+
+    A rank's gradients of the weights are its own part: sum them over the ranks, as :func:`sum_gradients` does. Raises ValueError
+    for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        rotary_base: float | None = 10000.0,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
+        self.dim, self.head_dim = dim, head_dim
+        self.layout, self.mask, self.group = layout, mask, group
+        self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
+        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
+        self.q = Linear(dim, heads * head_dim)
+        self.k = Linear(dim, kv_heads * head_dim)
+        self.v = Linear(dim, kv_heads * head_dim)
+        self.o = Linear(heads * head_dim, dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        length: int | None = None,
+        *,
+        extents: Any = None,
+        key_mask: Any = None,
+    ) -> Tensor:
+        """x [b s dim], this rank's shard in layout order -> [b s dim].
+
+        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
+        true global number of tokens, where the shards hold padding. ``extents``, ``key_mask``: as in ring_attention. Raises
+        ValueError for an x of another shape, and what ring_attention raises.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.rotary is not None:
+            positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        out = ring_attention(
+            q,
+            k,
+            v,
+            group=self.group,
+            layout=self.layout,
+            mask=self.mask,
+            extents=extents,
+            key_mask=key_mask,
+            length=length,
+            strategy=self.strategy,
+            backend=self.backend,
+            deterministic=self.deterministic,
+        )
+        assert isinstance(out, Tensor)
+        return self.o(out.flatten(2))
+
+    def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
+        """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
+        ring = ring_of(self.group)
+        held = positions_of(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
+        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the group's name for the group, which can be neither copied nor pickled."""
+        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self.group, str):
+            self.group = group_of(self.group)
+
+
+@torch.compiler.assume_constant_result
+def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
+    """The process group that a user's ``group`` stands for."""
+    return group_of(group_name(group))

@@ -1,0 +1,180 @@
+"""A decoder-only transformer over a ring, and the loss that is the same whatever the number of ranks."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.masks import causal
+from ring_attn_core.modules import check_sizes, hidden_size
+from ring_attn_core.runs import Band
+
+from .comm import ranks_of
+from .layers import Linear, RingAttention, ring_of
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = Linear(dim, hidden)
+        self.up = Linear(dim, hidden)
+        self.down = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: what RingAttention takes besides dim and heads."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, **attention: Any) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(dim)
+        self.attention = RingAttention(dim, heads, **attention)
+        self.mlp_norm = RMSNorm(dim)
+        self.mlp = SwiGLU(dim, hidden)
+
+    def forward(self, x: Tensor, *arguments: Any, **masks: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *arguments, **masks)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class RingTransformer(nn.Module):
+    """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
+
+    ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
+    ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
+    (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32. The
+    other arguments are those of :class:`RingAttention`.
+
+    A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        rotary_base: float | None = 10000.0,
+        tied: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        check_sizes(vocab=vocab, dim=dim, depth=depth)
+        hidden = hidden_size(dim) if hidden is None else hidden
+        check_sizes(hidden=hidden)
+        attention: dict[str, Any] = {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "layout": layout,
+            "mask": mask,
+            "rotary_base": rotary_base,
+            "group": group,
+            "strategy": strategy,
+            "backend": backend,
+            "deterministic": deterministic,
+        }
+        self.compute_dtype = compute_dtype
+        self.embed = nn.Embedding(vocab, dim)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(dim, heads, hidden, **attention) for _ in range(depth))
+        self.norm = RMSNorm(dim)
+        self.head = None if tied else Linear(dim, vocab)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        length: int | None = None,
+        *,
+        extents: Any = None,
+        key_mask: Any = None,
+    ) -> Tensor:
+        """Token ids int [b s], this rank's shard in layout order -> logits [b s vocab] in the compute dtype.
+
+        ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raises
+        ValueError for ids of another shape, and what ring_attention raises.
+        """
+        if ids.ndim != 2:
+            raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
+        if positions is None:
+            positions = self.blocks[0].attention.layout_positions(ids.shape[1], ids.device)  # type: ignore[union-attr, operator]
+        x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
+        for block in self.blocks:
+            x = block(x, positions, length, extents=extents, key_mask=key_mask)
+        x = self.norm(x)
+        return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)
+
+
+def loss(
+    logits: Tensor, labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Mean cross-entropy over every label of every rank that is not ``ignore_index``, in float32: the same scalar on all ranks.
+
+        sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
+
+    logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it shards). ``group``: all
+    ranks that hold different tokens, data parallel ones included; None is the default group.
+
+    Its gradient on a rank is that rank's part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is one device's.
+    DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by their number. Raises ValueError for
+    shapes that do not fit and IndexError (on a GPU a device assertion) for labels outside the vocabulary.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    part = F.cross_entropy(wide, labels.flatten().long(), ignore_index=ignore_index, reduction="sum")
+    total = torch.stack([part.detach(), (labels != ignore_index).sum().to(part.dtype)])
+    ring = ring_of(group)
+    if ranks_of(ring) > 1:
+        dist.all_reduce(total, group=ring)
+    value, count = total.unbind()
+    return (value + (part - part.detach())) / count.clamp(min=1)  # value and gradient apart: the value is the same to the bit
+
+
+def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    """Replace the gradients of ``module``'s parameters by their sum over the ranks of ``group``, in one all-reduce.
+
+    ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. Summed in float32. A parameter
+    without a gradient counts as zero, so that ranks whose tokens do not reach it take part.
+    """
+    ring = ring_of(group)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if ranks_of(ring) == 1 or not parameters:
+        return
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in parameters])
+    dist.all_reduce(flat, group=ring)
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = total.view_as(p).to(p.dtype)
