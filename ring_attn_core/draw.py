@@ -235,15 +235,18 @@ def _table(plan: RingPlan) -> Table:
     for name, runs in zip(["holds"] if len(sides) == 1 else ["queries", "keys"], sides, strict=True):
         table.add_column(name, min_width=max(len(word) for rank in runs for word in holds(rank).split()))
     shown = plan.shifts[:STEPS]
-    if sum(column.min_width or 4 for column in table.columns) + len(table.columns) + 5 * len(shown) + 11 > 80:
-        shown = ()  # no room: the sums alone
+    steps = [[short(plan.area(rank, shift)) for shift in shown] for rank in range(plan.ranks)]
+    widths = [column.min_width or 4 for column in table.columns] + [max(map(len, cells)) for cells in zip(*steps, strict=True)]
+    if sum(widths) + len(widths) + 14 > 80:
+        shown, steps = (), [[]] * plan.ranks  # no room: the sums alone
     for step in range(len(shown)):
         table.add_column(f"{step}", justify="right", no_wrap=True)
     table.add_column("all", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     work = [plan.work(rank) for rank in range(plan.ranks)]
     for rank in range(plan.ranks):
-        steps = [short(plan.area(rank, shift)) for shift in shown]
         share = f"{work[rank] * plan.ranks / sum(work):.3f}" if sum(work) else "-"
-        table.add_row(Text(f" {rank} ", _cell(rank)[1]), *(holds(runs[rank]) for runs in sides), *steps, short(work[rank]), share)
+        table.add_row(
+            Text(f" {rank} ", _cell(rank)[1]), *(holds(runs[rank]) for runs in sides), *steps[rank], short(work[rank]), share
+        )
     return table

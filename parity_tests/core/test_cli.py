@@ -37,6 +37,7 @@ def test_all_layouts_are_compared_in_a_row_each():
 def test_save_writes_the_picture(tmp_path: Path):
     done = plan("--ranks", "2", "--length", "9", "--save", str(tmp_path / "plan.png"))
     assert done.exit_code == 0, done.output
+    assert f"wrote {tmp_path / 'plan.png'}" in done.output
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

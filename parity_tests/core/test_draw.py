@@ -86,12 +86,12 @@ def test_the_terminal_shows_who_computes_what_at_each_step():
     assert "0:4, 12:16" in shown
 
 
-@pytest.mark.parametrize("kv_length", [None, 3000])
+@pytest.mark.parametrize(("length", "kv_length"), [(8191, None), (8191, 3000), (1_000_003, 2_000_003)])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @each_mask
 @each_layout
-def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: int, kv_length: int | None):
-    plan = make(layout, mask, ranks, 8191, kv_length)
+def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: int, length: int, kv_length: int | None):
+    plan = make(layout, mask, ranks, length, kv_length)
     shown, whole = printed(plan), printed(plan, width=400)
     assert max(map(len, shown.splitlines())) <= 80
     assert sorted(shown.replace("─", "").split()) == sorted(whole.replace("─", "").split()), "something is cut off at 80 columns"
