@@ -64,6 +64,8 @@ def plan(
         if save is not None:
             draw.save(drawn, save)
         Console().print(draw.terminal(drawn))
+        if save is not None:
+            typer.echo(f"wrote {save}")
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
