@@ -13,15 +13,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the whole grid, not the selection for CI")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: only with --full, too long for CI")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="only with --full")
         for item in items:
-            if "full" in item.keywords:
+            if item.get_closest_marker("full"):
                 item.add_marker(skip)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ring_attn_core.layouts import padded_local
+from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
 
@@ -60,8 +60,11 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> ja
 
     ``rank`` may be traced (``lax.axis_index``).
     """
-    plan = _plan(layout, ranks, length)
-    return jnp.asarray([plan.positions(r) for r in range(ranks)], jnp.int32)[rank]
+    local = padded_local(layout, ranks, length)
+    starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
+    slot = named(layout)(0, ranks, local)[0]
+    start = jnp.asarray(starts, jnp.int32)[rank]
+    return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)).reshape(-1)
 
 
 def shard_batch(

@@ -1,1 +1,31 @@
-"""Exact ring attention for PyTorch."""
+"""Exact ring attention for PyTorch: attention over sequences that no single device can hold."""
+
+from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
+
+from .api import ring_attention
+from .layers import RingAttention, RotaryEmbedding
+from .sharding import Shard, from_layout, positions, shard_batch, to_layout
+from .state import from_numpy, to_numpy
+from .transformer import RingTransformer, loss, sum_gradients
+
+__all__ = [
+    "Band",
+    "RingAttention",
+    "RingPlan",
+    "RingTransformer",
+    "RotaryEmbedding",
+    "Run",
+    "Shard",
+    "causal",
+    "from_layout",
+    "from_numpy",
+    "full",
+    "loss",
+    "positions",
+    "ring_attention",
+    "shard_batch",
+    "sliding_window",
+    "sum_gradients",
+    "to_layout",
+    "to_numpy",
+]

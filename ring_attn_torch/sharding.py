@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from ring_attn_core.layouts import padded_local
+from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
 from torch import Tensor
@@ -58,8 +58,8 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
 
 def positions(layout: str, ranks: int, length: int, rank: int) -> Tensor:
     """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length."""
-    plan = _plan(layout, ranks, length)
-    return torch.tensor(plan.positions(rank), dtype=torch.int32)
+    runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
+    return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
 
 
 def shard_batch(

@@ -1,0 +1,155 @@
+"""The call in the world of JAX: shard_map with check_vma, meshes, remat, replicated inputs, what is compiled and what is refused."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from ring_attn_core import LAYOUTS, full, sliding_window
+from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
+from ring_attn_jax.api import LSE_NAME, OUT_NAME
+
+from parity_tests.cases import MASKS, Case
+from parity_tests.jax.ring import SEQ, mesh_of, options
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def arrays(heads=4, kv_heads=2, batch=2, tokens=16, dim=8):
+    rng = np.random.default_rng(0)
+    make = lambda h: jnp.asarray(rng.standard_normal((batch, tokens, h, dim)), jnp.float32)
+    return make(heads), make(kv_heads), make(kv_heads)
+
+
+def gradients(attention):
+    """(q, k, v) -> the gradients of a loss whose cotangents differ everywhere, compiled."""
+    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v))), (0, 1, 2)))
+
+
+def permutes(function, *inputs) -> int:
+    """How many ppermutes the traced program holds."""
+    return str(jax.make_jaxpr(function)(*inputs)).count("ppermute[")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("mask", [*MASKS.values(), sliding_window(0), sliding_window(3, offset=-40)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hops_are_the_plans(layout, mask, ranks):
+    case = Case(layout, mask, ranks=ranks, length=61)
+    plan = case.plan
+    ring = partial(sharded_ring_attention, mesh=mesh_of(ranks), **options(plan))
+    q, k, v = (jnp.asarray(np.concatenate(shards, 1)) for shards in case.inputs()[:3])
+    assert permutes(ring, q, k, v) == len(plan.hops)
+    assert permutes(gradients(ring), q, k, v) == len(plan.hops) * 3 + (plan.home > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "multi-query keys replicated over tensor"])
+def test_a_data_seq_tensor_mesh_equals_one_device_and_gathers_nothing(kind, kv_heads):
+    inputs = arrays(kv_heads=kv_heads)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(kind,) * 3)
+    ring = partial(sharded_ring_attention, mesh=mesh, batch_axes="data", head_axis="tensor")
+    compiled = gradients(ring).lower(*map(in_layout, inputs)).compile()
+    assert "all-gather" not in re.sub(r"metadata=\{[^}]*\}", "", compiled.as_text())
+    mine = compiled(*map(in_layout, inputs))
+    truth = gradients(partial(sharded_ring_attention, mesh=mesh_of(1)))(*inputs)
+    for a, b in zip(mine, truth, strict=True):
+        np.testing.assert_allclose(from_layout(np.asarray(a), "zigzag", 2, 16), b, rtol=0, atol=2e-6)
+
+
+def in_layout(x):
+    return np.asarray(to_layout(np.asarray(x), "zigzag", 2))
+
+
+@pytest.mark.parametrize("replicated", ["data", "tensor"])
+def test_gradients_of_inputs_replicated_over_another_axis_are_summed_over_it(replicated):
+    """q differs over the axis, k and v do not: their gradients are the sum over its members."""
+    inputs = arrays(heads=2, kv_heads=1)
+    mesh = jax.make_mesh((2, 2), (replicated, "seq"), axis_types=(AxisType.Auto,) * 2)
+    over = PartitionSpec(None, "seq", replicated)
+    ring = jax.shard_map(partial(ring_attention, layout="striped"), mesh=mesh, in_specs=(over, SEQ, SEQ), out_specs=over)
+    mine = gradients(ring)(*(to_layout(x, "striped", 2) for x in inputs))
+    truth = gradients(partial(sharded_ring_attention, layout="striped", mesh=mesh_of(1)))(*inputs)
+    for a, b in zip(mine, truth, strict=True):
+        np.testing.assert_allclose(from_layout(a, "striped", 2, 16), b, rtol=0, atol=2e-6)
+
+
+def test_sub_rings_over_one_axis_of_a_larger_mesh_keep_to_themselves():
+    inputs = arrays()
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    mine = gradients(partial(sharded_ring_attention, mesh=mesh, batch_axes="data"))(*(to_layout(x, "zigzag", 4) for x in inputs))
+    truth = gradients(partial(sharded_ring_attention, mesh=mesh_of(1)))(*inputs)
+    for a, b in zip(mine, truth, strict=True):
+        np.testing.assert_allclose(from_layout(a, "zigzag", 4, 16), b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("keep, forwards", [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
+def test_remat_runs_one_forward_ring_where_out_and_lse_are_kept(keep, forwards):
+    policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME) if keep else jax.checkpoint_policies.nothing_saveable
+    ring = partial(sharded_ring_attention, mesh=mesh_of(4))
+    block = jax.checkpoint(lambda q, k, v: ring(jnp.sin(q), jnp.sin(k), jnp.sin(v)), policy=policy)
+    assert permutes(gradients(block), *arrays()) == 3 * forwards + 3 + 4
+
+
+def test_the_backward_keeps_q_k_v_out_and_lse_only():
+    q, k, v = arrays()
+    _, vjp = jax.vjp(jax.jit(partial(sharded_ring_attention, mesh=mesh_of(4))), q, k, v)
+    sizes = sorted(x.size for x in jax.tree.leaves(vjp) if x.size > 1)
+    assert sizes == sorted([q.size, k.size, v.size, q.size, q.size // q.shape[-1]])
+
+
+def test_without_check_vma_results_are_the_same():
+    call = partial(ring_attention, layout="striped")
+    rings = [jax.shard_map(call, mesh=mesh_of(2), in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=on) for on in (True, False)]
+    for a, b in zip(*(gradients(ring)(*arrays()) for ring in rings), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_second_derivative_raises_instead_of_being_wrong():
+    q, k, v = arrays()
+    ring = jax.jit(lambda q: sharded_ring_attention(q, k, v, mesh=mesh_of(1)).sum())
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        jax.grad(lambda q: jax.grad(ring)(q).sum())(q)
+
+
+WRONG = {
+    "kv heads must divide": lambda q, k, v: ((q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2)), {}),
+    "must be one of bfloat16": lambda q, k, v: ((q.astype(int), k.astype(int), v.astype(int)), {}),
+    "must have one dtype": lambda q, k, v: ((q, k, v.astype(jnp.bfloat16)), {}),
+    "unknown layout 'spiral'": lambda q, k, v: ((q, k, v), {"layout": "spiral"}),
+    "unknown backend 'abacus'": lambda q, k, v: ((q, k, v), {"backend": "abacus"}),
+    "has no axis 'sequence'": lambda q, k, v: ((q, k, v), {"axis_name": "sequence"}),
+    "mask must be full": lambda q, k, v: ((q, k, v), {"mask": None}),
+    "length=17 is more than": lambda q, k, v: ((q, k, v), {"length": 17}),
+    "kv_length=99 is more than": lambda q, k, v: ((q, k, v), {"kv_length": 99, "mask": full()}),
+    "scale must be a finite": lambda q, k, v: ((q, k, v), {"scale": float("inf")}),
+    "needs an even number of tokens a rank, got 7": lambda q, k, v: ((q[:, :14], k[:, :14], v[:, :14]), {}),
+    "to_layout, which pads": lambda q, k, v: ((q[:, :15], k[:, :15], v[:, :15]), {}),
+    "jax_enable_x64": lambda q, k, v: (tuple(np.asarray(x, np.float64) for x in (q, k, v)), {}),
+    "named twice": lambda q, k, v: ((q, k, v), {"batch_axes": "seq"}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_mistake_is_a_value_error_at_trace_time(message):
+    inputs, arguments = WRONG[message](*arrays())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sharded_ring_attention(*inputs, mesh=mesh_of(2), **arguments)
+
+
+def test_outside_shard_map_the_remedy_is_named():
+    q, k, v = arrays()
+    with pytest.raises(ValueError, match=r"inside jax.shard_map.*sharded_ring_attention"):
+        ring_attention(q, k, v)
+
+
+@pytest.mark.parametrize("feature", ["extents", "key_mask", "softcap", "sinks", "alibi_slopes", "dropout_rate", "dropout_seed"])
+def test_a_feature_of_a_later_version_is_refused_by_name(feature):
+    q, k, v = arrays()
+    with pytest.raises(NotImplementedError, match=feature):
+        sharded_ring_attention(q, k, v, mesh=mesh_of(2), **{feature: 0.5})

@@ -1,0 +1,198 @@
+"""The demo: what it writes, how it judges, and that no process fails in silence or outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("matplotlib")
+Console = pytest.importorskip("rich.console").Console
+
+from ring_attn_core.demo import exactness, report, text, training  # noqa: E402
+from ring_attn_core.demo.judge import Check, exit_status, missed  # noqa: E402
+from ring_attn_core.demo.processes import Crews, Failure  # noqa: E402
+from ring_attn_core.demo.run import available  # noqa: E402
+from ring_attn_core.demo.settings import Settings  # noqa: E402
+from ring_attn_core.masks import causal  # noqa: E402
+from ring_attn_core.oracle import Attention, exact, plain  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def ring_attn(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ring_attn_core.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+# --- the whole of it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: Path):
+    for package in ("torch", "jax", "flax", "optax", "typer"):
+        pytest.importorskip(package)
+    done = ring_attn("demo", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All 28 bounds are kept" in done.stdout
+    for picture in ("losses.png", "plan.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert written["passed"] is True and written["missed"] == []
+    assert len(written["checks"]) == 28 and all(check["value"] <= check["bound"] for check in written["checks"])
+    assert {name: len(losses) for name, losses in written["losses"].items()} == {"PyTorch": 3, "JAX": 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "0"), "a ring needs at least 1 rank"),
+        (("--tokens", "7"), "pass at least 8"),
+        (("--steps", "1"), "pass at least 2"),
+        (("--layout", "spiral"), "choose one of contiguous, striped, zigzag"),
+        (("--framework", "numpy"), "choose one of both, torch, jax"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: str):
+    pytest.importorskip("typer")
+    done = ring_attn("demo", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ring_attn_core.demo.run.find_spec", lambda package: None if package == "flax" else package)
+    frameworks, left_out = available("both")
+    assert frameworks == ["PyTorch"]
+    assert left_out == ['JAX is left out, for flax is not installed: pip install "ring-attn[demo]"']
+    with pytest.raises(ValueError, match="flax is not installed"):
+        available("jax")
+
+
+# --- the judge ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1.1e-6, float("nan"), float("inf")])
+def test_a_missed_bound_is_named_and_ends_with_status_1(value: float, tmp_path: Path):
+    checks = [Check("out: JAX ring against one device", 1e-7, 1e-6), Check("dq: JAX ring against exact float64", value, 1e-6)]
+    assert missed(checks) == checks[1:]
+    assert exit_status(checks) == 1 and exit_status(checks[:1]) == 0 and exit_status([]) == 1
+    printed = said(report.verdict(checks, [tmp_path / "demo.json"], 1.0))
+    assert "Missed dq: JAX ring against exact float64" in printed and "1 of 2 bounds are missed" in printed
+    assert "one device" not in printed
+
+
+@pytest.mark.parametrize("array", Attention._fields)
+@pytest.mark.parametrize("framework", ["PyTorch", "JAX"])
+def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
+    given = exactness.inputs(96)
+    q, k, v, dout, dlse = given
+    truth = exactness.Truth(exact(q, k, v, causal(), dout, dlse), plain(q, k, v, causal(), dout, "float32", dlse), 0.0)
+    right = {name: truth.plain for name in ("PyTorch", "JAX")}
+    assert not missed(check for row in exactness.rows(truth, right, right) for check in row.checks)
+    swapped = np.array(getattr(truth.plain, array))
+    swapped[:, [40, 41]] = swapped[:, [41, 40]]
+    wrong = right | {framework: truth.plain._replace(**{array: swapped})}
+    found = [check.what for row in exactness.rows(truth, wrong, right) for check in missed(row.checks)]
+    assert found == [
+        f"{array}: {framework} ring against exact float64",
+        f"{array}: {framework} ring against one device",
+        f"{array}: PyTorch ring against JAX ring",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ({"PyTorch": [5.5, 5.6], "JAX": [5.5, 5.6]}, ["PyTorch training: last loss over first", "JAX training: last loss over first"]),
+        ({"PyTorch": [5.5, 5.0], "JAX": [5.5, 5.0002]}, ["training: PyTorch loss against JAX loss, at the worst step"]),
+        ({"PyTorch": [5.5, 5.2, 5.0], "JAX": [5.5, float("nan"), 5.0]}, ["training: PyTorch loss against JAX loss, at the worst step"]),
+        ({"JAX": [5.5, float("nan")]}, ["JAX training: last loss over first"]),
+        ({"PyTorch": [5.5, 5.0], "JAX": [5.5, 5.00001]}, []),
+    ],
+)
+def test_losses_must_fall_and_agree(losses: dict[str, list[float]], words: list[str]):
+    assert [check.what for check in missed(training.checks(losses))] == words
+
+
+# --- the text -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_read_consecutive_stretches_of_the_standard_library():
+    whole = np.concatenate([training.batch(step, 100)[0] for step in range(4)])
+    assert whole.tolist() == list(text.standard_library(400))
+
+
+def test_text_begins_anew_where_it_ends():
+    much = text.standard_library(100_000_000)
+    assert len(much) == 100_000_000
+    start = much.index(much[:4096], 4096)
+    assert much[start : start + 4096] == much[:4096]
+
+
+def test_a_token_in_the_wrong_place_would_be_seen():
+    q = exactness.inputs(512).q[0].reshape(512, -1)
+    apart = np.abs(q[:, None] - q[None]).max(-1) + 1e9 * np.eye(512)
+    assert apart.min() > 1e-2
+
+
+def test_quick_gives_way_to_what_is_asked_for():
+    assert Settings.of(True, tokens=None, steps=7) == Settings(tokens=2048, steps=7)
+    assert Settings.of(False, tokens=None, steps=None) == Settings()
+
+
+# --- the processes ------------------------------------------------------------------------------------------------------
+
+
+def work(tell, how: str) -> None:
+    """What the processes of these tests do."""
+    print("some notice")
+    if how == "raise":
+        raise RuntimeError("the ring is broken")
+    if how == "die":
+        os._exit(7)
+    if how == "hang":
+        time.sleep(600)
+    tell("said", how)
+
+
+@pytest.mark.parametrize(
+    ("hows", "patience", "words"),
+    [
+        (("hang", "raise"), 60, "crew, process 1 failed: RuntimeError: the ring is broken"),
+        (("hang", "die"), 60, "crew, process 1 ended with exit code 7"),
+        (("hang",), 2, "no process has reported for 2 s; still at work: crew"),
+    ],
+)
+def test_a_failure_is_told_and_ends_every_process(hows: tuple[str, ...], patience: float, words: str):
+    with pytest.raises(Failure, match=words), Crews(patience) as crews:
+        crews.start("crew", "parity_tests.test_demo", [(how,) for how in hows])
+        processes = crews._processes
+        list(crews.messages())
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_a_failure_shows_what_the_process_printed():
+    with pytest.raises(Failure, match=r"(?s)some notice.*Traceback"), Crews(patience=60) as crews:
+        crews.start("crew", "parity_tests.test_demo", [("raise",)])
+        list(crews.messages())
+
+
+def test_what_is_reported_arrives():
+    with Crews(patience=60) as crews:
+        crews.start("a", "parity_tests.test_demo", [("good",), ("better",)])
+        crews.start("b", "parity_tests.test_demo", [("best",)])
+        assert sorted(crews.messages()) == [("a", "said", "better"), ("a", "said", "good"), ("b", "said", "best")]
+
+
+def said(printed: object) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(printed)
+    return capture.get()
