@@ -14,7 +14,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="only with --full")

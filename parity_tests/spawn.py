@@ -1,4 +1,4 @@
-"""A pool of gloo processes that tests send functions to: started once, reused, one thread each."""
+"""A pool of processes, on gloo unless told otherwise, that tests send functions to: started once, reused, one thread each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Ranks:
     note; ``ranks.outcomes`` returns exceptions instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo", most: int = MOST) -> None:
+        self._backend, self._most = backend, most
         self._processes: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
 
     def __call__(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -61,9 +62,9 @@ class Ranks:
             return
         context = multiprocessing.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(prefix="ring-attn-"), "store")
-        for rank in range(MOST):
+        for rank in range(self._most):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._most, self._backend, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append((process, ours))  # type: ignore[arg-type]
@@ -86,14 +87,16 @@ class PerRank:
         return self.values[rank]
 
 
-def _serve(rank: int, store: str, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(rank: int, most: int, backend: str, store: str, pipe: multiprocessing.connection.Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MOST, timeout=TIMEOUT)
-    groups.update({n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, MOST)})
-    groups[MOST] = dist.group.WORLD
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=most, timeout=TIMEOUT)
+    groups.update({n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, most)})
+    groups[most] = dist.group.WORLD
     while True:
         try:
             ranks, function, arguments = pipe.recv()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ Console = pytest.importorskip("rich.console").Console
 
 from ring_attn_core.demo import exactness, report, text, training  # noqa: E402
 from ring_attn_core.demo.judge import Check, exit_status, missed  # noqa: E402
-from ring_attn_core.demo.processes import Crews, Failure  # noqa: E402
+from ring_attn_core.demo.processes import Crews, Failure, Message  # noqa: E402
 from ring_attn_core.demo.run import available  # noqa: E402
 from ring_attn_core.demo.settings import Settings  # noqa: E402
 from ring_attn_core.masks import causal  # noqa: E402
@@ -94,7 +95,7 @@ def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
     given = exactness.inputs(96)
     q, k, v, dout, dlse = given
     truth = exactness.Truth(exact(q, k, v, causal(), dout, dlse), plain(q, k, v, causal(), dout, "float32", dlse), 0.0)
-    right = {name: truth.plain for name in ("PyTorch", "JAX")}
+    right = dict.fromkeys(("PyTorch", "JAX"), truth.plain)
     assert not missed(check for row in exactness.rows(truth, right, right) for check in row.checks)
     swapped = np.array(getattr(truth.plain, array))
     swapped[:, [40, 41]] = swapped[:, [41, 40]]
@@ -110,10 +111,10 @@ def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        ({"PyTorch": [5.5, 5.6], "JAX": [5.5, 5.6]}, ["PyTorch training: last loss over first", "JAX training: last loss over first"]),
-        ({"PyTorch": [5.5, 5.0], "JAX": [5.5, 5.0002]}, ["training: PyTorch loss against JAX loss, at the worst step"]),
-        ({"PyTorch": [5.5, 5.2, 5.0], "JAX": [5.5, float("nan"), 5.0]}, ["training: PyTorch loss against JAX loss, at the worst step"]),
-        ({"JAX": [5.5, float("nan")]}, ["JAX training: last loss over first"]),
+        ({"PyTorch": [5.5, 5.6], "JAX": [5.5, 5.6]}, ["PyTorch loss: last over first", "JAX loss: last over first"]),
+        ({"PyTorch": [5.5, 5.0], "JAX": [5.5, 5.0002]}, ["loss: PyTorch against JAX, at the worst step"]),
+        ({"PyTorch": [5.5, 5.2, 5.0], "JAX": [5.5, float("nan"), 5.0]}, ["loss: PyTorch against JAX, at the worst step"]),
+        ({"JAX": [5.5, float("nan")]}, ["JAX loss: last over first"]),
         ({"PyTorch": [5.5, 5.0], "JAX": [5.5, 5.00001]}, []),
     ],
 )
@@ -162,6 +163,12 @@ def work(tell, how: str) -> None:
     tell("said", how)
 
 
+def reports(hows: tuple[str, ...], patience: float = 60) -> list[Message]:
+    with Crews(patience) as crews:
+        crews.start("crew", "parity_tests.test_demo", [(how,) for how in hows])
+        return list(crews.messages())
+
+
 @pytest.mark.parametrize(
     ("hows", "patience", "words"),
     [
@@ -171,24 +178,19 @@ def work(tell, how: str) -> None:
     ],
 )
 def test_a_failure_is_told_and_ends_every_process(hows: tuple[str, ...], patience: float, words: str):
-    with pytest.raises(Failure, match=words), Crews(patience) as crews:
-        crews.start("crew", "parity_tests.test_demo", [(how,) for how in hows])
-        processes = crews._processes
-        list(crews.messages())
-    assert not any(process.is_alive() for process in processes)
+    before = active_children()
+    with pytest.raises(Failure, match=words):
+        reports(hows, patience)
+    assert set(active_children()) <= set(before)
 
 
 def test_a_failure_shows_what_the_process_printed():
-    with pytest.raises(Failure, match=r"(?s)some notice.*Traceback"), Crews(patience=60) as crews:
-        crews.start("crew", "parity_tests.test_demo", [("raise",)])
-        list(crews.messages())
+    with pytest.raises(Failure, match=r"(?s)some notice.*Traceback"):
+        reports(("raise",))
 
 
 def test_what_is_reported_arrives():
-    with Crews(patience=60) as crews:
-        crews.start("a", "parity_tests.test_demo", [("good",), ("better",)])
-        crews.start("b", "parity_tests.test_demo", [("best",)])
-        assert sorted(crews.messages()) == [("a", "said", "better"), ("a", "said", "good"), ("b", "said", "best")]
+    assert sorted(reports(("good", "better"))) == [("crew", "said", "better"), ("crew", "said", "good")]
 
 
 def said(printed: object) -> str:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from . import blockwise
 from .blockwise import State, accumulation_dtype
@@ -41,7 +42,8 @@ def attend(q: jax.Array, kv: jax.Array, rows: jax.Array, score: Score, total: St
 
 def row_delta(out: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
     """[b s h] of ``sum_e dout * out - dlse``: what the softmax takes off every score's gradient."""
-    return jnp.sum(dout.astype(dlse.dtype) * out.astype(dlse.dtype), -1) - dlse
+    # As a product: XLA's sum on a CPU sets aside five arrays of out's size and takes 35 times as long (jax 0.10.2).
+    return jnp.einsum("bshe,bshe->bsh", dout.astype(dlse.dtype), out.astype(dlse.dtype), precision=lax.Precision.HIGHEST) - dlse
 
 
 def zero_gradient(x: jax.Array) -> jax.Array:

@@ -21,21 +21,22 @@ def options(plan: RingPlan) -> dict[str, Any]:
     return {"layout": plan.layout, "mask": plan.mask, "length": plan.length, "kv_length": plan.kv_length}
 
 
-def run(gloo: Ranks, case: Case) -> Attention:
+def run(pool: Ranks, case: Case) -> Attention:
     """out, lse, dq, dk, dv as whole arrays in natural order, padding included."""
-    results = gloo(case.ranks, on_rank, replace(case), *(PerRank(*shards) for shards in case.inputs()))
+    results = pool(case.ranks, on_rank, replace(case), *(PerRank(*shards) for shards in case.inputs()))
     return Attention(*(case.gather([r[i] for r in results], of) for i, of in enumerate("qqqkk")))
 
 
 def on_rank(group: dist.ProcessGroup, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
     """One rank's out, lse, dq, dk, dv; what a process of the pool runs."""
-    q, k, v, dout = (torch.from_numpy(x).to(getattr(torch, case.dtype)) for x in shards[:4])
+    device = dist.get_backend_config(group).split(":")[0]
+    q, k, v, dout = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in shards[:4])
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with patch_tiles(case):
         out, lse = ring_attention(*leaves, group=group, **options(case.plan), scale=case.scale, return_lse=True)
-        gradients = torch.autograd.grad((out, lse), leaves, (dout, torch.from_numpy(shards[4])))
+        gradients = torch.autograd.grad((out, lse), leaves, (dout, torch.from_numpy(shards[4]).to(device)))
     wide = torch.promote_types(out.dtype, torch.float32)
-    return [x.detach().to(wide).numpy() for x in (out, lse, *gradients)]
+    return [x.detach().to(wide).cpu().numpy() for x in (out, lse, *gradients)]
 
 
 def patch_tiles(case: Case):

@@ -1,0 +1,57 @@
+"""The rings on real GPUs: NCCL in PyTorch, XLA's permutes in JAX; skipped with fewer than two."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ring_attn_core.oracle import Attention
+from ring_attn_core.tolerance import relative_error
+
+torch = pytest.importorskip("torch")
+
+from parity_tests.cases import SPECIAL, Case, check, grid, pairs
+from parity_tests.jax import ring as on_jax
+from parity_tests.spawn import Ranks
+from parity_tests.torch import ring as on_torch
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, found {GPUS}")
+CASES = [case for case in [*pairs([case for case in grid() if case.ranks <= GPUS]), *SPECIAL] if case.ranks <= GPUS] if GPUS > 1 else []
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    pool = Ranks("nccl", GPUS)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rings_are_exact_on_gpus_and_agree(nccl, case):
+    ours, theirs = on_torch.run(nccl, case), on_jax.run(case)
+    check(case, ours)
+    check(case, theirs)
+    if case.dtype == "float32":
+        for name, *pair in zip(Attention._fields, ours, theirs, strict=True):
+            assert relative_error(*pair) <= 1e-6, name
+
+
+def test_xla_overlaps_every_hop_of_the_forward_pass():
+    """In the scheduled program no permute is synchronous, and a step's kernel runs between its start and its end."""
+    case = Case(ranks=GPUS, length=64 * GPUS, batch=1)
+    mesh = on_jax.mesh_of(GPUS)
+    ring = jax.shard_map(
+        partial(on_jax.ring_attention, **on_jax.options(case.plan)), mesh=mesh, in_specs=(on_jax.SEQ,) * 3, out_specs=on_jax.SEQ
+    )
+    shape = lambda heads: jax.ShapeDtypeStruct((1, 64 * GPUS, heads, 16), jnp.float32, sharding=jax.NamedSharding(mesh, on_jax.SEQ))
+    text = jax.jit(ring).lower(shape(4), shape(2), shape(2)).compile().as_text()
+    starts = [line for line in text.splitlines() if re.search(r"= .*collective-permute-start\(", line)]
+    assert len(starts) == GPUS - 1
+    assert not [line for line in starts if '"is_sync":true' in line]
+    entry = text[text.index("ENTRY") :]
+    between = re.findall(r"collective-permute-start\(.*?collective-permute-done\(", entry, re.DOTALL)
+    assert all(" while(" in span or "fusion" in span or "call(" in span for span in between)
