@@ -1,0 +1,84 @@
+"""Breaks the library on purpose, one line at a time: each break must turn the test that is named for it red.
+
+    python -P parity_tests/mutate.py [name ...]
+
+Every break is made in a copy of the checkout, and the run stops at the first break that no test notices.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TORCH = "parity_tests/torch/test_ring.py::test_out_lse_and_gradients_are_exact[layout=zigzag]"
+JAX = "parity_tests/jax/test_ring.py::test_out_lse_and_gradients_are_exact[layout=zigzag]"
+
+
+@dataclass(frozen=True)
+class Break:
+    """Replace ``old``, which stands once in ``file``, by ``new``: ``test`` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+BREAKS = [
+    Break("torch: dk and dv swapped", "ring_attn_torch/api.py", "return dq, dk, dv,", "return dq, dv, dk,", TORCH),
+    Break("jax: dk and dv swapped", "ring_attn_jax/api.py", "dk.astype(k.dtype), dv.astype(v.dtype)", "dv.astype(k.dtype), dk.astype(v.dtype)", JAX),
+    Break("torch: another rank's gradient dropped", "ring_attn_torch/comm.py", "dkv.add_(self.travelling.wait())", "self.travelling.wait()", TORCH),
+    Break("jax: another rank's gradient dropped", "ring_attn_jax/comm.py", "self.travelling + dkv", "self.travelling", JAX),
+    Break("torch: a zero gradient", "ring_attn_torch/api.py", "return dq.to(q.dtype), dkv", "return torch.zeros_like(q), dkv", TORCH),
+    Break("jax: a zero gradient", "ring_attn_jax/api.py", "return dq.astype(q.dtype), dk", "return jnp.zeros_like(q), dk", JAX),
+    Break("torch: lse off by log 2", "ring_attn_torch/blockwise.py", "m + l.log())", "m + (2 * l).log())", TORCH),
+    Break("jax: lse off by log 2", "ring_attn_jax/blockwise.py", "m + jnp.log(l))", "m + jnp.log(2 * l))", JAX),
+    Break("torch: the band off by one", "ring_attn_core/runs.py", "clamp(-((d - band.lo) // stride),", "clamp(1 - ((d - band.lo) // stride),", TORCH),
+    Break("jax: the band off by one", "ring_attn_core/runs.py", "clamp(-((d - band.lo) // stride),", "clamp(1 - ((d - band.lo) // stride),", JAX),
+]  # fmt: skip
+
+
+def main(names: list[str]) -> int:
+    chosen = [b for b in BREAKS if not names or any(name in b.name for name in names)]
+    for whole in dict.fromkeys(b.test for b in chosen):
+        if run(ROOT, whole) != 0:
+            print(f"NOT BROKEN, and already red: {whole}")
+            return 1
+    for b in chosen:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "checkout"
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "benchmarks", "demo-output", "build", "dist"))
+            text = (copy / b.file).read_text()
+            if text.count(b.old) != 1:
+                print(f"STALE: {b.old!r} stands {text.count(b.old)} times in {b.file} ({b.name}): update parity_tests/mutate.py")
+                return 1
+            (copy / b.file).write_text(text.replace(b.old, b.new))
+            red = run(copy, b.test) == 1
+        print(f"{'red ' if red else 'GREEN'} {time.perf_counter() - began:5.1f} s  {b.name}: {b.test}", flush=True)
+        if not red:
+            return 1
+    print(f"{len(chosen)} of {len(chosen)} breaks were noticed")
+    return 0
+
+
+def run(folder: Path, test: str) -> int:
+    """pytest's exit status: 0 green, 1 red, anything else: it did not come to testing."""
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        print(done.stdout + done.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
