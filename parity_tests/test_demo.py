@@ -95,7 +95,7 @@ def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
     given = exactness.inputs(96)
     q, k, v, dout, dlse = given
     truth = exactness.Truth(exact(q, k, v, causal(), dout, dlse), plain(q, k, v, causal(), dout, "float32", dlse), 0.0)
-    right = dict.fromkeys(("PyTorch", "JAX"), truth.plain)
+    right: dict[str, Attention] = dict.fromkeys(("PyTorch", "JAX"), truth.plain)
     assert not missed(check for row in exactness.rows(truth, right, right) for check in row.checks)
     swapped = np.array(getattr(truth.plain, array))
     swapped[:, [40, 41]] = swapped[:, [41, 40]]

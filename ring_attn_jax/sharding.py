@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
@@ -37,7 +38,7 @@ def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: An
     order = _order(layout, ranks, x.shape[dim])
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, len(order) - x.shape[dim])
-    return jnp.take(jnp.pad(x, padding, constant_values=pad_value), jnp.asarray(order, jnp.int32), axis=dim)
+    return _take(jnp.pad(_whole(x, dim), padding, constant_values=pad_value), order, dim)
 
 
 def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1) -> jax.Array:
@@ -52,7 +53,7 @@ def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1
             f"got {x.shape[dim]}: pass the length that to_layout was given"
         )
     inverse = sorted(range(len(order)), key=order.__getitem__)[:length]
-    return jnp.take(x, jnp.asarray(inverse, jnp.int32), axis=dim)
+    return _take(_whole(x, dim), inverse, dim)
 
 
 def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> jax.Array:
@@ -97,6 +98,20 @@ def shard_batch(
     where = jnp.broadcast_to(jnp.concatenate([positions(layout, ranks, length, r) for r in range(ranks)]), ids.shape)
     chunk = lambda x: x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
     return Shard(chunk(ids), chunk(labels), chunk(where), None, None, length)
+
+
+def _take(x: jax.Array, order: list[int], dim: int) -> jax.Array:
+    return jnp.take(x, jnp.asarray(order, jnp.int32), axis=dim)
+
+
+def _whole(x: jax.Array, dim: int) -> jax.Array:
+    """``x``, gathered along ``dim`` where an Explicit mesh axis shards it: a permutation across shards has no sharding of its own."""
+    x = jnp.asarray(x)
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[dim] is None:
+        return x
+    axes = [None if i == dim % x.ndim else axis for i, axis in enumerate(sharding.spec)]
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*axes)))
 
 
 def _plan(layout: str, ranks: int, length: int) -> RingPlan:

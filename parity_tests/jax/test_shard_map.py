@@ -153,3 +153,14 @@ def test_a_feature_of_a_later_version_is_refused_by_name(feature):
     q, k, v = arrays()
     with pytest.raises(NotImplementedError, match=feature):
         sharded_ring_attention(q, k, v, mesh=mesh_of(2), **{feature: 0.5})
+
+
+@pytest.mark.parametrize("dim", [1, -3])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_layouts_take_arrays_that_a_mesh_shards(kind, dim):
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(kind,))
+    x = np.arange(16 * 6, dtype=np.float32).reshape(1, 16, 2, 3)
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, SEQ))
+    there = to_layout(sharded, "zigzag", 4, dim=dim)
+    np.testing.assert_array_equal(there, to_layout(x, "zigzag", 4))
+    np.testing.assert_array_equal(from_layout(jax.device_put(there, jax.NamedSharding(mesh, SEQ)), "zigzag", 4, 16, dim=dim), x)
