@@ -20,7 +20,7 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-app = typer.Typer(help="Exact ring attention: look at a plan.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Exact ring attention: run the demo, look at a plan.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -66,6 +66,24 @@ def plan(
         Console().print(draw.terminal(drawn))
         if save is not None:
             typer.echo(f"wrote {save}")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Members of the ring: processes in PyTorch, devices in JAX.")] = 4,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="16384, quick 2048")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training.", show_default="12, quick 3")] = None,
+    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
+    framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
+    out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
+    quick: Annotated[bool, typer.Option("--quick", help="A short sequence and a few steps.")] = False,
+) -> None:
+    """Run it on this CPU: is the ring exact, and do PyTorch and JAX learn alike? Exit status 1 if a bound is missed."""
+    with mistakes_in_one_line():
+        from .demo.run import Settings, run
+
+        status = run(Settings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
+    raise typer.Exit(status)
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:

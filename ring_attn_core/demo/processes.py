@@ -1,0 +1,131 @@
+"""Processes that work at the same time and report as they go; none outlives the demo, and none fails in silence."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Report = Callable[[str, Any], None]
+"""``report(kind, data)`` sends a message to the process that started this one."""
+
+
+class Message(NamedTuple):
+    crew: str
+    kind: str
+    data: Any
+
+
+class Failure(Exception):
+    """A process failed, died or fell silent; the text says which and why."""
+
+
+class Crews:
+    """Groups of processes, each under a name. Use as a context: leaving it ends every process that still runs.
+
+    A process runs ``work(report, *arguments)`` of a module that is imported there and not here, so that no process needs a
+    framework but the one that uses it. What it prints, libraries' notices included, is kept for the case that it fails.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._members: dict[Connection, _Member] = {}
+        self._processes: list[BaseProcess] = []
+        self._logs = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
+
+    def start(self, crew: str, module: str, members: list[tuple[Any, ...]]) -> None:
+        """One process for each tuple of arguments in ``members``."""
+        context = multiprocessing.get_context("spawn")
+        for number, arguments in enumerate(members):
+            ours, theirs = context.Pipe(duplex=False)
+            log = Path(self._logs.name, f"{crew}-{number}")
+            process = context.Process(target=_run, args=(theirs, log, module, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._members[ours] = _Member(crew, crew if len(members) == 1 else f"{crew}, process {number}", process, log)
+
+    def messages(self) -> Iterator[Message]:
+        """What the processes report, until all have finished. Raises :class:`Failure`."""
+        heard = time.monotonic()
+        while self._members:
+            ready = wait(list(self._members), timeout=1)
+            for pipe in ready:
+                yield from self._receive(pipe)  # type: ignore[arg-type]
+            if ready:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > self._patience:
+                silent = "; ".join(sorted(member.label for member in self._members.values()))
+                raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
+
+    def _receive(self, pipe: Connection) -> Iterator[Message]:
+        member = self._members[pipe]
+        try:
+            kind, data = pipe.recv()
+        except (EOFError, OSError):
+            member.process.join(5)
+            raise Failure(f"{member.label} {member.end()}\n{member.last_words()}") from None
+        if kind == "failed":
+            raise Failure(f"{member.label} failed: {data}\n{member.last_words()}")
+        if kind == "finished":
+            del self._members[pipe]
+        else:
+            yield Message(member.crew, kind, data)
+
+    def __enter__(self) -> Crews:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for member in self._members.values():
+            member.process.terminate()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._logs.cleanup()
+
+
+class _Member(NamedTuple):
+    crew: str
+    label: str
+    process: BaseProcess
+    log: Path
+
+    def end(self) -> str:
+        """How a process ended that said nothing."""
+        if self.process.exitcode == -9:
+            return "was killed, as a system does that has no memory left"
+        return f"ended with exit code {self.process.exitcode}"
+
+    def last_words(self) -> str:
+        """The last lines that the process printed."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-20:])
+
+
+def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:
+    """What a started process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the first one ends the others
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        importlib.import_module(module).work(lambda kind, data: pipe.send((kind, data)), *arguments)
+        pipe.send(("finished", None))
+    except BrokenPipeError:
+        pass  # nobody is left to tell
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stdout.flush()
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))

@@ -1,0 +1,61 @@
+"""The demo from its first line to its exit status."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from . import report
+from .gather import gather
+from .judge import exit_status
+from .processes import Failure
+from .settings import Settings
+
+NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
+ASKED = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
+
+
+def run(settings: Settings, framework: str = "both", out: Path = Path("demo-output")) -> int:
+    """Compute, judge, print, and write losses.png, plan.png and demo.json into ``out``.
+
+    ``framework``: "both", "jax" or "torch". Returns the exit status: 0, 1 where a bound is missed or a process failed, 130 after
+    Ctrl-C. Raises ValueError for another framework, and where none that was asked for is installed.
+    """
+    frameworks, left_out = available(framework)
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False)
+    console.print(report.opening(settings, left_out))
+    began = time.perf_counter()
+    try:
+        gathered = gather(settings, frameworks, console)
+    except Failure as failure:
+        console.print(Text.assemble(("The demo did not finish: ", "bold red"), str(failure)))
+        return 1
+    except KeyboardInterrupt:
+        console.print("Stopped, and with it every process that the demo had started.")
+        return 130
+    seconds = time.perf_counter() - began
+    console.print(report.losses(gathered.losses))
+    files = report.write(out, settings, gathered, seconds)
+    console.print(report.verdict(gathered.checks, files, seconds))
+    return exit_status(gathered.checks)
+
+
+def available(framework: str) -> tuple[list[str], list[str]]:
+    """The frameworks that will run, and a line for each that was asked for and cannot."""
+    if framework not in ASKED:
+        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(ASKED)}")
+    frameworks, left_out = [], []
+    for name in ASKED[framework]:
+        missing = [package for package in NEEDS[name] if find_spec(package) is None]
+        if missing:
+            left_out.append(f'{name} is left out, for {" and ".join(missing)} is not installed: pip install "ring-attn[demo]"')
+        else:
+            frameworks.append(name)
+    if not frameworks:
+        raise ValueError("; ".join(left_out))
+    return frameworks, left_out

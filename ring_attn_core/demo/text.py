@@ -1,0 +1,23 @@
+"""Text that every machine has: the source of Python's standard library, byte by byte."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+VOCAB = 256
+
+
+def standard_library(length: int) -> bytes:
+    """The first ``length`` bytes of the standard library's top modules in order of their names, from the start again at the end.
+
+    Raises ValueError where Python was installed without them.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        if len(text) < length:
+            text += path.read_bytes()
+    if not text:
+        raise ValueError(f"the demo reads the source of Python's standard library, and {folder} has none: use another Python")
+    return bytes(text * (length // len(text) + 1))[:length]
