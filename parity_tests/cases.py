@@ -13,6 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 import numpy as np
+
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS, padded_local, slots
 from ring_attn_core.oracle import Attention, exact, plain, rounding
@@ -52,7 +53,7 @@ class Case:
     def plan(self) -> RingPlan:
         keys = self.length if self.kv_length is None else self.kv_length
         local = [padded_local(self.layout, self.ranks, n) + self.more_slots * slots(self.layout) for n in (self.length, keys)]
-        return RingPlan(self.layout, self.mask, self.ranks, *local, self.length, keys)
+        return RingPlan(self.layout, self.mask, self.ranks, local[0], local[1], self.length, keys)
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:

@@ -33,17 +33,77 @@ class Break:
 
 
 BREAKS = [
-    Break("torch: dk and dv swapped", "ring_attn_torch/api.py", "return dq, dk, dv,", "return dq, dv, dk,", TORCH),
-    Break("jax: dk and dv swapped", "ring_attn_jax/api.py", "dk.astype(k.dtype), dv.astype(v.dtype)", "dv.astype(k.dtype), dk.astype(v.dtype)", JAX),
-    Break("torch: another rank's gradient dropped", "ring_attn_torch/comm.py", "dkv.add_(self.travelling.wait())", "self.travelling.wait()", TORCH),
-    Break("jax: another rank's gradient dropped", "ring_attn_jax/comm.py", "self.travelling + dkv", "self.travelling", JAX),
-    Break("torch: a zero gradient", "ring_attn_torch/api.py", "return dq.to(q.dtype), dkv", "return torch.zeros_like(q), dkv", TORCH),
-    Break("jax: a zero gradient", "ring_attn_jax/api.py", "return dq.astype(q.dtype), dk", "return jnp.zeros_like(q), dk", JAX),
-    Break("torch: lse off by log 2", "ring_attn_torch/blockwise.py", "m + l.log())", "m + (2 * l).log())", TORCH),
-    Break("jax: lse off by log 2", "ring_attn_jax/blockwise.py", "m + jnp.log(l))", "m + jnp.log(2 * l))", JAX),
-    Break("torch: the band off by one", "ring_attn_core/runs.py", "clamp(-((d - band.lo) // stride),", "clamp(1 - ((d - band.lo) // stride),", TORCH),
-    Break("jax: the band off by one", "ring_attn_core/runs.py", "clamp(-((d - band.lo) // stride),", "clamp(1 - ((d - band.lo) // stride),", JAX),
-]  # fmt: skip
+    Break(
+        "torch: dk and dv swapped",
+        "ring_attn_torch/api.py",
+        "return dq, dk, dv,",
+        "return dq, dv, dk,",
+        TORCH,
+    ),
+    Break(
+        "jax: dk and dv swapped",
+        "ring_attn_jax/api.py",
+        "dk.astype(k.dtype), dv.astype(v.dtype)",
+        "dv.astype(k.dtype), dk.astype(v.dtype)",
+        JAX,
+    ),
+    Break(
+        "torch: another rank's gradient dropped",
+        "ring_attn_torch/comm.py",
+        "dkv.add_(self.travelling.wait())",
+        "self.travelling.wait()",
+        TORCH,
+    ),
+    Break(
+        "jax: another rank's gradient dropped",
+        "ring_attn_jax/comm.py",
+        "self.travelling + dkv",
+        "self.travelling",
+        JAX,
+    ),
+    Break(
+        "torch: a zero gradient",
+        "ring_attn_torch/api.py",
+        "return dq.to(q.dtype), dkv",
+        "return torch.zeros_like(q), dkv",
+        TORCH,
+    ),
+    Break(
+        "jax: a zero gradient",
+        "ring_attn_jax/api.py",
+        "return dq.astype(q.dtype), dk",
+        "return jnp.zeros_like(q), dk",
+        JAX,
+    ),
+    Break(
+        "torch: lse off by log 2",
+        "ring_attn_torch/blockwise.py",
+        "m + l.log())",
+        "m + (2 * l).log())",
+        TORCH,
+    ),
+    Break(
+        "jax: lse off by log 2",
+        "ring_attn_jax/blockwise.py",
+        "m + jnp.log(l))",
+        "m + jnp.log(2 * l))",
+        JAX,
+    ),
+    Break(
+        "torch: the band off by one",
+        "ring_attn_core/runs.py",
+        "clamp(-((d - band.lo) // stride),",
+        "clamp(1 - ((d - band.lo) // stride),",
+        TORCH,
+    ),
+    Break(
+        "jax: the band off by one",
+        "ring_attn_core/runs.py",
+        "clamp(-((d - band.lo) // stride),",
+        "clamp(1 - ((d - band.lo) // stride),",
+        JAX,
+    ),
+]
 
 
 def main(names: list[str]) -> int:
@@ -56,7 +116,7 @@ def main(names: list[str]) -> int:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "checkout"
-            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "benchmarks", "demo-output", "build", "dist"))
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "demo-output", "build", "dist"))
             text = (copy / b.file).read_text()
             if text.count(b.old) != 1:
                 print(f"STALE: {b.old!r} stands {text.count(b.old)} times in {b.file} ({b.name}): update parity_tests/mutate.py")

@@ -55,7 +55,7 @@ class Ranks:
         if pipe.poll(PATIENCE) and process.is_alive():
             return pipe.recv()
         self.close()
-        raise TimeoutError(f"rank {rank} gave no answer within {PATIENCE} s, or died; the pool was stopped and starts anew with the next call")
+        raise TimeoutError(f"rank {rank} died or gave no answer within {PATIENCE} s; the next call starts a new pool")
 
     def _start(self) -> None:
         if self._processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ring_attn_core.oracle import Attention
 from ring_attn_core.tolerance import relative_error
 
@@ -13,7 +14,7 @@ from parity_tests.jax import ring as on_jax
 from parity_tests.torch import ring as on_torch
 
 FLOAT32 = [case for case in grid() if case.dtype == "float32"]
-CHOSEN = [Case()] + [case for case in pairs(grid()) if case.dtype == "float32"] + [case for case in SPECIAL if case.dtype == "float32"]
+CHOSEN = [case for case in [Case(), *pairs(grid()), *SPECIAL] if case.dtype == "float32"]
 REST = [case for case in FLOAT32 if case not in CHOSEN]
 
 

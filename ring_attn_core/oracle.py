@@ -27,8 +27,12 @@ class Attention(NamedTuple):
     dv: Array
 
 
-def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, scale: float | None = None) -> Attention:
-    """Attention and gradients in float64 (of float64 arrays: in extended precision). q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads).
+def exact(
+    q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, scale: float | None = None
+) -> Attention:
+    """Attention and gradients in float64 (of float64 arrays: in extended precision).
+
+    q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads).
 
     s_ij = scale q_i . k_j where the mask lets i see j; lse_i = log sum_j exp s_ij; out_i = sum_j exp(s_ij - lse_i) v_j.
     A query that sees nothing: out 0, lse -inf, zero gradients.

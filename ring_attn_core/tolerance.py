@@ -11,7 +11,8 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
     """||got - exact|| / ||exact|| over the finite entries; inf where one is NaN or infinite and the other is not.
 
-    Where the exact value is (nearly) zero, as is the gradient of a query that sees one key, the norm of data of size 0.01 stands in.
+    Where the exact value is (nearly) zero, as is the gradient of a query that sees one key, the norm of data of size 0.01
+    stands in.
     """
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:

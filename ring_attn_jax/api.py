@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.kernels.problem import Problem, refuse_later
 from ring_attn_core.masks import causal
@@ -45,16 +46,18 @@ def ring_attention(
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Exact attention of this rank's queries over the keys of every rank of the ring, forward and backward.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j``, ``s_ij = scale q_i . k_j`` for the keys j that ``mask`` lets query i see, ``lse_i = log
-    sum_j exp(s_ij)``: the softmax is computed blockwise with (out, lse) carried from step to step in float32 (Liu et al., "Ring Attention
-    with Blockwise Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
+    ``out_i = sum_j exp(s_ij - lse_i) v_j``, ``s_ij = scale q_i . k_j`` for the keys j that ``mask`` lets query i see, ``lse_i =
+    log sum_j exp(s_ij)``: the softmax is computed blockwise with (out, lse) carried from step to step in float32 (Liu et al.,
+    "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2,
+    arXiv:2307.08691).
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
-        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads / kv_heads)``.
+        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
+            kv_heads)``.
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
@@ -62,15 +65,16 @@ def ring_attention(
         scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise: always).
+        backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise:
+            always).
         return_lse: also return lse.
         extents, key_mask, softcap, sinks, alibi_slopes, dropout_*: of a later version, NotImplementedError.
 
-    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]`` in
-    float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
+    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
+    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
 
-    Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative. out and lse carry the
-    checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring runs once.
+    Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative. out and lse carry
+    the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring runs once.
     """
     refuse_later(
         strategy,
@@ -83,12 +87,11 @@ def ring_attention(
         dropout_seed=dropout_seed,
         dropout_offset=dropout_offset,
     )
-    dtypes, ranks = dtype_names(q, k, v), ring_size(axis_name)
-    shapes = (tuple(x.shape) for x in (q, k, v))
-    problem = Problem(*shapes, dtypes, jax.default_backend(), ranks, layout, mask, length, kv_length, scale, backend)
+    dtypes, ranks, device = dtype_names(q, k, v), ring_size(axis_name), jax.default_backend()
+    problem = Problem(q.shape, k.shape, v.shape, dtypes, device, ranks, layout, mask, length, kv_length, scale, backend)
     plan = problem.check()
     score = Score(q.shape[-1] ** -0.5 if scale is None else float(scale), select(problem, backend))
-    out, lse = _attention(*vary_alike(axis_name, q, k, v), plan, axis_name, score)
+    out, lse = _attention(*vary_alike(axis_name, q, k, v), plan, axis_name, score)  # type: ignore[misc]
     return (out, lse) if return_lse else out
 
 

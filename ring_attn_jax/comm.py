@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import row
 

@@ -6,6 +6,7 @@ The same text as the other package's ring.py, up to the name of the ring and of 
 from __future__ import annotations
 
 import jax
+
 from ring_attn_core.plan import RingPlan
 
 from .attend import Score, attend, attend_backward, nothing, row_delta, zero_gradient

@@ -24,12 +24,13 @@ def sharded_ring_attention(
     head_axis: str | None = None,
     return_lse: bool = False,
     **arguments: Any,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """:func:`ring_attention` on whole arrays in layout order: q [batch, tokens, heads, head_dim], k, v [batch, tokens, kv_heads, ...].
+) -> Any:
+    """:func:`ring_attention` on whole arrays in layout order: q [batch, tokens, heads, head_dim], k, v [batch, tokens,
+    kv_heads, ...].
 
-    Tokens are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over mesh axes that are
-    not named everything is replicated. Key heads go over ``head_axis`` too, except a single one (multi-query), which every member
-    holds. All mesh axes are manual inside, so that nothing is gathered. Other arguments are ring_attention's.
+    Tokens are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over mesh axes
+    that are not named everything is replicated. Key heads go over ``head_axis`` too, except a single one (multi-query), which
+    every member holds. All mesh axes are manual inside, so that nothing is gathered. Other arguments are ring_attention's.
 
     Works with Auto and with Explicit mesh axes, inside and outside jit; arrays that are sharded otherwise are resharded. Raises
     ValueError for an axis that the mesh does not have and for sizes that do not divide.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+
 from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
@@ -32,8 +33,8 @@ class Shard(NamedTuple):
 def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
     """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that the
-    layout can cut equally. Raises ValueError for an unknown layout.
+    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
+    the layout can cut equally. Raises ValueError for an unknown layout.
     """
     order = _order(layout, ranks, x.shape[dim])
     padding = [(0, 0)] * x.ndim
@@ -81,11 +82,11 @@ def shard_batch(
 ) -> Shard:
     """Token ids [batch, length] of whole sequences -> the shard of ``rank``, or all shards in layout order where it is None.
 
-    ``labels`` [batch, length]: what each token should predict; None shifts ``ids`` by one *before* sharding, so that the label of a
-    shard's last token is right. Padding gets ``ignore_index``. Raises ValueError for shapes that do not fit.
+    ``labels`` [batch, length]: what each token should predict; None shifts ``ids`` by one *before* sharding, so that the label
+    of a shard's last token is right. Padding gets ``ignore_index``. Raises ValueError for shapes that do not fit.
     """
     if documents is not None or key_mask is not None:
-        raise NotImplementedError("documents and key_mask are part of the public signature but do not work yet; leave them at None")
+        raise NotImplementedError("documents and key_mask of shard_batch do not work yet; leave them at None")
     if ids.ndim != 2:
         raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
     if labels is None:
@@ -105,7 +106,7 @@ def _take(x: jax.Array, order: list[int], dim: int) -> jax.Array:
 
 
 def _whole(x: jax.Array, dim: int) -> jax.Array:
-    """``x``, gathered along ``dim`` where an Explicit mesh axis shards it: a permutation across shards has no sharding of its own."""
+    """``x``, gathered along ``dim`` where an Explicit mesh axis shards it: its permutation would have no sharding of its own."""
     x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding
     if sharding.spec[dim] is None:

@@ -22,14 +22,14 @@ def ring_size(axis_name: Any) -> int:
         ) from error
 
 
-def dtype_names(*arrays: Any) -> tuple[str, ...]:
+def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     """The names of the arrays' dtypes; ValueError for what is no array, and for float64 that JAX would cut to float32."""
-    for array in arrays:
+    for array in (q, k, v):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise ValueError(f"q, k and v must be arrays, got {type(array).__name__}")
         if array.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise ValueError('float64 needs jax.config.update("jax_enable_x64", True) before the first array is made')
-    return tuple(str(array.dtype) for array in arrays)
+    return str(q.dtype), str(k.dtype), str(v.dtype)
 
 
 def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:

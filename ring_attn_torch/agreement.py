@@ -1,8 +1,8 @@
 """All ranks run the same problem or all raise the same message, before anything is sent round the ring.
 
 On a problem that a rank has not seen on this group, its verdict (the problem, or what is wrong with it) goes through the
-group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up. The ranks
-of a group make the same calls in the same order, as for any collective; a call's number is its key.
+group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up. The
+ranks of a group make the same calls in the same order, as for any collective; a call's number is its key.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
 from ring_attn_core.kernels.problem import Problem
 
 from .comm import Group, rank_in, ranks_of
@@ -47,7 +48,8 @@ def agree(problem: Problem, group: Group, error: Exception | None = None) -> Non
     history.calls += 1
     if error is None and problem in history.agreed:
         return
-    _conclude(_exchange(_verdict(problem, error), history.calls, group, GRACE if error else timeout(group, problem.device)), error)
+    patience = GRACE if error else timeout(group, problem.device)
+    _conclude(_exchange(_verdict(problem, error), history.calls, group, patience), error)
     history.agreed.add(problem)
 
 
@@ -88,7 +90,7 @@ def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) ->
     if absent:
         raise RuntimeError(
             f"ring_attention was called by {len(verdicts) - len(absent)} of {len(verdicts)} ranks: {_ranks(absent)} did not come "
-            "with this problem within the group's timeout. Every rank must make the same calls in the same order, with the same shapes"
+            "with this problem within the group's timeout. Every rank must make the same calls in the same order"
         )
     first: dict[str, Any] = verdicts[0]["problem"]  # type: ignore[index]
     for name, value in first.items():
@@ -96,8 +98,8 @@ def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) ->
         if others:
             other = verdicts[others[0]]["problem"][name]  # type: ignore[index]
             raise ValueError(
-                f"the ranks of this ring disagree on {name}: {value!r} on rank 0, {other!r} on {_ranks(others)}. Pass the same on every "
-                "rank; shard with to_layout, which gives every rank equally many tokens"
+                f"the ranks of this ring disagree on {name}: {value!r} on rank 0, {other!r} on {_ranks(others)}. Pass "
+                "the same on every rank; shard with to_layout, which gives every rank equally many tokens"
             )
 
 

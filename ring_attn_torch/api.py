@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.kernels.problem import Problem, refuse_later
 from ring_attn_core.masks import causal
 from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import Band
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import ring
 from .agreement import agree, refuse
@@ -45,33 +46,38 @@ def ring_attention(
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Exact attention of this rank's queries over the keys of every rank of the ring, forward and backward.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j``, ``s_ij = scale q_i . k_j`` for the keys j that ``mask`` lets query i see, ``lse_i = log
-    sum_j exp(s_ij)``: the softmax is computed blockwise with (out, lse) carried from step to step in float32 (Liu et al., "Ring Attention
-    with Blockwise Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
+    ``out_i = sum_j exp(s_ij - lse_i) v_j``, ``s_ij = scale q_i . k_j`` for the keys j that ``mask`` lets query i see, ``lse_i =
+    log sum_j exp(s_ij)``: the softmax is computed blockwise with (out, lse) carried from step to step in float32 (Liu et al.,
+    "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2,
+    arXiv:2307.08691).
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
-        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads / kv_heads)``.
+        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
+            kv_heads)``.
         v: ``[batch, kv_local, kv_heads, v_dim]``.
-        group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed.
+        group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
+            torch.distributed.
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise: always).
+        backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise:
+            always).
         return_lse: also return lse.
         extents, key_mask, softcap, sinks, alibi_slopes, dropout_*: of a later version, NotImplementedError.
 
-    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]`` in
-    float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
+    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
+    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
 
-    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit or that the ranks disagree on;
-    RuntimeError after the group's timeout where a rank does not come. No second derivative. An op of torch.library, so it works under
-    torch.compile(fullgraph=True) and selective checkpointing (``torch.ops.ring_attn.forward.default`` is the op to save).
+    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit or that the ranks disagree
+    on; RuntimeError after the group's timeout where a rank does not come. No second derivative. An op of torch.library, so it
+    works under torch.compile(fullgraph=True) and selective checkpointing (``torch.ops.ring_attn.forward.default`` is the op to
+    save).
     """
     name = group_name(group)
     try:
@@ -177,9 +183,9 @@ _backward.register_autograd(_refuse_twice)
 def _problem(
     q: Tensor, k: Tensor, v: Tensor, group: Group, layout: str, lo: int | None, hi: int | None, *arguments: Any
 ) -> Problem:
-    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
-    shapes = (tuple(x.shape) for x in (q, k, v))
-    return Problem(*shapes, dtypes, q.device.type, ranks_of(group), layout, Band(lo, hi), *arguments)  # type: ignore[arg-type]
+    name = lambda x: str(x.dtype).removeprefix("torch.")
+    dtypes = name(q), name(k), name(v)
+    return Problem(q.shape, k.shape, v.shape, dtypes, q.device.type, ranks_of(group), layout, Band(lo, hi), *arguments)
 
 
 @lru_cache(maxsize=1024)

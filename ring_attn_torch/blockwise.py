@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from ring_attn_core.kernels.tiles import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
-from torch import Tensor
 
 State = tuple[Tensor, Tensor]
 Rows = list[list[Row]]

@@ -1,4 +1,4 @@
-"""How k/v travel round the ring, and their gradients home: one batched send+receive per hop, in flight while the caller computes."""
+"""How k/v travel round the ring, and their gradients home: one batched send+receive per hop, in flight during the compute."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from ring_attn_core.plan import RingPlan
 from torch import Tensor
+
+from ring_attn_core.plan import RingPlan
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ring_attn_core.runs import Band
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
+
+from ring_attn_core.runs import Band
 
 from .comm import Group
 
@@ -21,8 +22,8 @@ def group_name(group: Any) -> str:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise NotImplementedError(
-                f"group is a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: a ring over several axes does not work yet, pass one "
-                'axis of it, mesh["name"]'
+                f"group is a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: a ring over several axes does not work yet, "
+                'pass one axis of it, mesh["name"]'
             )
         group = group.get_group()
     if group is None:
@@ -32,13 +33,15 @@ def group_name(group: Any) -> str:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the group: call ring_attention only on the ranks that form the ring")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None (the default group), got {type(group).__name__}")
+        raise ValueError(
+            f"group must be a ProcessGroup, a 1-D DeviceMesh or None (the default group), got {type(group).__name__}"
+        )
     return group.group_name
 
 
 def group_of(name: str) -> Group:
     """The process group of that name."""
-    return _resolve_process_group(name) if name else None
+    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
 def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, **arguments: Any) -> None:
@@ -55,8 +58,8 @@ def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, **arguments: Any)
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
     if name and q.device.type not in _devices(name):
         raise ValueError(
-            f"q is on {q.device}, and this group's backend serves {', '.join(_devices(name))}: move the tensors, or make the group with "
-            'a backend for that device, such as init_process_group("cpu:gloo,cuda:nccl")'
+            f"q is on {q.device}, and this group's backend serves {', '.join(_devices(name))}: move the tensors, or "
+            'make the group with a backend for that device, such as init_process_group("cpu:gloo,cuda:nccl")'
         )
     if not isinstance(mask, Band):
         raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {mask!r}")

@@ -5,8 +5,9 @@ The same text as the other package's ring.py, up to the name of the ring and of 
 
 from __future__ import annotations
 
-from ring_attn_core.plan import RingPlan
 from torch import Tensor
+
+from ring_attn_core.plan import RingPlan
 
 from .attend import Score, attend, attend_backward, nothing, row_delta, zero_gradient
 from .comm import Group, circulate

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
-from torch import Tensor
 
 
 class Shard(NamedTuple):
@@ -31,8 +32,8 @@ class Shard(NamedTuple):
 def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
     """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that the
-    layout can cut equally. Raises ValueError for an unknown layout.
+    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
+    the layout can cut equally. Raises ValueError for an unknown layout.
     """
     order = _order(layout, ranks, x.shape[dim])
     padding = list(x.shape)
@@ -75,11 +76,11 @@ def shard_batch(
 ) -> Shard:
     """Token ids [batch, length] of whole sequences -> the shard of ``rank``, or all shards in layout order where it is None.
 
-    ``labels`` [batch, length]: what each token should predict; None shifts ``ids`` by one *before* sharding, so that the label of a
-    shard's last token is right. Padding gets ``ignore_index``. Raises ValueError for shapes that do not fit.
+    ``labels`` [batch, length]: what each token should predict; None shifts ``ids`` by one *before* sharding, so that the label
+    of a shard's last token is right. Padding gets ``ignore_index``. Raises ValueError for shapes that do not fit.
     """
     if documents is not None or key_mask is not None:
-        raise NotImplementedError("documents and key_mask are part of the public signature but do not work yet; leave them at None")
+        raise NotImplementedError("documents and key_mask of shard_batch do not work yet; leave them at None")
     if ids.ndim != 2:
         raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
     if labels is None:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from parity_tests.cases import Case
 from ring_attn_core.oracle import Attention
 from ring_attn_core.plan import RingPlan
 from ring_attn_jax import blockwise, ring_attention
-
-from parity_tests.cases import Case
 
 SEQ = PartitionSpec(None, "seq")
 
@@ -48,5 +48,6 @@ def run(case: Case) -> Attention:
 
 
 def patch_tiles(case: Case):
-    choose = blockwise.blockwise_tiles if case.tiles is None else lambda rows, q, k: (min(case.tiles[0], q), min(case.tiles[1], k))
+    small = case.tiles
+    choose = (lambda rows, q, k: (min(small[0], q), min(small[1], k))) if small else blockwise.blockwise_tiles
     return patch.object(blockwise, "blockwise_tiles", choose)

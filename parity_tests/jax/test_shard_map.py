@@ -1,4 +1,6 @@
-"""The call in the world of JAX: shard_map with check_vma, meshes, remat, replicated inputs, what is compiled and what is refused."""
+"""The call in the world of JAX: shard_map with check_vma, meshes, remat, replicated inputs, what is compiled and refused."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from ring_attn_core import LAYOUTS, full, sliding_window
-from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
-from ring_attn_jax.api import LSE_NAME, OUT_NAME
 
 from parity_tests.cases import MASKS, Case
 from parity_tests.jax.ring import SEQ, mesh_of, options
+from ring_attn_core import LAYOUTS, full, sliding_window
+from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
+from ring_attn_jax.api import LSE_NAME, OUT_NAME
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -88,9 +90,10 @@ def test_sub_rings_over_one_axis_of_a_larger_mesh_keep_to_themselves():
         np.testing.assert_allclose(from_layout(a, "zigzag", 4, 16), b, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("keep, forwards", [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
+@pytest.mark.parametrize(("keep", "forwards"), [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
 def test_remat_runs_one_forward_ring_where_out_and_lse_are_kept(keep, forwards):
-    policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME) if keep else jax.checkpoint_policies.nothing_saveable
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(OUT_NAME, LSE_NAME) if keep else policies.nothing_saveable
     ring = partial(sharded_ring_attention, mesh=mesh_of(4))
     block = jax.checkpoint(lambda q, k, v: ring(jnp.sin(q), jnp.sin(k), jnp.sin(v)), policy=policy)
     assert permutes(gradients(block), *arrays()) == 3 * forwards + 3 + 4

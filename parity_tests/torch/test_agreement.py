@@ -1,5 +1,7 @@
 """One rank wrong: all ranks raise the same, nobody hangs, and the ring works again afterwards."""
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from datetime import timedelta
@@ -9,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_torch import agreement, ring_attention
 
@@ -23,11 +26,17 @@ def shards(tokens=6, heads=4, kv_heads=2, dim=8, dtype=torch.float32, v_dim=None
 WRONG: dict[str, Any] = {
     "disagree on q_shape": (lambda n: shards(n + 2), "disagree on q_shape: .*rank 2.*to_layout"),
     "disagree on dtypes": (lambda n: shards(n, dtype=torch.bfloat16), "disagree on dtypes: .*float32.*bfloat16.*on rank 2"),
-    "disagree on layout": (lambda n: shards(n) | {"layout": "striped"}, "disagree on layout: 'zigzag' on rank 0, 'striped' on rank 2"),
+    "disagree on layout": (
+        lambda n: shards(n) | {"layout": "striped"},
+        "disagree on layout: 'zigzag' on rank 0, 'striped' on rank 2",
+    ),
     "disagree on mask": (lambda n: shards(n) | {"mask": full()}, "disagree on mask"),
     "disagree on length": (lambda n: shards(n) | {"length": 4 * n - 1}, "disagree on length"),
     "disagree on scale": (lambda n: shards(n) | {"scale": 0.5}, "disagree on scale"),
-    "heads do not divide": (lambda n: shards(n, kv_heads=3), "rank 2: q has 4 heads and k has 3: kv heads must divide query heads"),
+    "heads do not divide": (
+        lambda n: shards(n, kv_heads=3),
+        "rank 2: q has 4 heads and k has 3: kv heads must divide query heads",
+    ),
     "odd zigzag": (lambda n: shards(n + 1), r"rank 2: zigzag over 4 ranks needs an even number .* got \d+ .*to_layout"),
     "integers": (lambda n: shards(n, dtype=torch.int32), "rank 2: .*must be one of bfloat16.*int32"),
     "mixed dtypes": (lambda n: shards(n) | {"v": shards(n, dtype=torch.float16)["v"]}, "rank 2: q, k and v must have one dtype"),
@@ -127,7 +136,7 @@ def test_a_ring_of_one_needs_no_torch_distributed():
     assert ring_attention(**shards(), mask=causal(offset=1)).shape == (1, 6, 4, 8)
 
 
-@pytest.mark.parametrize("before, after", [(-1, 0), (0, -1)])
+@pytest.mark.parametrize(("before", "after"), [(-1, 0), (0, -1)])
 def test_a_window_below_zero_is_refused_when_it_is_made(before, after):
     with pytest.raises(ValueError, match="before >= 0 and after >= 0"):
         sliding_window(before, after)

@@ -1,5 +1,7 @@
 """What the ring sends: how many hops, how many bytes, to whom, and that sub-groups keep to themselves."""
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from unittest.mock import patch
@@ -8,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ring_attn_core import LAYOUTS, sliding_window
-from ring_attn_core.oracle import Attention
-from ring_attn_torch import attend, comm, ring_attention
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.cases import MASKS, Case, check
 from parity_tests.spawn import PerRank
 from parity_tests.torch.ring import on_rank, options
+from ring_attn_core import LAYOUTS, sliding_window
+from ring_attn_core.oracle import Attention
+from ring_attn_torch import attend, comm, ring_attention
 
 WINDOWS = {**MASKS, "hopless": sliding_window(0), "skips the middle": sliding_window(3, offset=-40)}
 

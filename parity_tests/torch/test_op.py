@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ring_attn_torch import api, ring_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parity_tests import spawn
 from parity_tests.cases import Case
 from parity_tests.spawn import PerRank
 from parity_tests.torch.ring import on_rank
+from ring_attn_torch import api, ring_attention
 
 ARGUMENTS = ("", "contiguous", 0, None, None, None, None, "auto")
 
@@ -79,7 +79,7 @@ def compiled_with_each_kind_of_group(world):
         assert torch.equal(compiled(q, q, q, group=group), first)
 
 
-@pytest.mark.parametrize("keep, forwards", [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
+@pytest.mark.parametrize(("keep", "forwards"), [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
 def test_selective_checkpointing_runs_one_forward_ring(keep, forwards):
     q, k, v = leaves()
     ring = torch.ops.ring_attn.forward.default
