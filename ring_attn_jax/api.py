@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,17 @@ from . import ring
 from .attend import Score, pack
 from .varying import dtype_names, ring_size, vary_alike
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
 
 
 def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch seq_local heads head_dim"],
+    k: Float[Array, "batch kv_local kv_heads head_dim"],
+    v: Float[Array, "batch kv_local kv_heads v_dim"],
     *,
     axis_name: str = "seq",
     layout: str = "zigzag",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -12,11 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .api import ring_attention
 from .varying import dtype_names
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 
 def sharded_ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_tokens kv_heads v_dim"],
     *,
     mesh: Mesh,
     axis_name: str = "seq",

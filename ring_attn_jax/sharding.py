@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
 
 
 class Shard(NamedTuple):
@@ -57,7 +60,7 @@ def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1
     return _take(_whole(x, dim), inverse, dim)
 
 
-def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> jax.Array:
+def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
     """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
 
     ``rank`` may be traced (``lax.axis_index``).
@@ -70,12 +73,12 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> ja
 
 
 def shard_batch(
-    ids: jax.Array,
+    ids: Int[Array, "batch length"],
     layout: str,
     ranks: int,
     rank: int | jax.Array | None = None,
     *,
-    labels: jax.Array | None = None,
+    labels: Int[Array, "batch length"] | None = None,
     documents: Any = None,
     key_mask: Any = None,
     ignore_index: int = -100,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,14 @@ from .attend import Score, pack
 from .comm import Group, ranks_of
 from .groups import check_inputs, group_name, group_of
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Float[Tensor, "batch seq_local heads head_dim"],
+    k: Float[Tensor, "batch kv_local kv_heads head_dim"],
+    v: Float[Tensor, "batch kv_local kv_heads v_dim"],
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str = "zigzag",

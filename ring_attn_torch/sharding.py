@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from ring_attn_core.layouts import named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 class Shard(NamedTuple):
@@ -57,19 +60,19 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
     return x.index_select(dim, torch.tensor(inverse, device=x.device))
 
 
-def positions(layout: str, ranks: int, length: int, rank: int) -> Tensor:
+def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
     """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length."""
     runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
     return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
 
 
 def shard_batch(
-    ids: Tensor,
+    ids: Int[Tensor, "batch length"],
     layout: str,
     ranks: int,
     rank: int | None = None,
     *,
-    labels: Tensor | None = None,
+    labels: Int[Tensor, "batch length"] | None = None,
     documents: Any = None,
     key_mask: Any = None,
     ignore_index: int = -100,
