@@ -61,7 +61,8 @@ class Ranks:
         if self._processes:
             return
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(prefix="ring-attn-"), "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self._most):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._most, self._backend, store, theirs), daemon=True)
@@ -74,6 +75,8 @@ class Ranks:
             pipe.close()
             process.terminate()
             process.join()
+        if self._processes:
+            self._folder.cleanup()
         self._processes = []
 
 
