@@ -73,3 +73,9 @@ def renamed(text: str) -> str:
     body = text[text.index("def forward") :]
     body = body.replace("jax.Array", "Tensor").replace("axis: str", "group: Group")
     return re.sub(r"\baxis\b", "group", body)
+
+
+@pytest.mark.parametrize("package", [jax_package, torch_package], ids=["jax", "torch"])
+def test_a_rank_that_is_none_is_refused(package):
+    with pytest.raises(ValueError, match="rank=-1 is not one of 2 ranks"):
+        package.positions("zigzag", 2, 9, -1)

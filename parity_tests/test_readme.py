@@ -30,12 +30,28 @@ def test_a_quick_start_runs_as_it_stands_in_at_most_20_lines(name, tmp_path):
     assert len(body.strip().splitlines()) <= 20
     pytest.importorskip(name.split("_")[0])
     (tmp_path / name).write_text(body)
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=4"] if name.startswith("torch") else []
+    assert "1000" in run(name, name.split("_")[0], tmp_path)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_an_example_trains(framework):
+    """The last loss it prints is well below the first."""
+    program = str(ROOT / "examples" / f"{framework}_train.py")
+    pytest.importorskip(framework)
+    done = run(program, framework)
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1
+
+
+def run(program: str, framework: str, folder: Path = ROOT) -> str:
+    """What a program prints, four processes of it in PyTorch."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=4"] if framework == "torch" else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
-    command = [sys.executable, *launch, name]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, *launch, program]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "1000" in done.stdout
+    return done.stdout
 
 
 def test_every_make_target_and_file_it_names_exists():

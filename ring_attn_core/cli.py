@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-from . import draw, layouts, masks
+from . import __version__, draw, layouts, masks
 from .plan import RingPlan
 
 HINT = 'ring-attn: {} is not installed: pip install "ring-attn[demo]"'
@@ -24,8 +24,13 @@ app = typer.Typer(help="Exact ring attention: run the demo, look at a plan.", no
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
     """Exact attention over sequences that no single device can hold."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @contextmanager

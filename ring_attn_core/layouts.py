@@ -47,6 +47,12 @@ def padded_local(layout: str, ranks: int, length: int) -> int:
     return -(-length // (ranks * runs)) * runs
 
 
+def check_rank(rank: object, ranks: int) -> None:
+    """ValueError for an int that is no rank; a traced rank cannot be checked and passes."""
+    if isinstance(rank, int) and not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} is not one of {ranks} ranks: pass 0 to {ranks - 1}")
+
+
 def named(layout: str) -> Layout:
     """The layout of that name; ValueError if there is none."""
     if not isinstance(layout, str) or layout not in LAYOUTS:

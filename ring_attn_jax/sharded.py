@@ -35,7 +35,8 @@ def sharded_ring_attention(
     that are not named everything is replicated. Key heads go over ``head_axis`` too, except a single one (multi-query), which
     every member holds. All mesh axes are manual inside, so that nothing is gathered. Other arguments are ring_attention's.
 
-    Works with Auto and with Explicit mesh axes, inside and outside jit; arrays that are sharded otherwise are resharded. Raises
+    Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
+    before the weights are made), inside and outside jit; arrays that are sharded otherwise are resharded. Raises
     ValueError for an axis that the mesh does not have and for sizes that do not divide.
     """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)

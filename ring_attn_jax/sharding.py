@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ring_attn_core.layouts import named, padded_local
+from ring_attn_core.layouts import check_rank, named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
 
@@ -63,8 +63,9 @@ def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1
 def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
     """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
 
-    ``rank`` may be traced (``lax.axis_index``).
+    ``rank`` may be traced (``lax.axis_index``). Raises ValueError for an int that is none of the ranks.
     """
+    check_rank(rank, ranks)
     local = padded_local(layout, ranks, length)
     starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
     slot = named(layout)(0, ranks, local)[0]
@@ -90,6 +91,7 @@ def shard_batch(
     """
     if documents is not None or key_mask is not None:
         raise NotImplementedError("documents and key_mask of shard_batch do not work yet; leave them at None")
+    check_rank(rank, ranks)
     if ids.ndim != 2:
         raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
     if labels is None:

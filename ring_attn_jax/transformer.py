@@ -66,7 +66,8 @@ class RingTransformer(nnx.Module):
     (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. The
     other arguments are those of :class:`RingAttention`.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit.
+    JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
+    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn_core.layouts import named, padded_local
+from ring_attn_core.layouts import check_rank, named, padded_local
 from ring_attn_core.masks import full
 from ring_attn_core.plan import RingPlan
 
@@ -61,7 +61,11 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
 
 
 def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
-    """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length."""
+    """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
+
+    Raises ValueError for a rank that is none of the ranks.
+    """
+    check_rank(rank, ranks)
     runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
     return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
 
@@ -84,6 +88,7 @@ def shard_batch(
     """
     if documents is not None or key_mask is not None:
         raise NotImplementedError("documents and key_mask of shard_batch do not work yet; leave them at None")
+    check_rank(rank, ranks)
     if ids.ndim != 2:
         raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
     if labels is None:

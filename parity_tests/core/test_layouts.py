@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from ring_attn_core import layouts
-from ring_attn_core.layouts import LAYOUTS, named, padded_local, slots
+from ring_attn_core.layouts import LAYOUTS, check_rank, named, padded_local, slots
 
 RANKS = [1, 2, 3, 4, 8]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,3 +70,9 @@ def test_contiguous_keeps_neighbours_together():
 def test_an_unknown_layout_is_refused_with_the_names_there_are(name):
     with pytest.raises(ValueError, match=re.escape(f"unknown layout {name!r}: choose one of contiguous, striped, zigzag")):
         named(name)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_none_is_refused(rank):
+    with pytest.raises(ValueError, match=re.escape(f"rank={rank} is not one of 4 ranks: pass 0 to 3")):
+        check_rank(rank, 4)

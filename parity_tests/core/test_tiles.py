@@ -40,4 +40,5 @@ def test_plain_tiles_fit_their_slots_and_keep_the_scores_in_flight_small(score_r
 
 
 def test_plain_tiles_are_the_measured_ones_where_nothing_stands_against_it():
-    assert blockwise_tiles(8, 8192, 8192) == (512, 512)
+    assert blockwise_tiles(8, 8192, 8192) == (256, 256)
+    assert blockwise_tiles(32, 8192, 8192) == (128, 128)
