@@ -7,7 +7,7 @@ NaN on the way in, so that whoever reads it is found out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations, product
 from typing import Any
@@ -46,7 +46,8 @@ class Case:
     scale: float | None = None
 
     def __str__(self) -> str:
-        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name) or name == "layout"]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [f"{name}={value}" for name, value in values.items() if value != getattr(Case, name) or name == "layout"]
         return ",".join(changed)
 
     @property
@@ -126,8 +127,8 @@ def pairs(cases: list[Case]) -> list[Case]:
     """A small selection in which every pair of values of two fields that occurs in ``cases`` still occurs."""
 
     def covered(case: Case) -> set[tuple[Any, ...]]:
-        fields = {**vars(case), "heads": (case.heads, case.kv_heads)}
-        return {(a, fields[a], b, fields[b]) for a, b in combinations(_VARIED, 2)}
+        values = {**vars(case), "heads": (case.heads, case.kv_heads)}
+        return {(a, values[a], b, values[b]) for a, b in combinations(_VARIED, 2)}
 
     missing = set().union(*map(covered, cases))
     chosen = []

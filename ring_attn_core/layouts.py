@@ -44,6 +44,8 @@ def slots(layout: str) -> int:
 def padded_local(layout: str, ranks: int, length: int) -> int:
     """The least number of tokens a rank must hold so that ``ranks`` equal shards hold ``length`` tokens."""
     runs = slots(layout)
+    if ranks < 1:
+        raise ValueError(f"a ring needs at least 1 rank, got {ranks}")
     return -(-length // (ranks * runs)) * runs
 
 

@@ -58,7 +58,7 @@ class RingPlan:
                 f"{self.layout} over {self.ranks} ranks needs an even number of tokens a rank, got {local} ({held} in all) "
                 f"in {array}: shard with to_layout, which pads to {padded}, and pass {name}={min(length, held)}"
             )
-        if not isinstance(length, int) or length < 0:
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise ValueError(f"{name} is the true global number of tokens, an int of at least 0, got {length!r}")
         if length > held:
             raise ValueError(
@@ -98,10 +98,17 @@ class RingPlan:
 
     # --- who sees what ----------------------------------------------------------------------------------------------
 
+    @cached_property
+    def band(self) -> Band:
+        """The mask with no side beyond any lag there is, so that its arithmetic fits int32 where the rank is traced."""
+        reach = max(self.seq_local, self.kv_local) * self.ranks
+        within = lambda side: None if side is None else min(max(side, -reach), reach)
+        return Band(within(self.mask.lo), within(self.mask.hi))
+
     def rows(self, rank: int, shift: int) -> list[list[Row]]:
         """``[q_runs][k_runs]`` rows of what ``rank`` may see of the keys that started on ``rank - shift``."""
         keys = self.k_runs[(rank - shift) % self.ranks]
-        return [[row(q, k, self.mask, self.q_slot, self.k_slot) for k in keys] for q in self.q_runs[rank]]
+        return [[row(q, k, self.band, self.q_slot, self.k_slot) for k in keys] for q in self.q_runs[rank]]
 
     def area(self, rank: int, shift: int) -> int:
         """How many (query, key) pairs ``rank`` computes at ``shift``."""

@@ -40,6 +40,12 @@ def attend(q: jax.Array, kv: jax.Array, rows: jax.Array, score: Score, total: St
     return (out.astype(q.dtype) if last else out), lse
 
 
+def seen_only(dout: jax.Array, dlse: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cotangents, 0 for queries that see nothing: whatever reaches those, NaN of a merge too, concerns no key."""
+    seen = lse > -jnp.inf
+    return jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
+
+
 def row_delta(out: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
     """[b s h] of ``sum_e dout * out - dlse``: what the softmax takes off every score's gradient."""
     # As a product: XLA's sum on a CPU sets aside five arrays of out's size and takes 35 times as long (jax 0.10.2).

@@ -26,6 +26,8 @@ State = tuple[jax.Array, jax.Array]
 
 def attend(q: jax.Array, kv: jax.Array, rows: jax.Array, scale: float, total: State) -> State:
     """``total`` (out, lse) over the keys seen so far -> the same with the keys of ``kv`` that ``rows`` make visible."""
+    if q.size == 0 or kv.size == 0:
+        return total
     grid = _Grid.of(q, kv, rows)
     d = q.shape[-1]
 
@@ -62,6 +64,8 @@ def attend_backward(
     p_ij = exp(s_ij - lse_i); dv_j = sum_i p_ij dout_i; ds_ij = p_ij (dout_i . v_j - delta_i);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
     """
+    if q.size == 0 or kv.size == 0:
+        return dq, jnp.zeros_like(kv, dtype=dq.dtype)
     grid = _Grid.of(q, kv, rows)
     d = q.shape[-1]
 
@@ -109,8 +113,7 @@ class _Grid(NamedTuple):
         q_runs, k_runs = rows.shape[:2]
         q_slot, k_slot = q.shape[1] // q_runs, kv.shape[1] // k_runs
         block_q, block_k = blockwise_tiles(q.shape[0] * q.shape[2], q_slot, k_slot)
-        q_tiles = -(-q_slot // block_q) if k_slot and q.shape[0] else 0
-        return cls(kv.shape[2], q_runs, q_slot, q_tiles, block_q, k_runs, k_slot, block_k)
+        return cls(kv.shape[2], q_runs, q_slot, -(-q_slot // block_q), block_q, k_runs, k_slot, block_k)
 
 
 class _Run(Row):

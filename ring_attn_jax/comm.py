@@ -67,7 +67,7 @@ def rows(plan: RingPlan, axis: str, shift: int) -> jax.Array:
     rank = lax.axis_index(axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
     k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
-    fields: Any = row(q_runs, k_runs, plan.mask, plan.q_slot, plan.k_slot)
+    fields: Any = row(q_runs, k_runs, plan.band, plan.q_slot, plan.k_slot)
     return jnp.stack(jnp.broadcast_arrays(*fields), -1).astype(jnp.int32)
 
 

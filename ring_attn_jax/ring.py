@@ -9,7 +9,7 @@ import jax
 
 from ring_attn_core.plan import RingPlan
 
-from .attend import Score, attend, attend_backward, nothing, row_delta, zero_gradient
+from .attend import Score, attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
 from .comm import circulate
 
 
@@ -33,6 +33,7 @@ def backward(
     score: Score,
 ) -> tuple[jax.Array, jax.Array]:
     """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32."""
+    dout, dlse = seen_only(dout, dlse, lse)
     delta = row_delta(out, dout, dlse)
     dq = zero_gradient(q)
     for step in circulate(kv, plan, axis):

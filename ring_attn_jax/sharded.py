@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .api import ring_attention
 from .varying import dtype_names
@@ -39,21 +39,43 @@ def sharded_ring_attention(
     before the weights are made), inside and outside jit; arrays that are sharded otherwise are resharded. Raises
     ValueError for an axis that the mesh does not have and for sizes that do not divide.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
+    if not isinstance(axis_name, str):
+        raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     dtype_names(q, k, v)
     _check(q, k, v, mesh, axis_name, batch_axes, head_axis)
     replicated_keys = head_axis is not None and k.shape[2] == 1
     q_spec = PartitionSpec(batch_axes or None, axis_name, head_axis)
     kv_spec = PartitionSpec(batch_axes or None, axis_name, None if replicated_keys else head_axis)
-    attention = jax.shard_map(
-        partial(ring_attention, axis_name=axis_name, return_lse=return_lse, **arguments),
-        mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec),
-        out_specs=(q_spec, q_spec) if return_lse else q_spec,
-    )
-    if AxisType.Explicit in mesh.axis_types:
-        q, k, v = (jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in ((q, q_spec), (k, kv_spec), (v, kv_spec)))
+    specs = q_spec, kv_spec, kv_spec
+    q, k, v = (_on_explicit_axes(x, mesh, spec) for x, spec in zip((q, k, v), specs, strict=True))
+    options = tuple(sorted({"axis_name": axis_name, "return_lse": return_lse, **arguments}.items()))
+    try:
+        attention = _compiled(mesh, specs, options)
+    except TypeError:  # an argument that cannot be hashed: an array, which ring_attention speaks of
+        attention = _compiled.__wrapped__(mesh, specs, options)
     return attention(q, k, v)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], options: tuple[tuple[str, Any], ...]) -> Any:
+    """The program, made once: outside jit, a new function at every call would be compiled anew."""
+    arguments = dict(options)
+    out = (specs[0], specs[0]) if arguments["return_lse"] else specs[0]
+    return jax.jit(jax.shard_map(partial(ring_attention, **arguments), mesh=mesh, in_specs=specs, out_specs=out))
+
+
+def _on_explicit_axes(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """``x`` sharded as ``spec`` says over the Explicit axes of the mesh; XLA shards it over the Auto ones."""
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    kept = [
+        tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in explicit) or None for axes in spec
+    ]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def _check(

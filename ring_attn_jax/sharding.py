@@ -94,6 +94,7 @@ def shard_batch(
     check_rank(rank, ranks)
     if ids.ndim != 2:
         raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
+    ids, labels = _signed(ids), None if labels is None else _signed(labels)
     if labels is None:
         labels = jnp.concatenate([ids[:, 1:], jnp.full_like(ids[:, :1], ignore_index)], 1)
     if labels.shape != ids.shape:
@@ -104,6 +105,11 @@ def shard_batch(
     where = jnp.broadcast_to(jnp.concatenate([positions(layout, ranks, length, r) for r in range(ranks)]), ids.shape)
     chunk = lambda x: x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
     return Shard(chunk(ids), chunk(labels), chunk(where), None, None, length)
+
+
+def _signed(ids: jax.Array) -> jax.Array:
+    """Integers that have a place for ignore_index, as unsigned ids have not."""
+    return ids if jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= 4 else jnp.asarray(ids).astype(jnp.int32)
 
 
 def _take(x: jax.Array, order: list[int], dim: int) -> jax.Array:

@@ -160,6 +160,7 @@ def loss(
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    labels = labels.astype(jnp.int32)  # unsigned ones have no place for ignore_index
     kept = labels != ignore_index
     index = jnp.where(kept, jnp.where(labels < 0, wide.shape[-1], labels), 0)  # a negative index would count from the end
     chosen = jnp.take_along_axis(wide, index[..., None], -1, mode="fill")[..., 0]

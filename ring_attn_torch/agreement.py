@@ -1,7 +1,8 @@
 """All ranks run the same problem or all raise the same message, before anything is sent round the ring.
 
 On a problem that a rank has not seen on this group, its verdict (the problem, or what is wrong with it) goes through the
-group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up. The
+group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up, and
+its price is that ranks which disagree among problems they have all seen are not found out. The
 ranks of a group make the same calls in the same order, as for any collective; a call's number is its key.
 """
 
@@ -26,7 +27,10 @@ _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplemented
 
 
 class _History:
-    def __init__(self) -> None:
+    """What this rank knows of a group. ``era`` tells a group from one of the same name that was destroyed on the same store."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
         self.agreed: set[Problem] = set()
 
@@ -44,12 +48,14 @@ def agree(problem: Problem, group: Group, error: Exception | None = None) -> Non
         if error is not None:
             raise error
         return
-    history = _histories.setdefault(group, _History())
+    if group not in _histories:
+        _histories[group] = _History(group)
+    history = _histories[group]
     history.calls += 1
     if error is None and problem in history.agreed:
         return
     patience = GRACE if error else timeout(group, problem.device)
-    _conclude(_exchange(_verdict(problem, error), history.calls, group, patience), error)
+    _conclude(_exchange(_verdict(problem, error), f"ring_attn/{history.era}/{history.calls}", group, patience), error)
     history.agreed.add(problem)
 
 
@@ -64,20 +70,25 @@ def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
     return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
 
+def _store(group: dist.ProcessGroup) -> Any:
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 def _verdict(problem: Problem, error: Exception | None) -> dict[str, Any]:
     if error is None:
         return {"problem": problem.fingerprint()}
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def _exchange(verdict: dict[str, Any], call: int, group: dist.ProcessGroup, patience: timedelta) -> list[dict[str, Any] | None]:
+def _exchange(verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta) -> list[dict[str, Any] | None]:
     """Every rank's verdict, None for a rank that did not give one in time."""
-    store = dist.distributed_c10d._get_process_group_store(group)
-    keys = [f"ring_attn/{call}/{rank}" for rank in range(ranks_of(group))]
+    store = _store(group)
+    keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
     store.set(keys[rank_in(group)], json.dumps(verdict))
     try:
         store.wait(keys, patience)
     except (RuntimeError, dist.DistStoreError):
+        store.set(keys[rank_in(group)], json.dumps(verdict | {"gave_up": True}))  # for whoever comes after this
         keys = [key if store.check([key]) else None for key in keys]
     return [json.loads(store.get(key)) if key else None for key in keys]
 
@@ -92,6 +103,9 @@ def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) ->
             f"ring_attention was called by {len(verdicts) - len(absent)} of {len(verdicts)} ranks: {_ranks(absent)} did not come "
             "with this problem within the group's timeout. Every rank must make the same calls in the same order"
         )
+    gone = [rank for rank, verdict in enumerate(verdicts) if verdict and "gave_up" in verdict]
+    if gone:
+        raise RuntimeError(f"this rank came too late: {_ranks(gone)} waited for the group's timeout and gave up")
     first: dict[str, Any] = verdicts[0]["problem"]  # type: ignore[index]
     for name, value in first.items():
         others = [rank for rank, verdict in enumerate(verdicts) if verdict["problem"][name] != value]  # type: ignore[index]

@@ -20,7 +20,7 @@ from . import ring
 from .agreement import agree, refuse
 from .attend import Score, pack
 from .comm import Group, ranks_of
-from .groups import check_inputs, group_name, group_of
+from .groups import check_inputs, group_name, group_of, refuse_forward_mode
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -95,6 +95,7 @@ def ring_attention(
             dropout_seed=dropout_seed,
             dropout_offset=dropout_offset,
         )
+        refuse_forward_mode(q, k, v)
         check_inputs(q, k, v, name, mask, layout=layout, length=length, kv_length=kv_length, scale=scale, backend=backend)
     except (ValueError, NotImplementedError) as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
@@ -124,7 +125,8 @@ def _forward(
         agree(problem, group, error)
         raise
     agree(problem, group)
-    return ring.forward(q, pack(k, v), plan, group, score)
+    with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
+        return ring.forward(q, pack(k, v), plan, group, score)
 
 
 @_forward.register_fake
@@ -154,7 +156,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     group = group_of(group_name)
     plan, score = _checked(_problem(q, k, v, group, layout, lo, hi, length, kv_length, scale, backend))
-    dq, dkv = ring.backward(q, pack(k, v), out, lse, dout, dlse, plan, group, score)
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dkv = ring.backward(q, pack(k, v), out, lse, dout, dlse, plan, group, score)
     return dq.to(q.dtype), dkv.to(k.dtype)
 
 

@@ -39,6 +39,12 @@ def attend(q: Tensor, kv: Tensor, rows: Rows, score: Score, total: State, last: 
     return (out.to(q.dtype) if last else out), lse
 
 
+def seen_only(dout: Tensor, dlse: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The cotangents, 0 for queries that see nothing: whatever reaches those, NaN of a merge too, concerns no key."""
+    unseen = lse == -math.inf
+    return dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
+
+
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
     """[b s h] of ``sum_e dout * out - dlse``: what the softmax takes off every score's gradient."""
     return torch.sum(dout.to(dlse.dtype) * out.to(dlse.dtype), -1) - dlse
@@ -46,7 +52,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
 
 def zero_gradient(x: Tensor) -> Tensor:
     """Zeros like ``x`` in the accumulation dtype."""
-    return torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+    return x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))
 
 
 def attend_backward(

@@ -23,6 +23,7 @@ from ring_attn_core.runs import Row
 
 State = tuple[Tensor, Tensor]
 Rows = list[list[Row]]
+LOG2E = math.log2(math.e)
 
 
 def attend(q: Tensor, kv: Tensor, rows: Rows, scale: float, total: State) -> State:
@@ -42,8 +43,8 @@ def attend(q: Tensor, kv: Tensor, rows: Rows, scale: float, total: State) -> Sta
             _hide(scores, hidden, -math.inf)
             m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
             m_finite = m_new.masked_fill(m_new == -math.inf, 0)
-            p = scores.sub_(m_finite).exp_()
-            decay = torch.exp(m - m_finite)
+            p = _exp_(scores.sub_(m_finite))
+            decay = _exp_(m - m_finite)
             l.mul_(decay).add_(p.sum(-1, keepdim=True))
             acc.mul_(decay).baddbmm_(p, kv_tile[..., d:])
             m = m_new
@@ -61,7 +62,7 @@ def attend_backward(
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
     """
     d = q.shape[-1]
-    dkv = torch.zeros_like(kv, dtype=dq.dtype)
+    dkv = kv.new_zeros(kv.shape, dtype=dq.dtype)
     for queries in _query_tiles(q, kv, rows):
         q_tile = queries.load(q).mul_(scale)
         dout_tile, lse_tile, delta_tile = queries.load(dout), queries.load(lse), queries.load(delta)
@@ -69,7 +70,7 @@ def attend_backward(
         for keys, hidden in _key_tiles(q, kv, rows, queries):
             kv_tile = keys.load(kv)
             k_tile, v_tile = kv_tile[..., :d], kv_tile[..., d:]
-            p = torch.bmm(q_tile, k_tile.transpose(1, 2)).sub_(lse_tile).exp_()
+            p = _exp_(torch.bmm(q_tile, k_tile.transpose(1, 2)).sub_(lse_tile))
             _hide(p, hidden, 0.0)
             ds = torch.bmm(dout_tile, v_tile.transpose(1, 2)).sub_(delta_tile).mul_(p)
             dq_tile.baddbmm_(ds, k_tile)
@@ -139,6 +140,11 @@ def _hide(scores: Tensor, hidden: Tensor | None, value: float) -> None:
     """Write ``value`` into scores [b*g, r*block_q, block_k] where ``hidden``."""
     if hidden is not None:
         scores.unflatten(1, (-1, hidden.shape[0])).masked_fill_(hidden, value)
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """e to the power of ``x`` in place, as a power of 2: on a CPU torch's exp takes 3 times as long, 30 where it underflows."""
+    return x.mul_(LOG2E).exp2_()
 
 
 def _blocks(q: Tensor, kv: Tensor, rows: Rows) -> tuple[int, int]:

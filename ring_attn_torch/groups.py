@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
@@ -44,6 +45,14 @@ def group_of(name: str) -> Group:
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
+def refuse_forward_mode(*tensors: Any) -> None:
+    """NotImplementedError for dual numbers, whose tangents a custom op would drop without a word."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("ring_attention has no forward-mode derivative: use backward or torch.func.vjp")
+
+
 def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, **arguments: Any) -> None:
     """ValueError for what the op's schema could not take or the group could not send.
 
@@ -63,16 +72,20 @@ def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, **arguments: Any)
         )
     if not isinstance(mask, Band):
         raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {mask!r}")
-    for label, value in arguments.items():
+    for label, value in (("mask.lo", mask.lo), ("mask.hi", mask.hi), *arguments.items()):
         expected = _TYPES[label]
         if not isinstance(value, expected) or isinstance(value, bool):
             kinds = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
             raise ValueError(f"{label} must be {kinds}, got {value!r}")
+        if isinstance(value, int) and abs(value) >= 2**62:
+            raise ValueError(f"{label} counts tokens, got {value}: to see everything on a side, leave it open as causal() does")
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "layout": (str,),
     "backend": (str,),
+    "mask.lo": (int, type(None)),
+    "mask.hi": (int, type(None)),
     "length": (int, type(None)),
     "kv_length": (int, type(None)),
     "scale": (float, int, type(None)),

@@ -42,7 +42,7 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
     padding = list(x.shape)
     padding[dim] = len(order) - x.shape[dim]
     padded = torch.cat([x, x.new_full(padding, pad_value)], dim)
-    return padded.index_select(dim, torch.tensor(order, device=x.device))
+    return padded.index_select(dim, torch.tensor(order, dtype=torch.long, device=x.device))
 
 
 def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -> Tensor:
@@ -57,7 +57,7 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
             f"got {x.shape[dim]}: pass the length that to_layout was given"
         )
     inverse = sorted(range(len(order)), key=order.__getitem__)[:length]
-    return x.index_select(dim, torch.tensor(inverse, device=x.device))
+    return x.index_select(dim, torch.tensor(inverse, dtype=torch.long, device=x.device))
 
 
 def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
@@ -91,6 +91,7 @@ def shard_batch(
     check_rank(rank, ranks)
     if ids.ndim != 2:
         raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
+    ids, labels = ids.long(), None if labels is None else labels.long()  # ignore_index has no place in unsigned ids
     if labels is None:
         labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], ignore_index)], 1)
     if labels.shape != ids.shape:

@@ -154,7 +154,8 @@ def loss(
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    part = F.cross_entropy(wide, labels.flatten().long(), ignore_index=ignore_index, reduction="sum")
+    labels = labels.long()  # unsigned ones have no place for ignore_index
+    part = F.cross_entropy(wide, labels.flatten(), ignore_index=ignore_index, reduction="sum")
     total = torch.stack([part.detach(), (labels != ignore_index).sum().to(part.dtype)])
     ring = ring_of(group)
     if ranks_of(ring) > 1:

@@ -28,8 +28,10 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case))
 
 
-def test_bfloat16_error_does_not_grow_with_the_ring():
-    errors = [check(case, run(case)) for case in (Case(ranks=ranks, dtype="bfloat16", length=48) for ranks in (1, 8))]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_error_does_not_grow_with_the_ring(dtype):
+    """As it would if the state were rounded to the inputs' dtype at each hop."""
+    errors = [check(case, run(case)) for case in (Case(ranks=ranks, dtype=dtype, length=48) for ranks in (1, 8))]
     for name in ("out", "dq", "dk", "dv"):
         assert errors[1][name] <= 1.1 * errors[0][name], (name, errors)
 

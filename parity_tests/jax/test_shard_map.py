@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from parity_tests.cases import MASKS, Case
 from parity_tests.jax.ring import SEQ, mesh_of, options
-from ring_attn_core import LAYOUTS, full, sliding_window
+from ring_attn_core import LAYOUTS, causal, full, sliding_window
 from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
 from ring_attn_jax.api import LSE_NAME, OUT_NAME
 
@@ -167,3 +167,42 @@ def test_layouts_take_arrays_that_a_mesh_shards(kind, dim):
     there = to_layout(sharded, "zigzag", 4, dim=dim)
     np.testing.assert_array_equal(there, to_layout(x, "zigzag", 4))
     np.testing.assert_array_equal(from_layout(jax.device_put(there, jax.NamedSharding(mesh, SEQ)), "zigzag", 4, 16, dim=dim), x)
+
+
+@pytest.mark.parametrize(
+    "mask", [causal(2**31 - 1), causal(2**40), sliding_window(2**31, 2**31), sliding_window(2**31 - 1, 8)], ids=str
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mask_wider_than_int32_sees_what_a_wide_one_sees(layout, mask):
+    wide = sliding_window(99, 8) if mask.lo == -8 else full()
+    call = partial(sharded_ring_attention, *arrays(), mesh=mesh_of(2), layout=layout)
+    np.testing.assert_array_equal(call(mask=mask), call(mask=wide))
+
+
+def test_outside_jit_a_repeated_call_compiles_nothing():
+    q, k, v = arrays()
+    call = partial(sharded_ring_attention, mesh=mesh_of(2), scale=0.77)
+    call(q, k, v)
+    other = q + 1
+    with jax.no_tracing():
+        call(other, k, v)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 2, 4), (2, 0, 2, 4)], ids=["no batch", "no tokens"])
+def test_nothing_in_gives_nothing_out(shape):
+    x = jnp.zeros(shape)
+    attention = lambda x: sharded_ring_attention(x, x, x, mesh=mesh_of(2)).sum()
+    assert jax.grad(attention)(x).shape == shape
+
+
+def test_a_mesh_may_mix_explicit_and_auto_axes():
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    mixed = jax.jit(partial(sharded_ring_attention, mesh=mesh, batch_axes="data"))(*arrays())
+    np.testing.assert_array_equal(mixed, sharded_ring_attention(*arrays(), mesh=mesh_of(2)))
+
+
+def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
+    ring = partial(sharded_ring_attention, mesh=mesh_of(2), layout="contiguous", mask=causal(offset=-3), return_lse=True)
+    (out, lse), vjp = jax.vjp(ring, *arrays())
+    cotangents = out / (lse > -jnp.inf)[..., None], jnp.square(lse)
+    assert all(jnp.isfinite(gradient).all() for gradient in vjp(cotangents))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +52,7 @@ WRONG: dict[str, Any] = {
     "too long": (lambda n: shards(n) | {"length": 4 * n + 1}, "rank 2: length=.* is more than the 4 shards of q hold"),
     "keys too long": (lambda n: shards(n) | {"kv_length": 4 * n + 1}, "rank 2: kv_length=.* is more than the 4 shards of k hold"),
     "bad scale": (lambda n: shards(n) | {"scale": float("nan")}, "rank 2: scale must be a finite"),
+    "a side beyond int64": (lambda n: shards(n) | {"mask": sliding_window(2**63)}, "rank 2: mask.hi counts tokens"),
     "wrong device": (lambda n: {n: x.to("meta") for n, x in shards(n).items()}, "rank 2: .*backend serves cpu"),
 }
 
@@ -145,3 +147,30 @@ def test_a_window_below_zero_is_refused_when_it_is_made(before, after):
 def test_a_group_that_is_none_is_refused():
     with pytest.raises(ValueError, match="group must be a ProcessGroup"):
         ring_attention(**shards(), group="everyone")
+
+
+def test_a_group_of_a_destroyed_groups_name_starts_afresh(gloo):
+    assert gloo(2, in_two_lives) == [[(1, 4, 4, 8), (1, 6, 4, 8)]] * 2
+
+
+def in_two_lives(group):
+    """What a group left in the store does not speak for the next one there, were it of the same name."""
+    shapes = []
+    for tokens in (4, 6):
+        agreement._histories.pop(group, None)
+        time.sleep(0.2 * dist.get_rank())
+        shapes.append(tuple(ring_attention(**shards(tokens), group=group).shape))
+    return shapes
+
+
+def test_whoever_comes_after_the_others_gave_up_is_told_so(gloo):
+    results = gloo.outcomes(2, one_comes_late)
+    assert "rank 1 did not come" in str(results[0])
+    assert "came too late: rank 0" in str(results[1])
+
+
+def one_comes_late(group):
+    forget(group)
+    time.sleep(4.0 * dist.get_rank())
+    with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=1)):
+        return ring_attention(**shards(), group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from parity_tests import spawn
 from parity_tests.cases import Case
 from parity_tests.spawn import PerRank
 from parity_tests.torch.ring import on_rank
+from ring_attn_core import causal
 from ring_attn_torch import api, ring_attention
 
 ARGUMENTS = ("", "contiguous", 0, None, None, None, None, "auto")
@@ -132,3 +134,42 @@ def from_outside(group):
     ring = spawn.groups[2]
     q = torch.ones(1, 4, 2, 8)
     return tuple(ring_attention(q, q, q, group=ring).shape)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, at its first use of these
+def test_inductor_compiles_what_comes_transposed():
+    """The usual [b h s d] model hands over views."""
+    inputs = [torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3)]
+    attention = lambda *qkv: ring_attention(*(x.transpose(1, 2) for x in qkv), layout="striped").sum()
+    gradients = torch.autograd.grad(torch.compile(attention)(*inputs), inputs)
+    for mine, plain in zip(gradients, torch.autograd.grad(attention(*inputs), inputs), strict=True):
+        torch.testing.assert_close(mine, plain)
+    views = [x.detach().transpose(1, 2) for x in inputs]
+    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*views, *ARGUMENTS))
+    out, lse = torch.ops.ring_attn.forward(*views, *ARGUMENTS)
+    torch.library.opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *ARGUMENTS))
+
+
+def test_autocast_changes_no_bit():
+    q, k, v = leaves()
+    results = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out = ring_attention(q, k, v, layout="striped")
+            results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+    for plain, under_autocast in zip(*results, strict=True):
+        assert torch.equal(plain, under_autocast)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, at its first use of these
+def test_forward_mode_is_refused_instead_of_dropped():
+    x = torch.randn(1, 8, 2, 8)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: ring_attention(q, q, q), (x,), (x,))
+
+
+def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
+    q, k, v = leaves()
+    out, lse = ring_attention(q, k, v, layout="contiguous", mask=causal(offset=-3), return_lse=True)
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (out.detach() / (lse[..., None] > -math.inf), lse.detach().square()))
+    assert all(gradient.isfinite().all() for gradient in gradients)

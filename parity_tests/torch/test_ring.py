@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity_tests.cases import RANKS, SPECIAL, Case, check, check_future_unseen, grid
+from parity_tests.cases import MASKS, RANKS, SPECIAL, Case, check, check_future_unseen, grid
 from parity_tests.torch.ring import run
 from ring_attn_core import LAYOUTS
 
@@ -19,8 +19,12 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(gloo, case):
     check(case, run(gloo, case))
 
 
-def test_bfloat16_error_does_not_grow_with_the_ring(gloo):
-    errors = [check(case, run(gloo, case)) for case in (Case(ranks=ranks, dtype="bfloat16", length=48) for ranks in (1, 8))]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_half_precision_error_does_not_grow_with_the_ring(gloo, layout, mask, dtype):
+    """As it would if the state were rounded to the inputs' dtype at each hop."""
+    errors = [check(case, run(gloo, case)) for case in (Case(layout, mask, ranks, dtype=dtype, length=48) for ranks in (1, 8))]
     for name in ("out", "dq", "dk", "dv"):
         assert errors[1][name] <= 1.1 * errors[0][name], (name, errors)
 

@@ -56,7 +56,8 @@ class Problem:
         """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
         self._check_shapes()
         self._check_dtypes()
-        if self.scale is not None and not (isinstance(self.scale, int | float) and math.isfinite(self.scale)):
+        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool) and math.isfinite(self.scale)
+        if self.scale is not None and not number:
             raise ValueError(f"scale must be a finite Python number or None (head_dim ** -0.5), got {self.scale!r}")
         return self.plan
 
