@@ -77,10 +77,10 @@ def ring_attention(
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
     heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
 
-    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit or that the ranks disagree
-    on; RuntimeError after the group's timeout where a rank does not come. No second derivative. An op of torch.library, so it
-    works under torch.compile(fullgraph=True) and selective checkpointing (``torch.ops.ring_attn.forward.default`` is the op to
-    save).
+    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, and for ones that the ranks
+    disagree on where any of them is new to its rank; RuntimeError after the group's timeout where a rank does not come. No second
+    derivative and no forward mode. An op of torch.library, so it works under torch.compile(fullgraph=True) and selective
+    checkpointing (``torch.ops.ring_attn.forward.default`` is the op to save); autocast leaves it alone.
     """
     name = group_name(group)
     try:
