@@ -1,0 +1,83 @@
+"""What benchmarks/memory.py asks of a process of its own: the peak of one framework, or what XLA sets aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.process import Memory, answer, argument
+from ring_attn_core import masks
+
+HEADS, DIM = 2, 64
+
+
+def torch_peak(tokens: int, mask: str) -> int:
+    import torch
+
+    import ring_attn_torch
+
+    def step(tokens: int) -> None:
+        q, k, v = (torch.randn(1, tokens, HEADS, DIM).requires_grad_() for _ in range(3))
+        dout = torch.randn(1, tokens, HEADS, DIM)
+        out = ring_attn_torch.ring_attention(q, k, v, mask=masks.parse(mask))
+        out.backward(dout)
+
+    step(1024)  # threads and libraries, which do not grow with the tokens
+    memory = Memory()
+    step(tokens)
+    return memory.peak()
+
+
+def jax_peak(tokens: int, mask: str) -> int:
+    import jax
+
+    def step(tokens: int) -> Callable[[], Any]:
+        keys = jax.random.split(jax.random.key(0), 4)
+        make = jax.jit(lambda key: jax.random.normal(key, (1, tokens, HEADS, DIM))).lower(keys[0]).compile()
+        compiled = _ring(1, tokens, mask)[1]
+        return lambda: jax.block_until_ready(compiled(*map(make, keys)))
+
+    step(1024)()
+    real = step(tokens)  # compiled before the count begins: the compiler's memory does not grow with the tokens either
+    memory = Memory()
+    real()
+    return memory.peak()
+
+
+def compiled_bytes(ranks: int, seq_local: int, mask: str) -> dict[str, int]:
+    forward, both = (compiled.memory_analysis().temp_size_in_bytes for compiled in _ring(ranks, seq_local * ranks, mask))
+    return {"forward": forward, "both": both}
+
+
+def _ring(ranks: int, tokens: int, mask: str) -> tuple[Any, Any]:
+    """The JAX ring over ``ranks`` devices, compiled: forward, and forward with backward under a given cotangent."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import ring_attn_jax
+
+    mesh = jax.make_mesh((ranks,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "seq"))
+    shape = jax.ShapeDtypeStruct((1, tokens, HEADS, DIM), "float32", sharding=sharding)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return ring_attn_jax.sharded_ring_attention(q, k, v, mesh=mesh, mask=masks.parse(mask))
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
+        out, vjp = jax.vjp(forward, q, k, v)
+        return out, *vjp(dout)
+
+    compile = lambda function, arguments: jax.jit(function).lower(*[shape] * arguments).compile()
+    return compile(forward, 3), compile(both, 4)
+
+
+def main() -> None:
+    task = argument()
+    if task["what"] == "compiled":
+        answer([compiled_bytes(ranks, task["seq_local"], task["mask"]) for ranks in task["ranks"]])
+    else:
+        answer({"torch": torch_peak, "jax": jax_peak}[task["what"]](task["tokens"], task["mask"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What attention holds beside its inputs and outputs, and what a rank more costs the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.memory import FRAMEWORKS, MOST, RANKS, peak_ratio, shard_bytes, temp_bytes
+
+SEQ_LOCAL = 512
+
+
+@pytest.fixture(scope="module")
+def set_aside() -> dict[bool, list[dict[str, int]]]:
+    return {in_order: temp_bytes(RANKS, SEQ_LOCAL, in_order=in_order) for in_order in (False, True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_peak_memory_is_the_arrays_and_little_more(framework: str):
+    """Under a window: the arrays of the real thing and little of its arithmetic."""
+    pytest.importorskip(framework)
+    assert peak_ratio(framework, 65_536, "sliding_window:2047") <= MOST
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_peak_memory_is_the_arrays_and_little_more_causal(framework: str):
+    pytest.importorskip(framework)
+    assert peak_ratio(framework, 65_536) <= MOST
+
+
+@pytest.mark.slow
+def test_the_forward_ring_needs_no_more_memory_with_more_ranks(set_aside):
+    pytest.importorskip("jax")
+    least, *_, most = (row["forward"] for row in set_aside[True])
+    assert most - least <= 0.05 * shard_bytes(SEQ_LOCAL)
