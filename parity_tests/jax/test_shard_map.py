@@ -110,7 +110,7 @@ def test_without_check_vma_results_are_the_same():
     call = partial(ring_attention, layout="striped")
     rings = [jax.shard_map(call, mesh=mesh_of(2), in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=on) for on in (True, False)]
     for a, b in zip(*(gradients(ring)(*arrays()) for ring in rings), strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
 
 
 def test_a_second_derivative_raises_instead_of_being_wrong():
@@ -198,7 +198,8 @@ def test_nothing_in_gives_nothing_out(shape):
 def test_a_mesh_may_mix_explicit_and_auto_axes():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Auto))
     mixed = jax.jit(partial(sharded_ring_attention, mesh=mesh, batch_axes="data"))(*arrays())
-    np.testing.assert_array_equal(mixed, sharded_ring_attention(*arrays(), mesh=mesh_of(2)))
+    # Not to the bit: a device holds one batch row here and two there, and XLA's matrix product depends on how many there are.
+    np.testing.assert_allclose(mixed, sharded_ring_attention(*arrays(), mesh=mesh_of(2)), rtol=0, atol=2e-6)
 
 
 def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
