@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from beartype import beartype
-from jaxtyping import Float, Int, TypeCheckError, jaxtyped
+from jaxtyping import Bool, Float, Int, TypeCheckError, jaxtyped
 
 import ring_attn_jax
 import ring_attn_torch
@@ -19,7 +19,7 @@ import ring_attn_torch
 
 def checked(function: Any, array: type) -> Any:
     """``function`` with its annotations, which are strings to everyone else, resolved and checked at every call."""
-    scope = {**function.__globals__, "Array": array, "Tensor": array, "Float": Float, "Int": Int}
+    scope = {**function.__globals__, "Array": array, "Tensor": array, "Bool": Bool, "Float": Float, "Int": Int}
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = {name: eval(note, scope) for name, note in inspect.get_annotations(function).items()}

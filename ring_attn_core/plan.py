@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import layouts
-from .runs import Band, Row, Run, row
+from .runs import Band, Row, Run, row, within
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,7 @@ class RingPlan:
     @cached_property
     def band(self) -> Band:
         """The mask with no side beyond any lag there is, so that its arithmetic fits int32 where the rank is traced."""
-        reach = max(self.seq_local, self.kv_local) * self.ranks
-        within = lambda side: None if side is None else min(max(side, -reach), reach)
-        return Band(within(self.mask.lo), within(self.mask.hi))
+        return within(self.mask, max(self.seq_local, self.kv_local) * self.ranks)
 
     def rows(self, rank: int, shift: int) -> list[list[Row]]:
         """``[q_runs][k_runs]`` rows of what ``rank`` may see of the keys that started on ``rank - shift``."""

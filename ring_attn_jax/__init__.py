@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 
 from .api import ring_attention
+from .block import attend_block, merge
+from .extents import document_extents, prefix_extents
 from .sharded import sharded_ring_attention
 from .sharding import Shard, from_layout, positions, shard_batch, to_layout
 
@@ -22,12 +24,16 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "Shard",
+    "attend_block",
     "causal",
+    "document_extents",
     "from_layout",
     "from_numpy",
     "full",
     "loss",
+    "merge",
     "positions",
+    "prefix_extents",
     "ring_attention",
     "shard_batch",
     "sharded_ring_attention",

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ring_attn_core.kernels.backends import select
-from ring_attn_core.kernels.problem import Problem, refuse_later
+from ring_attn_core.kernels.problem import Given, Problem, check_strategy
 from ring_attn_core.masks import causal
 from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import Band
 
 from . import ring
-from .attend import Score, pack
-from .varying import dtype_names, ring_size, vary_alike
+from .keys import pack
+from .score import Draw, Score, draw_of
+from .varying import described, dtype_names, ring_size, vary_alike
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Bool, Float, Int
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
@@ -34,15 +37,15 @@ def ring_attention(
     axis_name: str = "seq",
     layout: str = "zigzag",
     mask: Band = causal(),
-    extents: Any = None,
-    key_mask: Any = None,
+    extents: Int[Array, "batch seq_local 2"] | None = None,
+    key_mask: Bool[Array, "batch kv_local"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Any = None,
-    dropout_offset: tuple[Any, Any] = (0, 0),
+    dropout_seed: int | Int[Array, ""] | None = None,
+    dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     length: int | None = None,
     kv_length: int | None = None,
     strategy: str = "auto",
@@ -52,10 +55,13 @@ def ring_attention(
 ) -> Any:
     """Exact attention of this rank's queries over the keys of every rank of the ring, forward and backward.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j``, ``s_ij = scale q_i . k_j`` for the keys j that ``mask`` lets query i see, ``lse_i =
-    log sum_j exp(s_ij)``: the softmax is computed blockwise with (out, lse) carried from step to step in float32 (Liu et al.,
-    "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2,
-    arXiv:2307.08691).
+        s_ij  = scale q_i . k_j                                     for the keys j that query i may see
+        lse_i = log sum_j exp(s_ij)
+        out_i = sum_j exp(s_ij - lse_i) v_j
+
+    Query i may see key j where ``mask``, ``extents`` and ``key_mask`` all let it. The softmax is computed blockwise with (out,
+    lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
+    online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
@@ -65,64 +71,113 @@ def ring_attention(
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
+        extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
+            each query may see: ``document_extents``, ``prefix_extents``.
+        key_mask: bool ``[batch, kv_local]``, sharded like k, True where a key may be attended; any pattern.
         scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
+        softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
+        sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
+        alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
+            arXiv:2108.12409, section 3).
+        dropout_rate: share of the probabilities that is dropped, 0 to below 1; the others are scaled by ``1 / (1 - rate)``. Which
+            ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any ranks and layout, and in PyTorch, the
+            same.
+        dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
+        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise:
             always).
         return_lse: also return lse.
-        extents, key_mask, softcap, sinks, alibi_slopes, dropout_*: of a later version, NotImplementedError.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
-    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
+    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf (or its sink), zero gradients.
 
     Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative. out and lse carry
     the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring runs once.
     """
-    refuse_later(
-        strategy,
-        extents=extents,
-        key_mask=key_mask,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed,
-        dropout_offset=dropout_offset,
-    )
-    dtypes, ranks, device = dtype_names(q, k, v), ring_size(axis_name), jax.default_backend()
-    problem = Problem(q.shape, k.shape, v.shape, dtypes, device, ranks, layout, mask, length, kv_length, scale, backend)
-    plan = problem.check()
-    score = Score(q.shape[-1] ** -0.5 if scale is None else float(scale), select(problem, backend))
-    out, lse = _attention(*vary_alike(axis_name, q, k, v), plan, axis_name, score)  # type: ignore[misc]
+    check_strategy(strategy)
+    arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
+    where = ring_size(axis_name), layout, mask, length, kv_length
+    plan, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
+    trees = vary_alike((axis_name,), q, k, v, key_mask, score)
+    out, lse = _attention(*trees, plan, axis_name)  # type: ignore[misc]
     return (out, lse) if return_lse else out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, plan: RingPlan, axis: str, score: Score) -> tuple[jax.Array, jax.Array]:
-    return ring.forward(q, pack(k, v), plan, axis, score)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
+    return ring.forward(q, pack(k, v, key_mask), plan, axis, score)
 
 
-def _forward(q, k, v, plan, axis, score):  # type: ignore[no-untyped-def]
-    out, lse = ring.forward(q, pack(k, v), plan, axis, score)
+def _forward(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
+    out, lse = ring.forward(q, pack(k, v, key_mask), plan, axis, score)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (q, k, v, out, lse)
+    return (out, lse), (q, k, v, key_mask, score, out, lse)
 
 
-def _backward(plan, axis, score, residuals, cotangents):  # type: ignore[no-untyped-def]
-    return _gradients(*residuals, *cotangents, plan, axis, score)
+def _backward(plan, axis, residuals, cotangents):  # type: ignore[no-untyped-def]
+    dq, dk, dv, dsinks = _gradients(*residuals, *cotangents, plan, axis)  # type: ignore[misc]
+    score = residuals[4]
+    return dq, dk, dv, None, replace(score, extents=None, sinks=dsinks, slopes=None, draw=None)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
-def _gradients(q, k, v, out, lse, dout, dlse, plan, axis, score):  # type: ignore[no-untyped-def]
-    dq, dkv = ring.backward(q, pack(k, v), out, lse, dout, dlse, plan, axis, score)
+@partial(jax.custom_vjp, nondiff_argnums=(9, 10))
+def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, plan, axis):  # type: ignore[no-untyped-def]
+    dq, dkv, dsinks = ring.backward(q, pack(k, v, key_mask), out, lse, dout, dlse, plan, axis, score)
     dk, dv = jnp.split(dkv, [k.shape[-1]], -1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dsinks = None if dsinks is None else dsinks.astype(score.sinks.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
 
-def _refuse_twice(*_: Any) -> Any:
+def refuse_second_derivative(*_: Any) -> Any:
     raise RuntimeError("ring_attention has no second derivative: differentiate it once, without a grad of a grad")
 
 
 _attention.defvjp(_forward, _backward)
-_gradients.defvjp(lambda *arguments: (_gradients(*arguments), None), _refuse_twice)
+_gradients.defvjp(lambda *arguments: (_gradients(*arguments), None), refuse_second_derivative)
+
+
+def checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    arrays: dict[str, Any],
+    draw: Draw | None,
+    ranks: int,
+    layout: str,
+    mask: Band,
+    length: int | None,
+    kv_length: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_rate: float,
+    backend: str,
+) -> tuple[RingPlan, Score]:
+    """The plan and score of a call, once every check has passed. ``arrays``: the optional ones by name, None where not given."""
+    dtypes = dtype_names(q, k, v)
+    given = described(arrays) + (() if draw is None else (Given("dropout_seed", (), "uint32"),))
+    problem = Problem(
+        q.shape,
+        k.shape,
+        v.shape,
+        dtypes,
+        jax.default_backend(),
+        ranks,
+        layout,
+        mask,
+        length,
+        kv_length,
+        scale,
+        softcap,
+        dropout_rate,
+        given,
+        backend,
+    )
+    plan = problem.check()
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    slopes = arrays["alibi_slopes"]
+    slopes = None if slopes is None else lax.stop_gradient(slopes)
+    extents, sinks = arrays["extents"], arrays.get("sinks")
+    return plan, Score(factor, softcap, dropout_rate, select(problem, backend), extents, sinks, slopes, draw)

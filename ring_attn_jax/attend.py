@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import blockwise
-from .blockwise import State, accumulation_dtype
+from .blockwise import State
+from .keys import Keys
+from .score import Score
+from .tiles import accumulation_dtype, valid_queries
 
 BACKENDS = {"blockwise": blockwise}
 
 
-class Score(NamedTuple):
-    """What makes a score of q . k, and who computes it."""
-
-    scale: float
-    backend: str
-
-
-def pack(k: jax.Array, v: jax.Array) -> jax.Array:
-    """k [b t g d], v [b t g e] -> kv [b t g d+e], the one array that travels."""
-    return jnp.concatenate([k, v], -1)
-
-
-def nothing(q: jax.Array, kv: jax.Array) -> State:
-    """The (out, lse) of no keys at all: out 0 and lse -inf, in the accumulation dtype."""
+def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
+    """The (out, lse) of no keys at all, in the accumulation dtype: out 0, lse the sink; without sinks and at padding -inf."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
-    out = jnp.zeros_like(q, shape=(b, s, h, kv.shape[-1] - d), dtype=dtype)
-    return out, jnp.full_like(q, -jnp.inf, shape=(b, s, h), dtype=dtype)
+    out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
+    lse = jnp.full_like(q, -jnp.inf, shape=(b, s, h), dtype=dtype)
+    if score.sinks is not None:
+        lse = jnp.where(valid_queries(rows, s)[:, None], score.sinks.astype(dtype), lse)
+    return out, lse
 
 
-def attend(q: jax.Array, kv: jax.Array, rows: jax.Array, score: Score, total: State, last: bool) -> State:
-    """``total`` with the visible keys of ``kv`` merged in; the last step casts out to q's dtype."""
-    out, lse = BACKENDS[score.backend].attend(q, kv, rows, score.scale, total)
+def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, last: bool) -> State:
+    """``total`` with the visible ones of ``keys`` merged in; the last step casts out to q's dtype."""
+    out, lse = BACKENDS[score.backend].attend(q, keys, rows, score, total)
     return (out.astype(q.dtype) if last else out), lse
 
 
@@ -58,7 +50,15 @@ def zero_gradient(x: jax.Array) -> jax.Array:
 
 
 def attend_backward(
-    q: jax.Array, kv: jax.Array, rows: jax.Array, score: Score, lse: jax.Array, delta: jax.Array, dout: jax.Array, dq: jax.Array
+    q: jax.Array, keys: Keys, rows: jax.Array, score: Score, lse: jax.Array, delta: jax.Array, dout: jax.Array, dq: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(dq with the part of these keys added, dkv of these keys), both in the accumulation dtype."""
-    return BACKENDS[score.backend].attend_backward(q, kv, rows, score.scale, lse, delta, dout, dq)
+    return BACKENDS[score.backend].attend_backward(q, keys, rows, score, lse, delta, dout, dq)
+
+
+def sink_gradient(score: Score, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
+    """[h] of ``-sum_bs exp(sink - lse) delta``: a sink is a key whose value is 0. None without sinks."""
+    if score.sinks is None:
+        return None
+    p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype) - lse))
+    return -jnp.sum(p * delta, (0, 1))

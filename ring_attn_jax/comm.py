@@ -12,42 +12,44 @@ from jax import lax
 from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import row
 
+from .keys import Keys
+
 T = TypeVar("T")
 
 
-def circulate(kv: jax.Array, plan: RingPlan, axis: str) -> Iterator[Step]:
-    """Yield a step for every shift of the plan, each with the k/v that started on ``rank - shift``."""
+def circulate(keys: Keys, plan: RingPlan, axis: str) -> Iterator[Step]:
+    """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
     hops = (*plan.hops, 0)
     travelling = None
     for shift, hop in zip(plan.shifts, hops, strict=True):
-        step = Step(kv, travelling, plan, axis, shift, hop)
+        step = Step(keys, travelling, plan, axis, shift, hop)
         yield step
-        kv, travelling = step.next_kv, step.travelling
+        keys, travelling = step.next_keys, step.travelling
 
 
 class Step:
-    """One step of the ring. ``kv`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+    """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
 
-    def __init__(self, kv: jax.Array, travelling: jax.Array | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
-        self.kv = kv
+    def __init__(self, keys: Keys, travelling: jax.Array | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
+        self.keys = keys
         self.last = shift == plan.shifts[-1]
         self.rows = rows(plan, axis, shift)
-        self.next_kv = kv if self.last else send(kv, hop, axis, plan.ranks)
+        self.next_keys = keys if self.last else send(keys, hop, axis, plan.ranks)
         self.travelling = travelling
         self._onward = plan.home if self.last else hop
         self._axis, self._ranks = axis, plan.ranks
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the next k/v: XLA may not start the next step before both are there.
+        """Return ``state``, tied to the next keys: XLA may not start the next step before both are there.
 
         Without the tie it hoists every hop to the front, where memory grows with the ranks and nothing overlaps.
         """
         if not self.last:
-            state, self.next_kv = lax.optimization_barrier((state, self.next_kv))
+            state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
         return state
 
     def send_home(self, dkv: jax.Array) -> None:
-        """Add this rank's part to the gradients that arrived for ``kv`` and send them on; after the last step, home."""
+        """Add this rank's part to the gradients that arrived for ``keys`` and send them on; after the last step, home."""
         total = dkv if self.travelling is None else self.travelling + dkv
         self.travelling = send(total, self._onward, self._axis, self._ranks) if self._onward else total
 
@@ -57,8 +59,8 @@ class Step:
         return self.travelling
 
 
-def send(x: jax.Array, hop: int, axis: str, ranks: int) -> jax.Array:
-    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after."""
+def send(x: T, hop: int, axis: str, ranks: int) -> T:
+    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after: an array, or several."""
     return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in range(ranks)])
 
 

@@ -9,21 +9,23 @@ import jax
 
 from ring_attn_core.plan import RingPlan
 
-from .attend import Score, attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
-from .comm import circulate
+from .attend import attend, attend_backward, nothing, row_delta, seen_only, sink_gradient, zero_gradient
+from .comm import circulate, rows
+from .keys import Keys
+from .score import Score
 
 
-def forward(q: jax.Array, kv: jax.Array, plan: RingPlan, axis: str, score: Score) -> tuple[jax.Array, jax.Array]:
-    """Shards q [b s h d], kv [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
-    total = nothing(q, kv)
-    for step in circulate(kv, plan, axis):
-        total = step.settle(attend(q, step.kv, step.rows, score, total, last=step.last))
+def forward(q: jax.Array, keys: Keys, plan: RingPlan, axis: str, score: Score) -> tuple[jax.Array, jax.Array]:
+    """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
+    total = nothing(q, keys, rows(plan, axis, 0), score)
+    for step in circulate(keys, plan, axis):
+        total = step.settle(attend(q, step.keys, step.rows, score, total, last=step.last))
     return total
 
 
 def backward(
     q: jax.Array,
-    kv: jax.Array,
+    keys: Keys,
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
@@ -31,12 +33,15 @@ def backward(
     plan: RingPlan,
     axis: str,
     score: Score,
-) -> tuple[jax.Array, jax.Array]:
-    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32.
+
+    And the part of the gradient of the sinks [h] that this rank's queries make, None without sinks.
+    """
     dout, dlse = seen_only(dout, dlse, lse)
     delta = row_delta(out, dout, dlse)
     dq = zero_gradient(q)
-    for step in circulate(kv, plan, axis):
-        dq, dkv = step.settle(attend_backward(q, step.kv, step.rows, score, lse, delta, dout, dq))
+    for step in circulate(keys, plan, axis):
+        dq, dkv = step.settle(attend_backward(q, step.keys, step.rows, score, lse, delta, dout, dq))
         step.send_home(dkv)
-    return dq, step.home()
+    return dq, step.home(), sink_gradient(score, lse, delta)

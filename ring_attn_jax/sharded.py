@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ring_attn_core.kernels.problem import check_array, check_extents
+from ring_attn_core.masks import causal
+from ring_attn_core.plan import RingPlan
+
 from .api import ring_attention
-from .varying import dtype_names
+from .score import Draw, draw_of
+from .varying import described, dtype_names
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -33,7 +42,9 @@ def sharded_ring_attention(
 
     Tokens are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over mesh axes
     that are not named everything is replicated. Key heads go over ``head_axis`` too, except a single one (multi-query), which
-    every member holds. All mesh axes are manual inside, so that nothing is gathered. Other arguments are ring_attention's.
+    every member holds. All mesh axes are manual inside, so that nothing is gathered. Other arguments are ring_attention's, arrays
+    whole too: extents [batch, tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. Dropout
+    keeps what it would keep on one device: every shard's offsets are filled in, and dropout_offset is added to them.
 
     Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
     before the weights are made), inside and outside jit; arrays that are sharded otherwise are resharded. Raises
@@ -46,25 +57,66 @@ def sharded_ring_attention(
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     dtype_names(q, k, v)
     _check(q, k, v, mesh, axis_name, batch_axes, head_axis)
-    replicated_keys = head_axis is not None and k.shape[2] == 1
     q_spec = PartitionSpec(batch_axes or None, axis_name, head_axis)
-    kv_spec = PartitionSpec(batch_axes or None, axis_name, None if replicated_keys else head_axis)
-    specs = q_spec, kv_spec, kv_spec
-    q, k, v = (_on_explicit_axes(x, mesh, spec) for x, spec in zip((q, k, v), specs, strict=True))
+    kv_spec = PartitionSpec(batch_axes or None, axis_name, None if k.shape[2] == 1 else head_axis)
+    tokens, heads = PartitionSpec(batch_axes or None, axis_name), PartitionSpec(head_axis)
+    of_optional = {"extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
+    specs = {"q": q_spec, "k": kv_spec, "v": kv_spec, **of_optional}
+    optional = {name: arguments.pop(name) for name in of_optional if arguments.get(name) is not None}
+    for array in described(optional):
+        check_array(array, q.shape, k.shape)
+    if "extents" in optional:
+        _check_extents(optional["extents"], k.shape[1], mesh.shape[axis_name], arguments)
+    given = {"q": q, "k": k, "v": v, **optional}
+    arrays: dict[str, Any] = {name: _on_explicit_axes(jnp.asarray(x), mesh, specs[name]) for name, x in given.items()}
+    if arguments.get("dropout_rate") and arguments.get("dropout_seed") is not None:
+        seed, offset = arguments.pop("dropout_seed"), arguments.pop("dropout_offset", (0, 0))
+        arrays["dropout_seed"] = draw_of(seed, offset)
     options = tuple(sorted({"axis_name": axis_name, "return_lse": return_lse, **arguments}.items()))
+    kept = tuple((name, specs.get(name, PartitionSpec())) for name in arrays)
     try:
-        attention = _compiled(mesh, specs, options)
-    except TypeError:  # an argument that cannot be hashed: an array, which ring_attention speaks of
-        attention = _compiled.__wrapped__(mesh, specs, options)
-    return attention(q, k, v)
+        attention = _compiled(mesh, kept, batch_axes, head_axis, options)
+    except TypeError:  # an argument that cannot be hashed, which ring_attention speaks of
+        attention = _compiled.__wrapped__(mesh, kept, batch_axes, head_axis, options)
+    return attention(arrays)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], options: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled(
+    mesh: Mesh,
+    specs: tuple[tuple[str, PartitionSpec], ...],
+    batch_axes: tuple[str, ...],
+    head_axis: str | None,
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
     """The program, made once: outside jit, a new function at every call would be compiled anew."""
     arguments = dict(options)
-    out = (specs[0], specs[0]) if arguments["return_lse"] else specs[0]
-    return jax.jit(jax.shard_map(partial(ring_attention, **arguments), mesh=mesh, in_specs=specs, out_specs=out))
+
+    def attention(arrays: dict[str, Any]) -> Any:
+        if "dropout_seed" in arrays:
+            low, high, batch, head = arrays["dropout_seed"]
+            rows, _, heads, _ = arrays["q"].shape
+            arrays["dropout_seed"] = Draw(low, high, batch + _first(batch_axes, rows), head + _first(head_axis, heads))
+        return ring_attention(**arrays, **arguments)
+
+    out = dict(specs)["q"]
+    out_specs = (out, out) if arguments["return_lse"] else out
+    return jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=(dict(specs),), out_specs=out_specs))
+
+
+def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
+    """The global index of this shard's first row or head, of which each shard has ``local``."""
+    return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
+
+
+def _check_extents(extents: Any, keys: int, ranks: int, arguments: dict[str, Any]) -> None:
+    """ValueError for values that are wrong, where there are values: inside jit there are none yet."""
+    if isinstance(extents, Tracer):
+        return
+    lengths: Any = extents.shape[1] // ranks, keys // ranks, arguments.get("length"), arguments.get("kv_length")
+    plan = RingPlan(arguments.get("layout", "zigzag"), arguments.get("mask", causal()), ranks, *lengths)
+    for rank, shard in enumerate(np.split(np.asarray(extents), ranks, 1)):
+        check_extents(shard, plan, rank)
 
 
 def _on_explicit_axes(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Whole arrays to shards and back, and what goes with the tokens of a rank: positions and labels."""
+"""Whole arrays to shards and back, and what goes with the tokens of a rank: positions, labels, extents and key mask."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ring_attn_core.layouts import check_rank, named, padded_local
-from ring_attn_core.masks import full
-from ring_attn_core.plan import RingPlan
+
+from .extents import document_extents, integers, whole
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -20,15 +19,15 @@ class Shard(NamedTuple):
     """What ``shard_batch`` returns; every array is in layout order along dimension 1."""
 
     ids: jax.Array
-    """int [batch, tokens]: token ids, 0 at padding."""
+    """int [batch, tokens]: token ids, 0 in padded slots."""
     labels: jax.Array
-    """int [batch, tokens]: the next token's id, ``ignore_index`` where there is none."""
+    """int [batch, tokens]: what each token should predict, ``ignore_index`` where there is nothing and in padded slots."""
     positions: jax.Array
-    """int32 [batch, tokens]: global positions, for rotary embeddings."""
+    """int32 [batch, tokens]: for rotary embeddings; global, or counted from the first token of the document."""
     extents: jax.Array | None
-    """int32 [batch, tokens, 2] or None: what each query may see."""
+    """int32 [batch, tokens, 2]: what each query may see, its document; [0, 0) in padded slots. None without documents."""
     key_mask: jax.Array | None
-    """bool [batch, tokens] or None: which keys may be attended."""
+    """bool [batch, tokens]: which keys may be attended, False in padded slots. None where none was given."""
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
 
@@ -42,7 +41,7 @@ def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: An
     order = _order(layout, ranks, x.shape[dim])
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, len(order) - x.shape[dim])
-    return _take(jnp.pad(_whole(x, dim), padding, constant_values=pad_value), order, dim)
+    return jnp.take(jnp.pad(whole(x, dim), padding, constant_values=pad_value), order, axis=dim)
 
 
 def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1) -> jax.Array:
@@ -56,8 +55,7 @@ def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1
             f"from_layout expects {len(order)} tokens along dim {dim} for length={length} over {ranks} ranks in {layout}, "
             f"got {x.shape[dim]}: pass the length that to_layout was given"
         )
-    inverse = sorted(range(len(order)), key=order.__getitem__)[:length]
-    return _take(_whole(x, dim), inverse, dim)
+    return jnp.take(whole(x, dim), jnp.argsort(order)[:length], axis=dim)
 
 
 def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
@@ -80,57 +78,74 @@ def shard_batch(
     rank: int | jax.Array | None = None,
     *,
     labels: Int[Array, "batch length"] | None = None,
-    documents: Any = None,
-    key_mask: Any = None,
+    documents: Int[Array, "batch length"] | None = None,
+    key_mask: jax.Array | None = None,
     ignore_index: int = -100,
+    restart_positions: bool = False,
 ) -> Shard:
     """Token ids [batch, length] of whole sequences -> the shard of ``rank``, or all shards in layout order where it is None.
 
-    ``labels`` [batch, length]: what each token should predict; None shifts ``ids`` by one *before* sharding, so that the label
-    of a shard's last token is right. Padding gets ``ignore_index``. Raises ValueError for shapes that do not fit.
+    ``labels`` [batch, length]: what each token should predict. None: the next token of the same document, found *before*
+    sharding, so that the label of a shard's last token is right. ``documents`` [batch, length]: the document of every token,
+    what :func:`document_extents` takes. ``key_mask`` [batch, length]: True where a key may be attended.
+
+    A token of a negative document, or whose key_mask is False, is padding: it has no label, not even a given one, and no token
+    is to predict it; given labels of other tokens stay. ``restart_positions``: positions count from 0 in every document; tokens
+    of negative documents and padded slots keep their global position.
+
+    Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
+    :func:`document_extents` refuses.
     """
-    if documents is not None or key_mask is not None:
-        raise NotImplementedError("documents and key_mask of shard_batch do not work yet; leave them at None")
     check_rank(rank, ranks)
-    if ids.ndim != 2:
-        raise ValueError(f"ids must be [batch, length] of whole sequences, got shape {list(ids.shape)}")
-    ids, labels = _signed(ids), None if labels is None else _signed(labels)
+    ids = whole(integers("ids", ids, "batch", "length"), 1)
+    owner, extents = jnp.zeros_like(ids), None  # the document of every token, negative where it is padding
+    if documents is not None:
+        owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
+        extents = document_extents(owner)
+    elif restart_positions:
+        raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
+    if key_mask is not None:
+        key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
+        owner = jnp.where(key_mask, owner, -1)
     if labels is None:
-        labels = jnp.concatenate([ids[:, 1:], jnp.full_like(ids[:, :1], ignore_index)], 1)
-    if labels.shape != ids.shape:
-        raise ValueError(f"labels must have the shape of ids {list(ids.shape)}, got {list(labels.shape)}")
-    length = ids.shape[1]
-    ids = to_layout(ids, layout, ranks)
-    labels = to_layout(labels, layout, ranks, pad_value=ignore_index)
-    where = jnp.broadcast_to(jnp.concatenate([positions(layout, ranks, length, r) for r in range(ranks)]), ids.shape)
-    chunk = lambda x: x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
-    return Shard(chunk(ids), chunk(labels), chunk(where), None, None, length)
+        labels = jnp.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
+    labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
+    labels = jnp.where(owner < 0, ignore_index, labels)
+
+    def shard(x: jax.Array, padding: int = 0) -> jax.Array:
+        x = to_layout(x, layout, ranks, pad_value=padding)
+        return x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
+
+    own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
+    where = jnp.broadcast_to(own, (ids.shape[0], len(own)))
+    extents, key_mask = (None if x is None else shard(x) for x in (extents, key_mask))
+    if restart_positions and extents is not None:
+        where = where - extents[..., 0]
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1])
 
 
-def _signed(ids: jax.Array) -> jax.Array:
-    """Integers that have a place for ignore_index, as unsigned ids have not."""
-    return ids if jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= 4 else jnp.asarray(ids).astype(jnp.int32)
+def _shaped_like(ids: jax.Array, **given: jax.Array) -> jax.Array:
+    ((name, x),) = given.items()
+    if x.shape != ids.shape:
+        raise ValueError(f"{name} must have the shape of ids {list(ids.shape)}, got {list(x.shape)}")
+    return whole(x, 1)
 
 
-def _take(x: jax.Array, order: list[int], dim: int) -> jax.Array:
-    return jnp.take(x, jnp.asarray(order, jnp.int32), axis=dim)
+def _boolean(key_mask: Any) -> jax.Array:
+    key_mask = jnp.asarray(key_mask)
+    if key_mask.dtype != bool:
+        raise ValueError(
+            f"key_mask must be bool, True where a key may be attended, got {key_mask.dtype}: pass key_mask != 0 for zeros and "
+            "ones, key_mask == 0 for an additive mask (0 and -inf)"
+        )
+    return key_mask
 
 
-def _whole(x: jax.Array, dim: int) -> jax.Array:
-    """``x``, gathered along ``dim`` where an Explicit mesh axis shards it: its permutation would have no sharding of its own."""
-    x = jnp.asarray(x)
-    sharding = jax.typeof(x).sharding
-    if sharding.spec[dim] is None:
-        return x
-    axes = [None if i == dim % x.ndim else axis for i, axis in enumerate(sharding.spec)]
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*axes)))
+def _next(x: jax.Array, last: int) -> jax.Array:
+    """What stands after each token of ``x`` [batch, length], ``last`` after the last."""
+    return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], last)], 1)
 
 
-def _plan(layout: str, ranks: int, length: int) -> RingPlan:
-    return RingPlan(layout, full(), ranks, padded_local(layout, ranks, length), length=length)
-
-
-def _order(layout: str, ranks: int, length: int) -> list[int]:
+def _order(layout: str, ranks: int, length: int) -> jax.Array:
     """The natural position of every token of the padded array in layout order."""
-    plan = _plan(layout, ranks, length)
-    return [position for rank in range(ranks) for position in plan.positions(rank)]
+    return jnp.concatenate([positions(layout, ranks, length, rank) for rank in range(ranks)])

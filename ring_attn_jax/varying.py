@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from ring_attn_core.kernels.problem import Given
+
 
 def ring_size(axis_name: Any) -> int:
     """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
@@ -32,14 +34,24 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     return str(q.dtype), str(k.dtype), str(v.dtype)
 
 
-def vary_alike(axis_name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each varying over every mesh axis that any of them, or the ring, varies over.
+def described(arrays: dict[str, Any]) -> tuple[Given, ...]:
+    """What there is to check about the optional arrays, None where not given; ValueError for what is no array."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name, x in given.items():
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise ValueError(f"{name} must be an array, got {type(x).__name__}")
+    return tuple(Given(name, tuple(x.shape), str(x.dtype)) for name, x in given.items())
+
+
+def vary_alike(axes: tuple[str, ...], *trees: Any) -> tuple[Any, ...]:
+    """The arrays, each varying over every mesh axis that any of them varies over, and over ``axes``.
 
     Done before the custom_vjp, so that the gradient of an array that is replicated over an axis is summed over it. A no-op under
     ``check_vma=False``.
     """
-    union = frozenset().union(*(axes_of(x) for x in (*arrays, lax.axis_index(axis_name))))
-    return tuple(lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x for x in arrays)
+    union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
+    vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x
+    return jax.tree.map(vary, trees)
 
 
 def axes_of(x: Any) -> frozenset[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,12 @@ GRACE = timedelta(seconds=5)
 """How long a rank that is about to raise anyway waits to hear whether a lower rank has something to say."""
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
+
+
+class _Unknown(NamedTuple):
+    """What stands for a problem where an error came before there was one."""
+
+    device: str
 
 
 class _History:
@@ -59,9 +65,14 @@ def agree(problem: Problem, group: Group, error: Exception | None = None) -> Non
     history.agreed.add(problem)
 
 
+def agreed(problem: Problem, group: Group) -> bool:
+    """Whether all ranks have run ``problem`` on this group before."""
+    return group is not None and group in _histories and problem in _histories[group].agreed
+
+
 def refuse(error: Exception, group: Group, device: str) -> None:
     """Tell the other ranks about an ``error`` found before there was a problem to speak of, and raise what all of them raise."""
-    agree(Problem((), (), (), ("", "", ""), device, 0, "", None, None, None, None, ""), group, error)  # type: ignore[arg-type]
+    agree(_Unknown(device), group, error)  # type: ignore[arg-type]
 
 
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:

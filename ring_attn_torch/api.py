@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +12,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import select
-from ring_attn_core.kernels.problem import Problem, refuse_later
+from ring_attn_core.kernels.problem import Given, Problem, check_extents, check_strategy
 from ring_attn_core.masks import causal
 from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import Band
 
 from . import ring
-from .agreement import agree, refuse
-from .attend import Score, pack
-from .comm import Group, ranks_of
+from .agreement import agree, agreed, refuse
+from .comm import Group, rank_in, ranks_of
 from .groups import check_inputs, group_name, group_of, refuse_forward_mode
+from .keys import pack
+from .score import Score, draw_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float, Int
 
 
 def ring_attention(
@@ -34,15 +36,15 @@ def ring_attention(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str = "zigzag",
     mask: Band = causal(),
-    extents: Any = None,
-    key_mask: Any = None,
+    extents: Int[Tensor, "batch seq_local 2"] | None = None,
+    key_mask: Bool[Tensor, "batch kv_local"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    alibi_slopes: Float[Tensor, " heads"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: Any = None,
-    dropout_offset: tuple[Any, Any] = (0, 0),
+    dropout_seed: int | Int[Tensor, ""] | None = None,
+    dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
     length: int | None = None,
     kv_length: int | None = None,
     strategy: str = "auto",
@@ -52,10 +54,13 @@ def ring_attention(
 ) -> Any:
     """Exact attention of this rank's queries over the keys of every rank of the ring, forward and backward.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j``, ``s_ij = scale q_i . k_j`` for the keys j that ``mask`` lets query i see, ``lse_i =
-    log sum_j exp(s_ij)``: the softmax is computed blockwise with (out, lse) carried from step to step in float32 (Liu et al.,
-    "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2,
-    arXiv:2307.08691).
+        s_ij  = scale q_i . k_j                                     for the keys j that query i may see
+        lse_i = log sum_j exp(s_ij)
+        out_i = sum_j exp(s_ij - lse_i) v_j
+
+    Query i may see key j where ``mask``, ``extents`` and ``key_mask`` all let it. The softmax is computed blockwise with (out,
+    lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
+    online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
@@ -66,16 +71,27 @@ def ring_attention(
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
+        extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
+            each query may see: ``document_extents``, ``prefix_extents``.
+        key_mask: bool ``[batch, kv_local]``, sharded like k, True where a key may be attended; any pattern.
         scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
+        softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
+        sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
+        alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
+            arXiv:2108.12409, section 3).
+        dropout_rate: share of the probabilities that is dropped, 0 to below 1; the others are scaled by ``1 / (1 - rate)``. Which
+            ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any ranks and layout, and in JAX, the
+            same.
+        dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
+        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise:
             always).
         return_lse: also return lse.
-        extents, key_mask, softcap, sinks, alibi_slopes, dropout_*: of a later version, NotImplementedError.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
-    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf, zero gradients.
+    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf (or its sink), zero gradients.
 
     Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, and for ones that the ranks
     disagree on where any of them is new to its rank; RuntimeError after the group's timeout where a rank does not come. No second
@@ -84,22 +100,17 @@ def ring_attention(
     """
     name = group_name(group)
     try:
-        refuse_later(
-            strategy,
-            extents=extents,
-            key_mask=key_mask,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            dropout_rate=dropout_rate,
-            dropout_seed=dropout_seed,
-            dropout_offset=dropout_offset,
-        )
-        refuse_forward_mode(q, k, v)
-        check_inputs(q, k, v, name, mask, layout=layout, length=length, kv_length=kv_length, scale=scale, backend=backend)
+        check_strategy(strategy)
+        arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
+        refuse_forward_mode(q, k, v, sinks)
+        check_inputs(q, k, v, name, mask, arrays, layout=layout, length=length, kv_length=kv_length, backend=backend, **numbers)
+        draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     except (ValueError, NotImplementedError) as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
-    out, lse = torch.ops.ring_attn.forward(q, k, v, name, layout, mask.lo, mask.hi, length, kv_length, scale, backend)
+    out, lse = torch.ops.ring_attn.forward(
+        q, k, v, *arrays.values(), draw, name, layout, mask.lo, mask.hi, length, kv_length, *numbers.values(), backend
+    )
     return (out, lse) if return_lse else out
 
 
@@ -108,6 +119,11 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    extents: Tensor | None,
+    key_mask: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    draw: Tensor | None,
     group_name: str,
     layout: str,
     lo: int | None,
@@ -115,18 +131,24 @@ def _forward(
     length: int | None,
     kv_length: int | None,
     scale: float | None,
+    softcap: float | None,
+    dropout_rate: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     group = group_of(group_name)
-    problem = _problem(q, k, v, group, layout, lo, hi, length, kv_length, scale, backend)
+    arrays = extents, key_mask, sinks, alibi_slopes, draw
+    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
     try:
-        plan, score = _checked(problem)
+        plan, score = checked(problem)
+        if extents is not None and not agreed(problem, group):
+            check_extents(extents, plan, rank_in(group))
     except ValueError as error:
         agree(problem, group, error)
         raise
     agree(problem, group)
+    score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
-        return ring.forward(q, pack(k, v), plan, group, score)
+        return ring.forward(q, pack(k, v, key_mask), plan, group, score)
 
 
 @_forward.register_fake
@@ -145,6 +167,11 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    extents: Tensor | None,
+    key_mask: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    draw: Tensor | None,
     group_name: str,
     layout: str,
     lo: int | None,
@@ -152,51 +179,94 @@ def _backward(
     length: int | None,
     kv_length: int | None,
     scale: float | None,
+    softcap: float | None,
+    dropout_rate: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     group = group_of(group_name)
-    plan, score = _checked(_problem(q, k, v, group, layout, lo, hi, length, kv_length, scale, backend))
+    arrays = extents, key_mask, sinks, alibi_slopes, draw
+    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
+    plan, score = checked(problem)
+    score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(q.device.type, enabled=False):
-        dq, dkv = ring.backward(q, pack(k, v), out, lse, dout, dlse, plan, group, score)
-    return dq.to(q.dtype), dkv.to(k.dtype)
+        dq, dkv, dsinks = ring.backward(q, pack(k, v, key_mask), out, lse, dout, dlse, plan, group, score)
+    return dq.to(q.dtype), dkv.to(k.dtype), q.new_empty(0) if dsinks is None else dsinks.to(sinks.dtype)  # type: ignore[union-attr]
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, *arguments):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3]))
+def _(dout, dlse, q, k, v, out, lse, extents, key_mask, sinks, *arguments):  # type: ignore[no-untyped-def]
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3])), dsinks
+
+
+ARRAYS = "extents", "key_mask", "sinks", "alibi_slopes", "draw"
+"""The optional arrays of the ops, in their order."""
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.arguments = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v = inputs[:3]
+    arrays, ctx.arguments = inputs[3 : 3 + len(ARRAYS)], inputs[3 + len(ARRAYS) :]
+    ctx.save_for_backward(q, k, v, *output, *arrays)
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    dq, dkv = torch.ops.ring_attn.backward(dout, dlse, q, k, v, out, lse, *ctx.arguments)
+    q, k, v, out, lse, *arrays = ctx.saved_tensors
+    dq, dkv, dsinks = torch.ops.ring_attn.backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
-    return dq, dk, dv, *[None] * len(ctx.arguments)
+    of_arrays = [dsinks if name == "sinks" and array is not None else None for name, array in zip(ARRAYS, arrays, strict=True)]
+    return dq, dk, dv, *of_arrays, *[None] * len(ctx.arguments)
 
 
-def _refuse_twice(ctx: Any, *gradients: Any) -> None:
+def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError("ring_attention has no second derivative: call backward or torch.autograd.grad without create_graph=True")
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse_twice)
+_backward.register_autograd(refuse_second_derivative)
 
 
-def _problem(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, layout: str, lo: int | None, hi: int | None, *arguments: Any
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arrays: tuple[Tensor | None, ...],
+    group: Group,
+    layout: str,
+    lo: int | None,
+    hi: int | None,
+    length: int | None,
+    kv_length: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_rate: float,
+    backend: str,
 ) -> Problem:
     name = lambda x: str(x.dtype).removeprefix("torch.")
-    dtypes = name(q), name(k), name(v)
-    return Problem(q.shape, k.shape, v.shape, dtypes, q.device.type, ranks_of(group), layout, Band(lo, hi), *arguments)
+    *optional, draw = arrays
+    given = [Given(label, tuple(x.shape), name(x)) for label, x in zip(ARRAYS, optional, strict=False) if x is not None]
+    given += [] if draw is None else [Given("dropout_seed", (), "int64")]
+    return Problem(
+        tuple(q.shape),
+        tuple(k.shape),
+        tuple(v.shape),
+        (name(q), name(k), name(v)),
+        q.device.type,
+        ranks_of(group),
+        layout,
+        Band(lo, hi),
+        length,
+        kv_length,
+        scale,
+        softcap,
+        dropout_rate,
+        tuple(given),
+        backend,
+    )
 
 
 @lru_cache(maxsize=1024)
-def _checked(problem: Problem) -> tuple[RingPlan, Score]:
+def checked(problem: Problem) -> tuple[RingPlan, Score]:
     """The plan and score of a problem, checked once for every problem that this process meets."""
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    return plan, Score(scale, select(problem, problem.backend))
+    return plan, Score(scale, problem.softcap, problem.dropout_rate, select(problem, problem.backend))

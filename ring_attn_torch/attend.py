@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import blockwise
-from .blockwise import Rows, State, accumulation_dtype
+from .blockwise import State
+from .keys import Keys
+from .score import Score
+from .tiles import Rows, accumulation_dtype
 
 BACKENDS = {"blockwise": blockwise}
 
 
-class Score(NamedTuple):
-    """What makes a score of q . k, and who computes it."""
-
-    scale: float
-    backend: str
-
-
-def pack(k: Tensor, v: Tensor) -> Tensor:
-    """k [b t g d], v [b t g e] -> kv [b t g d+e], the one array that travels."""
-    return torch.cat([k, v], -1)
-
-
-def nothing(q: Tensor, kv: Tensor) -> State:
-    """The (out, lse) of no keys at all: out 0 and lse -inf, in the accumulation dtype."""
+def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
+    """The (out, lse) of no keys at all, in the accumulation dtype: out 0, lse the sink; without sinks and at padding -inf."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
-    return q.new_zeros((b, s, h, kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
+    out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
+    if score.sinks is not None:
+        for row, *_ in rows:
+            lse[:, row.q_base : row.q_base + row.q_len] = score.sinks
+    return out, lse
 
 
-def attend(q: Tensor, kv: Tensor, rows: Rows, score: Score, total: State, last: bool) -> State:
-    """``total`` with the visible keys of ``kv`` merged in; the last step casts out to q's dtype."""
-    out, lse = BACKENDS[score.backend].attend(q, kv, rows, score.scale, total)
+def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, last: bool) -> State:
+    """``total`` with the visible ones of ``keys`` merged in; the last step casts out to q's dtype."""
+    out, lse = BACKENDS[score.backend].attend(q, keys, rows, score, total)
     return (out.to(q.dtype) if last else out), lse
 
 
@@ -56,7 +50,15 @@ def zero_gradient(x: Tensor) -> Tensor:
 
 
 def attend_backward(
-    q: Tensor, kv: Tensor, rows: Rows, score: Score, lse: Tensor, delta: Tensor, dout: Tensor, dq: Tensor
+    q: Tensor, keys: Keys, rows: Rows, score: Score, lse: Tensor, delta: Tensor, dout: Tensor, dq: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(dq with the part of these keys added, dkv of these keys), both in the accumulation dtype."""
-    return BACKENDS[score.backend].attend_backward(q, kv, rows, score.scale, lse, delta, dout, dq)
+    return BACKENDS[score.backend].attend_backward(q, keys, rows, score, lse, delta, dout, dq)
+
+
+def sink_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """[h] of ``-sum_bs exp(sink - lse) delta``: a sink is a key whose value is 0. None without sinks."""
+    if score.sinks is None:
+        return None
+    p = torch.where(lse == -math.inf, 0, torch.exp(score.sinks.to(lse.dtype) - lse))
+    return -torch.sum(p * delta, (0, 1))

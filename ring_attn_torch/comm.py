@@ -3,84 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn_core.plan import RingPlan
+from ring_attn_core.runs import Row
+
+from .keys import Keys
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 """A ring: a process group, or None for a ring of one where torch.distributed is not in use."""
 
 
-def circulate(kv: Tensor, plan: RingPlan, group: Group) -> Iterator[Step]:
-    """Yield a step for every shift of the plan, each with the k/v that started on ``rank - shift``."""
+def circulate(keys: Keys, plan: RingPlan, group: Group) -> Iterator[Step]:
+    """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
     hops = (*plan.hops, 0)
     travelling = None
     for shift, hop in zip(plan.shifts, hops, strict=True):
-        step = Step(kv, travelling, plan, group, shift, hop)
+        step = Step(keys, travelling, plan, group, shift, hop)
         yield step
-        kv, travelling = step.next_kv, step.travelling
+        keys, travelling = step.next_keys, step.travelling
 
 
 class Step:
-    """One step of the ring. ``kv`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+    """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
 
-    def __init__(self, kv: Tensor, travelling: Transfer | None, plan: RingPlan, group: Group, shift: int, hop: int) -> None:
-        self.kv = kv
+    def __init__(self, keys: Keys, travelling: Transfer | None, plan: RingPlan, group: Group, shift: int, hop: int) -> None:
+        self.keys = keys
         self.last = shift == plan.shifts[-1]
-        self.rows = plan.rows(rank_in(group), shift)
-        self._next = None if self.last else send(kv, hop, group)
+        self.rows = rows(plan, group, shift)
+        self._next = None if self.last else send(keys, hop, group)
         self.travelling = travelling
         self._onward = plan.home if self.last else hop
         self._group = group
 
     @property
-    def next_kv(self) -> Tensor:
-        """The k/v of the next step, waited for only when the next step asks."""
-        return self.kv if self._next is None else self._next.wait()
+    def next_keys(self) -> Keys:
+        """The keys of the next step, waited for only when the next step asks."""
+        return self.keys if self._next is None else Keys(*self._next.wait())
 
     def settle(self, state: T) -> T:
         """Return ``state``: eager execution is ordered already."""
         return state
 
     def send_home(self, dkv: Tensor) -> None:
-        """Add this rank's part to the gradients that arrived for ``kv`` and send them on; after the last step, home."""
-        total = dkv if self.travelling is None else dkv.add_(self.travelling.wait())
-        self.travelling = send(total, self._onward, self._group)
+        """Add this rank's part to the gradients that arrived for ``keys`` and send them on; after the last step, home."""
+        if self.travelling is not None:
+            (arrived,) = self.travelling.wait()
+            dkv.add_(arrived)
+        self.travelling = send((dkv,), self._onward, self._group)
 
     def home(self) -> Tensor:
         """The gradients of this rank's own k/v, from every rank that saw them."""
         assert self.last and self.travelling is not None
-        return self.travelling.wait()
+        (arrived,) = self.travelling.wait()
+        return arrived
+
+
+Arrays = tuple[Tensor | None, ...]
 
 
 class Transfer:
-    """An array on its way: ``wait`` returns what arrives, and what was sent may be reused from then on."""
+    """Arrays on their way: ``wait`` returns what arrives, and what was sent may be reused from then on."""
 
-    def __init__(self, arriving: Tensor, works: list[dist.Work], sent: Tensor) -> None:
+    def __init__(self, arriving: Arrays, works: list[dist.Work], sent: Arrays) -> None:
         self._arriving, self._works, self._sent = arriving, works, sent
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         for work in self._works:
             work.wait()
         return self._arriving
 
 
-def send(x: Tensor, hop: int, group: Group) -> Transfer:
-    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after. A hop of 0 sends nothing."""
+def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
+    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after. A hop of 0 sends nothing.
+
+    All arrays that are not None go in one batch.
+    """
     if hop == 0:
-        return Transfer(x, [], x)
+        return Transfer(arrays, [], arrays)
     rank, ranks = rank_in(group), ranks_of(group)
-    x, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    operations = [
-        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + hop) % ranks),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - hop) % ranks),
-    ]
-    return Transfer(arriving, dist.batch_isend_irecv(operations), x)
+    to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
+    sent = tuple(x if x is None else x.contiguous() for x in arrays)
+    arriving = tuple(x if x is None else torch.empty_like(x) for x in sent)
+    operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
+    operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
+    return Transfer(arriving, dist.batch_isend_irecv(operations), sent)
+
+
+def rows(plan: RingPlan, group: Group, shift: int) -> list[list[Row]]:
+    """[q_runs][k_runs]: what this rank may see at ``shift``."""
+    return plan.rows(rank_in(group), shift)
 
 
 def rank_in(group: Group) -> int:

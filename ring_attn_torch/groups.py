@@ -53,18 +53,22 @@ def refuse_forward_mode(*tensors: Any) -> None:
         raise NotImplementedError("ring_attention has no forward-mode derivative: use backward or torch.func.vjp")
 
 
-def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, **arguments: Any) -> None:
+def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, arrays: dict[str, Any], **arguments: Any) -> None:
     """ValueError for what the op's schema could not take or the group could not send.
 
-    No tensors, DTensors, several devices, a device that the group's backend does not serve, a mask or number of another type.
+    No tensors, DTensors, several devices, a device that the group's backend does not serve, a mask or number of another type,
+    slopes that want a gradient. ``arrays`` are the optional ones, None where not given.
     """
-    for label, x in (("q", q), ("k", k), ("v", v)):
+    given = {label: x for label, x in arrays.items() if x is not None}
+    for label, x in {"q": q, "k": k, "v": v, **given}.items():
         if isinstance(x, DTensor):
             raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
         if not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a torch.Tensor, got {type(x).__name__}")
-    if len({x.device for x in (q, k, v)}) > 1:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+        if x.device != q.device:
+            raise ValueError(f"{label} is on {x.device} and q on {q.device}: move it")
+    if "alibi_slopes" in given and given["alibi_slopes"].requires_grad:
+        raise ValueError("alibi_slopes are constants, and these require a gradient: pass alibi_slopes.detach()")
     if name and q.device.type not in _devices(name):
         raise ValueError(
             f"q is on {q.device}, and this group's backend serves {', '.join(_devices(name))}: move the tensors, or "
@@ -89,6 +93,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "length": (int, type(None)),
     "kv_length": (int, type(None)),
     "scale": (float, int, type(None)),
+    "softcap": (float, int, type(None)),
+    "dropout_rate": (float, int),
 }
 
 

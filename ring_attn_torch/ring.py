@@ -9,21 +9,23 @@ from torch import Tensor
 
 from ring_attn_core.plan import RingPlan
 
-from .attend import Score, attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
-from .comm import Group, circulate
+from .attend import attend, attend_backward, nothing, row_delta, seen_only, sink_gradient, zero_gradient
+from .comm import Group, circulate, rows
+from .keys import Keys
+from .score import Score
 
 
-def forward(q: Tensor, kv: Tensor, plan: RingPlan, group: Group, score: Score) -> tuple[Tensor, Tensor]:
-    """Shards q [b s h d], kv [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
-    total = nothing(q, kv)
-    for step in circulate(kv, plan, group):
-        total = step.settle(attend(q, step.kv, step.rows, score, total, last=step.last))
+def forward(q: Tensor, keys: Keys, plan: RingPlan, group: Group, score: Score) -> tuple[Tensor, Tensor]:
+    """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
+    total = nothing(q, keys, rows(plan, group, 0), score)
+    for step in circulate(keys, plan, group):
+        total = step.settle(attend(q, step.keys, step.rows, score, total, last=step.last))
     return total
 
 
 def backward(
     q: Tensor,
-    kv: Tensor,
+    keys: Keys,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -31,12 +33,15 @@ def backward(
     plan: RingPlan,
     group: Group,
     score: Score,
-) -> tuple[Tensor, Tensor]:
-    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32.
+
+    And the part of the gradient of the sinks [h] that this rank's queries make, None without sinks.
+    """
     dout, dlse = seen_only(dout, dlse, lse)
     delta = row_delta(out, dout, dlse)
     dq = zero_gradient(q)
-    for step in circulate(kv, plan, group):
-        dq, dkv = step.settle(attend_backward(q, step.kv, step.rows, score, lse, delta, dout, dq))
+    for step in circulate(keys, plan, group):
+        dq, dkv = step.settle(attend_backward(q, step.keys, step.rows, score, lse, delta, dout, dq))
         step.send_home(dkv)
-    return dq, step.home()
+    return dq, step.home(), sink_gradient(score, lse, delta)

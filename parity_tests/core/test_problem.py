@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import RingPlan, causal
+from ring_attn_core import RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Backend, select
-from ring_attn_core.kernels.problem import DTYPES, LATER, STRATEGIES, Problem, refuse_later
+from ring_attn_core.kernels.problem import DTYPES, STRATEGIES, Given, Problem, check_extents, check_runs, check_strategy
 
 GOOD = Problem(
     q_shape=(2, 16, 8, 64),
@@ -26,12 +26,32 @@ GOOD = Problem(
     length=63,
     kv_length=None,
     scale=None,
+    softcap=None,
+    dropout_rate=0.0,
+    arrays=(),
     backend="auto",
+)
+FULL = replace(
+    GOOD,
+    softcap=30.0,
+    dropout_rate=0.1,
+    arrays=(
+        Given("extents", (2, 16, 2), "int32"),
+        Given("key_mask", (2, 12), "bool"),
+        Given("sinks", (8,), "float32"),
+        Given("alibi_slopes", (8,), "bfloat16"),
+        Given("dropout_seed", (), "int64"),
+    ),
 )
 
 
-def test_a_problem_without_a_mistake_gives_its_plan():
-    assert GOOD.check() == RingPlan("zigzag", causal(), ranks=4, seq_local=16, kv_local=12, length=63, kv_length=48)
+def given(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    return {"arrays": (Given(name, shape, dtype),)}
+
+
+@pytest.mark.parametrize("problem", [GOOD, FULL], ids=["plain", "every feature"])
+def test_a_problem_without_a_mistake_gives_its_plan(problem: Problem):
+    assert problem.check() == RingPlan("zigzag", causal(), ranks=4, seq_local=16, kv_local=12, length=63, kv_length=48)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,6 +88,54 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"dtypes": ("int8",) * 3}, "q, k and v must be one of bfloat16, float16, float32, float64, got int8: cast them first"),
     ({"scale": float("nan")}, "scale must be a finite Python number or None (head_dim ** -0.5), got nan"),
     ({"scale": "0.1"}, "scale must be a finite Python number or None (head_dim ** -0.5), got '0.1'"),
+    *(
+        (
+            {"softcap": cap},
+            f"softcap must be a finite Python number above 0, got {cap!r}: scores become softcap * tanh(score / "
+            "softcap); pass None to leave them",
+        )
+        for cap in (0, -1.0, float("inf"), True, "30")
+    ),
+    *(
+        (
+            {"dropout_rate": rate},
+            f"dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got {rate!r}",
+        )
+        for rate in (1, -0.1, float("nan"), "0.1", None)
+    ),
+    (
+        {"dropout_rate": 0.5},
+        "dropout_rate=0.5 needs dropout_seed, an integer that is the same on every rank and another at every step",
+    ),
+    (
+        given("extents", (2, 16), "int32"),
+        "extents must be [batch, tokens of q, 2] = [2, 16, 2], got shape [2, 16]. It holds first and end (exclusive) of the key "
+        "positions that each query may see, sharded like q",
+    ),
+    (
+        given("extents", (2, 16, 2), "float32"),
+        "extents must have an integer dtype, got float32. It holds first and end (exclusive) of the key positions that each query "
+        "may see, sharded like q",
+    ),
+    *(
+        (
+            given("key_mask", shape, dtype),
+            f"key_mask must {fault}. It says which keys may be attended, True or False, sharded like k: of a mask of 0 and 1 pass "
+            "mask != 0, of an additive one mask == 0; what differs between queries belongs into mask or extents",
+        )
+        for shape, dtype, fault in (
+            ((2, 12), "float32", "have dtype bool, got float32"),
+            ((2, 12), "int64", "have dtype bool, got int64"),
+            ((2, 1, 1, 12), "bool", "be [batch, tokens of k] = [2, 12], got shape [2, 1, 1, 12]"),
+            ((2, 16), "bool", "be [batch, tokens of k] = [2, 12], got shape [2, 16]"),
+        )
+    ),
+    (given("sinks", (2,), "float32"), "sinks must be [heads] = [8], got shape [2]. It holds one logit for every query head"),
+    (given("sinks", (8,), "int32"), "sinks must have a floating dtype, got int32. It holds one logit for every query head"),
+    (
+        given("alibi_slopes", (2, 8), "float32"),
+        "alibi_slopes must be [heads] = [8], got shape [2, 8]. It holds one slope for every query head",
+    ),
     ({"layout": "spiral"}, "unknown layout 'spiral': choose one of contiguous, striped, zigzag"),
     (
         {"length": 65},
@@ -89,26 +157,62 @@ def test_the_fingerprint_tells_problems_apart_and_survives_json():
         return json.dumps(problem.fingerprint(), sort_keys=True)
 
     assert carried(GOOD) == carried(replace(GOOD))
-    for change in ({"length": 62}, {"mask": causal(1)}, {"dtypes": ("float16",) * 3}, {"scale": 0.5}, {"layout": "striped"}):
+    for change in (
+        {"length": 62},
+        {"mask": causal(1)},
+        {"dtypes": ("float16",) * 3},
+        {"scale": 0.5},
+        {"layout": "striped"},
+        {"softcap": 1.0},
+    ):
         assert carried(GOOD) != carried(replace(GOOD, **change))
 
 
-def test_arguments_that_ask_for_nothing_are_let_through():
-    refuse_later("auto", **LATER)
-    refuse_later("auto", **{name: 0 for name in LATER if name == "dropout_rate"})
+@pytest.mark.parametrize(
+    "extents",
+    [
+        pytest.param([[0, 48], [5, 5], [0, 0], [47, 48]], id="within"),
+        pytest.param([[0, 48], [0, 48], [0, 48], [-9, 99]], id="wrong at padding only"),
+    ],
+)
+def test_extents_within_the_keys_pass_whatever_stands_at_padding(extents: list[list[int]]):
+    plan = RingPlan("contiguous", causal(), ranks=2, seq_local=4, kv_local=24, length=7)
+    check_extents(np.array([extents]), plan, rank=1)
 
 
-@pytest.mark.parametrize("value", [0.5, 1, True, (1, 0), np.zeros(3), np.zeros(())], ids=repr)
-@pytest.mark.parametrize("name", LATER)
-def test_an_argument_that_nobody_honours_yet_is_refused_by_name(name: str, value: Any):
-    with pytest.raises(NotImplementedError, match=f"{name} is part of the public signature but does not work yet; leave it at "):
-        refuse_later("auto", **{name: value})
+@pytest.mark.parametrize("wrong", [[-1, 4], [5, 4], [0, 49]], ids=["below 0", "reversed", "beyond the keys"])
+def test_extents_that_are_wrong_are_named_with_the_position_of_their_query(wrong: list[int]):
+    plan = RingPlan("striped", causal(), ranks=2, seq_local=4, kv_local=24)
+    extents = np.array([[[0, 48]] * 4, [[0, 48], [1, 3], wrong, wrong]])
+    with pytest.raises(
+        ValueError, match=r"extents must be 0 <= first <= end <= kv_length = 48, got \[.*at position 5 of batch row 1"
+    ):
+        check_extents(extents, plan, rank=1)
+
+
+def test_runs_begin_at_the_start_where_none_are_given():
+    assert check_runs(None, Run(5, 2), (1, 4, 1, 8), (1, 3, 1, 8)) == (Run(0, 4), Run(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ((range(3), None), r"q_run must be a Run\(start, length, stride\) or None, got range"),
+        ((None, Run(0, 4)), "k_run has 4 tokens, and the block holds 3: pad the block, or shorten the run"),
+        ((Run(-1, 2), None), "q_run starts at position -1: positions count from 0"),
+        ((Run(0, 2, 0), None), "the stride of q_run must be an int of at least 1, got 0"),
+        ((Run(0, 2, 2), None), "q_run has stride 2 and k_run 1: a block needs equal strides"),
+    ],
+)
+def test_runs_that_do_not_fit_their_block_are_refused(runs: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_runs(*runs, (1, 4, 1, 8), (1, 3, 1, 8))
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", None, ""])
 def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any):
     with pytest.raises(ValueError, match=f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}"):
-        refuse_later(strategy)
+        check_strategy(strategy)
 
 
 def backends_of(monkeypatch: pytest.MonkeyPatch, **objections: str | None) -> None:

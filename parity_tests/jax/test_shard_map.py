@@ -134,6 +134,15 @@ WRONG = {
     "needs an even number of tokens a rank, got 7": lambda q, k, v: ((q[:, :14], k[:, :14], v[:, :14]), {}),
     "to_layout, which pads": lambda q, k, v: ((q[:, :15], k[:, :15], v[:, :15]), {}),
     "jax_enable_x64": lambda q, k, v: (tuple(np.asarray(x, np.float64) for x in (q, k, v)), {}),
+    "softcap must be a finite": lambda q, k, v: ((q, k, v), {"softcap": 0.0}),
+    "dropout_rate=0.5 needs dropout_seed": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5}),
+    "dropout_seed must be an int": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
+    "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),
+    "extents must be [batch": lambda q, k, v: ((q, k, v), {"extents": np.zeros((2, 2), int)}),
+    "key_mask must have dtype bool, got float32": lambda q, k, v: ((q, k, v), {"key_mask": np.zeros((2, 16), np.float32)}),
+    "key_mask must be an array, got list": lambda q, k, v: ((q, k, v), {"key_mask": [True]}),
+    "sinks must be [heads] = [4], got shape [2]": lambda q, k, v: ((q, k, v), {"sinks": jnp.zeros(2)}),
+    "unknown strategy": lambda q, k, v: ((q, k, v), {"strategy": "telepathy"}),
     "named twice": lambda q, k, v: ((q, k, v), {"batch_axes": "seq"}),
 }
 
@@ -149,24 +158,6 @@ def test_outside_shard_map_the_remedy_is_named():
     q, k, v = arrays()
     with pytest.raises(ValueError, match=r"inside jax.shard_map.*sharded_ring_attention"):
         ring_attention(q, k, v)
-
-
-@pytest.mark.parametrize("feature", ["extents", "key_mask", "softcap", "sinks", "alibi_slopes", "dropout_rate", "dropout_seed"])
-def test_a_feature_of_a_later_version_is_refused_by_name(feature):
-    q, k, v = arrays()
-    with pytest.raises(NotImplementedError, match=feature):
-        sharded_ring_attention(q, k, v, mesh=mesh_of(2), **{feature: 0.5})
-
-
-@pytest.mark.parametrize("dim", [1, -3])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_layouts_take_arrays_that_a_mesh_shards(kind, dim):
-    mesh = jax.make_mesh((4,), ("seq",), axis_types=(kind,))
-    x = np.arange(16 * 6, dtype=np.float32).reshape(1, 16, 2, 3)
-    sharded = jax.device_put(x, jax.NamedSharding(mesh, SEQ))
-    there = to_layout(sharded, "zigzag", 4, dim=dim)
-    np.testing.assert_array_equal(there, to_layout(x, "zigzag", 4))
-    np.testing.assert_array_equal(from_layout(jax.device_put(there, jax.NamedSharding(mesh, SEQ)), "zigzag", 4, 16, dim=dim), x)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,33 @@ WRONG: dict[str, Any] = {
     "too long": (lambda n: shards(n) | {"length": 4 * n + 1}, "rank 2: length=.* is more than the 4 shards of q hold"),
     "keys too long": (lambda n: shards(n) | {"kv_length": 4 * n + 1}, "rank 2: kv_length=.* is more than the 4 shards of k hold"),
     "bad scale": (lambda n: shards(n) | {"scale": float("nan")}, "rank 2: scale must be a finite"),
+    "disagree on softcap": (lambda n: shards(n) | {"softcap": 2.0}, "disagree on softcap: None on rank 0, 2.0 on rank 2"),
+    "disagree on sinks": (lambda n: shards(n) | {"sinks": torch.ones(4)}, "disagree on arrays"),
+    "bad softcap": (lambda n: shards(n) | {"softcap": 0.0}, "rank 2: softcap must be a finite Python number above 0"),
+    "dropout without a seed": (lambda n: shards(n) | {"dropout_rate": 0.5}, "rank 2: dropout_rate=0.5 needs dropout_seed"),
+    "too much dropout": (lambda n: shards(n) | {"dropout_rate": 1.0, "dropout_seed": 0}, "rank 2: dropout_rate is the share"),
+    "a seed that is none": (
+        lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 0.5},
+        "rank 2: dropout_seed must be an int",
+    ),
+    "an offset that is none": (
+        lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 1, "dropout_offset": 3},
+        "rank 2: dropout_offset is a pair",
+    ),
+    "an additive mask": (
+        lambda n: shards(n) | {"key_mask": torch.zeros(1, n)},
+        "rank 2: key_mask must have dtype bool, .*mask == 0",
+    ),
+    "a mask for queries": (lambda n: shards(n) | {"key_mask": torch.ones(1, n, n).bool()}, "rank 2: key_mask must be .*extents"),
+    "reversed extents": (
+        lambda n: shards(n) | {"extents": torch.tensor([4, 3], dtype=torch.int32).expand(1, n, 2)},
+        "rank 2: extents must be 0 <= first <= end",
+    ),
+    "sinks of key heads": (lambda n: shards(n) | {"sinks": torch.ones(2)}, r"rank 2: sinks must be \[heads\] = \[4\]"),
+    "slopes to be learned": (
+        lambda n: shards(n) | {"alibi_slopes": torch.ones(4, requires_grad=True)},
+        "rank 2: alibi_slopes are constants.*detach",
+    ),
     "a side beyond int64": (lambda n: shards(n) | {"mask": sliding_window(2**63)}, "rank 2: mask.hi counts tokens"),
     "wrong device": (lambda n: {n: x.to("meta") for n, x in shards(n).items()}, "rank 2: .*backend serves cpu"),
 }
@@ -81,17 +108,6 @@ def forget(group):
     """As if no problem had been seen on this group."""
     if group in agreement._histories:
         agreement._histories[group].agreed.clear()
-
-
-@pytest.mark.parametrize("feature", ["extents", "key_mask", "softcap", "sinks", "alibi_slopes", "dropout_rate", "dropout_seed"])
-def test_a_feature_of_a_later_version_is_refused_by_name(gloo, feature):
-    errors = gloo.outcomes(RANKS, call_with, {feature: 0.5})
-    assert {type(error) for error in errors} == {NotImplementedError}
-    assert all(feature in str(error) for error in errors)
-
-
-def call_with(group, arguments):
-    return ring_attention(**shards(), group=group, **arguments).shape
 
 
 def test_the_lowest_rank_speaks_when_several_are_wrong(gloo):

@@ -19,7 +19,16 @@ from parity_tests.torch.ring import on_rank
 from ring_attn_core import causal
 from ring_attn_torch import api, ring_attention
 
-ARGUMENTS = ("", "contiguous", 0, None, None, None, None, "auto")
+NUMBERS = ("", "contiguous", 0, None, None, None, None)
+
+
+def arguments(every: bool):
+    """What the ops take besides q, k and v: no feature, or every one."""
+    if not every:
+        return None, None, None, None, None, *NUMBERS, None, 0.0, "auto"
+    extents = torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1)
+    key_mask = torch.arange(66).reshape(2, 33) % 5 != 0
+    return extents, key_mask, torch.randn(4), torch.rand(4), torch.tensor([7, 0, 0, 0]), *NUMBERS, 2.0, 0.25, "auto"
 
 
 def leaves():
@@ -28,15 +37,27 @@ def leaves():
     return make(4, 8), make(2, 8), make(2, 5)
 
 
-def test_opcheck_accepts_the_forward_op():
-    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *ARGUMENTS))
+@pytest.mark.parametrize("every", [False, True], ids=["plain", "every feature"])
+def test_opcheck_accepts_the_forward_op(every):
+    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *arguments(every)))
 
 
-def test_opcheck_accepts_the_backward_op():
+@pytest.mark.parametrize("every", [False, True], ids=["plain", "every feature"])
+def test_opcheck_accepts_the_backward_op(every):
     q, k, v = (x.detach() for x in leaves())
-    out, lse = torch.ops.ring_attn.forward(q, k, v, *ARGUMENTS)
+    out, lse = torch.ops.ring_attn.forward(q, k, v, *arguments(every))
     cotangents = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(torch.ops.ring_attn.backward.default, (*cotangents, q, k, v, out, lse, *ARGUMENTS))
+    torch.library.opcheck(torch.ops.ring_attn.backward.default, (*cotangents, q, k, v, out, lse, *arguments(every)))
+
+
+def test_opcheck_accepts_the_ops_of_a_block():
+    q, k, v = (x.detach() for x in leaves())
+    extents, key_mask, _, slopes, draw, *_ = arguments(every=True)
+    rest = extents, key_mask, slopes, draw, (30, 33, 20, 32, 2), 0, None, None, 2.0, 0.25, "auto"
+    torch.library.opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *rest))
+    out, lse = torch.ops.ring_attn.attend_block(q, k, v, *rest)
+    cotangents = torch.randn_like(out), torch.randn_like(lse)
+    torch.library.opcheck(torch.ops.ring_attn.attend_block_backward.default, (*cotangents, q, k, v, out, lse, *rest))
 
 
 def test_gradients_pass_gradcheck_in_float64():
@@ -145,9 +166,9 @@ def test_inductor_compiles_what_comes_transposed():
     for mine, plain in zip(gradients, torch.autograd.grad(attention(*inputs), inputs), strict=True):
         torch.testing.assert_close(mine, plain)
     views = [x.detach().transpose(1, 2) for x in inputs]
-    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*views, *ARGUMENTS))
-    out, lse = torch.ops.ring_attn.forward(*views, *ARGUMENTS)
-    torch.library.opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *ARGUMENTS))
+    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(every=False)))
+    out, lse = torch.ops.ring_attn.forward(*views, *arguments(every=False))
+    torch.library.opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *arguments(every=False)))
 
 
 def test_autocast_changes_no_bit():

@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..plan import RingPlan
-from ..runs import Band
+from ..runs import Band, Run
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 STRATEGIES = ("auto", "ring")
-LATER: dict[str, Any] = {
-    "extents": None,
-    "key_mask": None,
-    "softcap": None,
-    "sinks": None,
-    "alibi_slopes": None,
-    "dropout_rate": 0.0,
-    "dropout_seed": None,
-    "dropout_offset": (0, 0),
-}
-"""Arguments of the public signature that no path honours yet, and the value that asks for nothing."""
+INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
+
+
+class Given(NamedTuple):
+    """An optional array of a call: the argument's name, its shape and the name of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class Problem:
 
     Shapes are the shards': q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
+    ``arrays``: the optional ones that were given, in the order of the signature.
     """
 
     q_shape: tuple[int, ...]
@@ -44,6 +43,9 @@ class Problem:
     length: int | None
     kv_length: int | None
     scale: float | None
+    softcap: float | None
+    dropout_rate: float
+    arrays: tuple[Given, ...]
     backend: str
 
     @cached_property
@@ -56,9 +58,14 @@ class Problem:
         """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
         self._check_shapes()
         self._check_dtypes()
-        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool) and math.isfinite(self.scale)
-        if self.scale is not None and not number:
-            raise ValueError(f"scale must be a finite Python number or None (head_dim ** -0.5), got {self.scale!r}")
+        self._check_numbers()
+        for array in self.arrays:
+            check_array(array, self.q_shape, self.k_shape)
+        if self.dropout_rate and "dropout_seed" not in {array.name for array in self.arrays}:
+            raise ValueError(
+                f"dropout_rate={self.dropout_rate} needs dropout_seed, an integer that is the same on every rank and another at "
+                "every step"
+            )
         return self.plan
 
     def fingerprint(self) -> dict[str, Any]:
@@ -100,13 +107,98 @@ class Problem:
         if self.dtypes[0] not in DTYPES:
             raise ValueError(f"q, k and v must be one of {', '.join(DTYPES)}, got {self.dtypes[0]}: cast them first")
 
+    def _check_numbers(self) -> None:
+        if self.scale is not None and not _finite(self.scale):
+            raise ValueError(f"scale must be a finite Python number or None (head_dim ** -0.5), got {self.scale!r}")
+        if self.softcap is not None and not (_finite(self.softcap) and self.softcap > 0):
+            raise ValueError(
+                f"softcap must be a finite Python number above 0, got {self.softcap!r}: scores become softcap * tanh(score / "
+                "softcap); pass None to leave them"
+            )
+        if not (_finite(self.dropout_rate) and 0 <= self.dropout_rate < 1):
+            raise ValueError(
+                f"dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got "
+                f"{self.dropout_rate!r}"
+            )
 
-def refuse_later(strategy: Any, **arguments: Any) -> None:
-    """NotImplementedError for an argument that asks for what does not exist yet, ValueError for an unknown strategy."""
-    for name, value in arguments.items():
-        nothing = LATER[name]
-        if value is nothing or (isinstance(value, int | float | tuple) and value == nothing):
-            continue
-        raise NotImplementedError(f"{name} is part of the public signature but does not work yet; leave it at {nothing!r}")
+
+def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """ValueError for an optional array of another shape or kind than goes with q and k."""
+    axes, shape, dtypes = {
+        "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),
+        "key_mask": ("[batch, tokens of k]", tuple(k_shape[:2]), ("bool",)),
+        "sinks": ("[heads]", (q_shape[2],), DTYPES),
+        "alibi_slopes": ("[heads]", (q_shape[2],), DTYPES),
+        "dropout_seed": ("one number", (), INTEGERS),
+    }[array.name]
+    if array.shape != shape:
+        raise ValueError(f"{array.name} must be {axes} = {list(shape)}, got shape {list(array.shape)}. {_HINTS[array.name]}")
+    if array.dtype not in dtypes:
+        kind = {INTEGERS: "an integer dtype", DTYPES: "a floating dtype"}.get(dtypes, f"dtype {dtypes[0]}")
+        raise ValueError(f"{array.name} must have {kind}, got {array.dtype}. {_HINTS[array.name]}")
+
+
+def check_extents(extents: Any, plan: RingPlan, rank: int) -> None:
+    """ValueError for an extent that is reversed or leaves the keys; those of padded queries may say anything.
+
+    ``extents``: a shard [batch, seq_local, 2] of numpy or torch. What JAX traces has no values yet: there an extent that leaves
+    the keys is cut, and a reversed one sees nothing.
+    """
+    for base, length, start, stride in plan.q_runs[rank]:
+        first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
+        wrong = (first < 0) | (end < first) | (end > plan.kv_length)
+        if wrong.any():
+            b, i = next((b, i) for b, row in enumerate(wrong.tolist()) for i, bad in enumerate(row) if bad)
+            raise ValueError(
+                f"extents must be 0 <= first <= end <= kv_length = {plan.kv_length}, got {[int(first[b, i]), int(end[b, i])]} for "
+                f"the query at position {start + stride * i} of batch row {b}: they are global key positions, the end exclusive"
+            )
+
+
+def check_runs(
+    q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> tuple[Run, Run]:
+    """The runs of a block of queries [b s h d] and of keys [b t g d], from 0 on where None.
+
+    ValueError for what is no run, for unequal strides and, where they are ints, a negative start or a length that the block does not
+    hold. Start and length may be traced.
+    """
+    checked = []
+    for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
+        tokens = shape[1] if len(shape) == 4 else 0
+        run = Run(0, tokens) if run is None else run
+        if not isinstance(run, Run):
+            raise ValueError(f"{name} must be a Run(start, length, stride) or None, got {run!r}")
+        if not isinstance(run.stride, int) or run.stride < 1:
+            raise ValueError(f"the stride of {name} must be an int of at least 1, got {run.stride!r}")
+        if isinstance(run.start, int) and run.start < 0:
+            raise ValueError(f"{name} starts at position {run.start}: positions count from 0")
+        if isinstance(run.length, int) and not 0 <= run.length <= tokens:
+            raise ValueError(f"{name} has {run.length} tokens, and the block holds {tokens}: pad the block, or shorten the run")
+        checked.append(run)
+    if checked[0].stride != checked[1].stride:
+        raise ValueError(
+            f"q_run has stride {checked[0].stride} and k_run {checked[1].stride}: a block needs equal strides, so cut the longer "
+            "steps' positions out of the other, or attend to each residue class by itself"
+        )
+    return checked[0], checked[1]
+
+
+_HINTS = {
+    "extents": "It holds first and end (exclusive) of the key positions that each query may see, sharded like q",
+    "key_mask": "It says which keys may be attended, True or False, sharded like k: of a mask of 0 and 1 pass mask != 0, of an "
+    "additive one mask == 0; what differs between queries belongs into mask or extents",
+    "sinks": "It holds one logit for every query head",
+    "alibi_slopes": "It holds one slope for every query head",
+    "dropout_seed": "It is one integer, the same on every rank",
+}
+
+
+def check_strategy(strategy: Any) -> None:
+    """ValueError for a strategy that does not exist."""
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
+
+
+def _finite(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)

@@ -23,13 +23,13 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
     return block_q, block_k
 
 
-def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, keys: Any, block_k: int) -> tuple[Any, Any]:
+def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, block_k: int) -> tuple[Any, Any]:
     """First and end (exclusive) key tile that queries ``m0 .. m1 - 1`` of a run meet; ints or traced ints.
 
-    ``lo <= i - j <= hi`` is the band in local indices and ``keys`` the valid keys of the run. First >= end where the
-    queries see nothing.
+    ``lo <= i - j <= hi`` is the band in local indices; ``begin .. end - 1`` are the keys of the run that an extent, or the run's
+    length, leaves to them. First >= end where the queries see nothing.
     """
-    first = clamp(m0 - hi, 0, keys) // block_k
-    end = -(-clamp(m1 - lo, 0, keys) // block_k)
-    something = (lo <= hi) & (m0 < m1) & (m0 - hi < keys)
-    return first, end * something
+    first = clamp(m0 - hi, begin, end) // block_k
+    last = -(-clamp(m1 - lo, begin, end) // block_k)
+    something = (lo <= hi) & (m0 < m1) & (begin < end) & (m0 - hi < end) & (m1 - lo > begin)
+    return first, last * something

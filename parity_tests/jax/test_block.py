@@ -1,0 +1,128 @@
+"""Blocks merged are the whole: attend_block and merge against float64, on runs of every stride, gradients through both."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from parity_tests.blocks import CASES, Cut, cuts
+from parity_tests.cases import Case, check
+from parity_tests.jax.ring import mesh_of, patch_tiles
+from ring_attn_core import Run, causal, full
+from ring_attn_core.oracle import Attention
+from ring_attn_jax import attend_block, merge
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("cut", cuts(), ids=str)
+def test_blocks_merged_are_the_whole(case: Case, cut: Cut):
+    make = lambda name, dtype: jnp.asarray(case.arrays[name], dtype)
+    leaves = [make(name, case.dtype) for name in "qkv"]
+    features = {name: jnp.asarray(x) for name, x in case.features.items()}
+    sinks = features.pop("sinks")
+    cotangents = make("dout", "float32"), make("dlse", "float32")
+    with patch_tiles(case):
+        attention = partial(attention_in_blocks, case, cut, features)
+        primal, gradients = jax.jit(lambda *leaves: pull(attention, leaves, cotangents))(*leaves, sinks)
+    check(case, Attention(*(np.asarray(x, np.float32) for x in (*primal, *gradients))))
+
+
+def pull(function, inputs, cotangents):
+    primal, vjp = jax.vjp(function, *inputs)
+    return primal, vjp(cotangents)
+
+
+def attention_in_blocks(case, cut, features, q, k, v, sinks):
+    """Every block of queries over every block of keys, merged with the sink, back in natural order."""
+    outs, lses = [], []
+    extents, key_mask = features.get("extents"), features.get("key_mask")
+    options = {**case.scalars, "mask": case.mask, "alibi_slopes": features.get("alibi_slopes")}
+    for q_run in cut.runs(q.shape[1]):
+        i = np.array(q_run.positions())
+        total = jnp.zeros((*q[:, i].shape[:3], v.shape[-1])), jnp.broadcast_to(sinks, q[:, i].shape[:3])
+        for k_run in cut.runs(k.shape[1]):
+            j = np.array(k_run.positions())
+            masks = {"extents": extents[:, i], "key_mask": key_mask[:, j]}
+            total = merge(total, attend_block(q[:, i], k[:, j], v[:, j], q_run=q_run, k_run=k_run, **masks, **options))
+        outs.append(total[0])
+        lses.append(total[1])
+    order = np.argsort([position for run in cut.runs(q.shape[1]) for position in run.positions()])
+    return jnp.concatenate(outs, 1)[:, order], jnp.concatenate(lses, 1)[:, order]
+
+
+def test_what_a_block_holds_beyond_its_runs_is_never_read():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
+    want = attend_block(q[:, :5], k[:, :6], v[:, :6], mask=full())
+    q, k, v = (x.at[:, length:].set(jnp.nan) for x, length in ((q, 5), (k, 6), (v, 6)))
+    (out, lse), vjp = jax.vjp(lambda q, k, v: attend_block(q, k, v, mask=full(), q_run=Run(0, 5), k_run=Run(0, 6)), q, k, v)
+    np.testing.assert_allclose(out[:, :5], want[0], atol=1e-6)
+    assert (out[:, 5:] == 0).all()
+    assert (lse[:, 5:] == -jnp.inf).all()
+    for gradient, length in zip(vjp((jnp.ones_like(out), jnp.zeros_like(lse))), (5, 6, 6), strict=True):
+        assert jnp.isfinite(gradient).all()
+        assert (gradient[:, length:] == 0).all()
+
+
+def test_merging_with_nothing_changes_nothing_and_gives_no_nan():
+    out, lse = jax.random.normal(jax.random.key(0), (1, 3, 2, 4)), jax.random.normal(jax.random.key(1), (1, 3, 2))
+    nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    for pair in (lambda x: (x, nothing), lambda x: (nothing, x)):
+        merged, vjp = jax.vjp(lambda *x, pair=pair: merge(*pair(x)), out, lse)
+        for mine, same in zip(merged, (out, lse), strict=True):
+            np.testing.assert_allclose(mine, same, atol=1e-6)
+        for gradient in vjp(jax.tree.map(jnp.ones_like, merged)):
+            np.testing.assert_allclose(gradient, 1, atol=1e-6)
+    assert (merge(nothing, nothing)[0] == 0).all()
+    assert (merge(nothing, nothing)[1] == -jnp.inf).all()
+
+
+def test_a_traced_run_compiles_nothing_anew():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
+    block = jax.jit(lambda start, length: attend_block(q, k, v, q_run=Run(start, length)))
+    block(3, 8)
+    with jax.no_tracing():
+        moved = block(5, 6)
+    for mine, plain in zip(moved, attend_block(q, k, v, q_run=Run(5, 6)), strict=True):
+        np.testing.assert_allclose(mine, plain, atol=1e-6)
+
+
+def test_a_block_inside_shard_map_takes_its_place_from_the_rank():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
+    own = lambda q, k, v: attend_block(q, k, v, q_run=Run(jax.lax.axis_index("seq") * 4, 4))[0]
+    spec = jax.sharding.PartitionSpec(None, "seq")
+    whole = jax.sharding.PartitionSpec()
+    placed = jax.shard_map(own, mesh=mesh_of(2), in_specs=(spec, whole, whole), out_specs=spec)
+    np.testing.assert_allclose(jax.jit(placed)(q, k, v), attend_block(q, k, v)[0], atol=1e-6)
+    gradients = (
+        jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2), (0, 1, 2))(q, k, v) for f in (placed, lambda *x: attend_block(*x)[0])
+    )
+    for mine, plain in zip(*gradients, strict=True):
+        np.testing.assert_allclose(mine, plain, atol=1e-5)
+
+
+def test_a_second_derivative_raises():
+    q = jax.random.normal(jax.random.key(0), (1, 4, 1, 4))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        jax.grad(lambda q: jax.grad(lambda q: jnp.sin(attend_block(q, q, q)[0]).sum())(q).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"q_run": Run(0, 9)}, "q_run has 9 tokens, and the block holds 8"),
+        ({"q_run": Run(0, 4, 2)}, "a block needs equal strides"),
+        ({"extents": np.zeros((1, 8, 3), np.int32)}, "extents must be"),
+        ({"dropout_rate": 0.5}, "needs dropout_seed"),
+        ({"mask": "causal"}, "mask must be"),
+        ({"backend": "abacus"}, "unknown backend"),
+    ],
+    ids=str,
+)
+def test_a_mistake_says_what_to_do(arguments, message):
+    q = jnp.ones((1, 8, 2, 4))
+    with pytest.raises(ValueError, match=message):
+        attend_block(q, q, q, **{"mask": causal(), **arguments})

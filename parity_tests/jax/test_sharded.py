@@ -1,0 +1,95 @@
+"""Every feature in the hands of sharded_ring_attention: batch, tokens and heads sharded at once, arrays and seeds that change."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from parity_tests.cases import Case
+from parity_tests.jax.ring import mesh_of
+from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
+
+KINDS = {"auto": (AxisType.Auto,) * 3, "explicit": (AxisType.Explicit,) * 3, "mixed": (AxisType.Explicit, *(AxisType.Auto,) * 2)}
+EVERYTHING = Case(extents="documents", key_mask="random", softcap=2.0, sinks=True, alibi=True, dropout_rate=0.3, length=23)
+SEQUENCES = "q", "k", "v", "extents", "key_mask"
+
+
+def inputs(case: Case) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x) for name, x in {**case.arrays, **case.features}.items() if name not in ("dout", "dlse")}
+
+
+def value_and_gradients(case: Case, arrays: dict[str, jax.Array], ranks: int, **options):
+    """Whole arrays in natural order -> out and the gradients of q, k, v and sinks, in natural order."""
+
+    def attention(learned, others):
+        arrays = {**learned, **others}
+        placed = {name: to_layout(x, "zigzag", ranks) if name in SEQUENCES else x for name, x in arrays.items()}
+        out = sharded_ring_attention(**placed, mask=case.mask, length=case.length, **case.scalars, **options)
+        out = from_layout(out, "zigzag", ranks, case.length)
+        return jnp.sum(jnp.sin(3 * out)), out
+
+    learned = {name: arrays[name] for name in ("q", "k", "v", "sinks")}
+    others = {name: x for name, x in arrays.items() if name not in learned}
+    (_, out), gradients = jax.jit(jax.value_and_grad(attention, has_aux=True))(learned, others)
+    return {"out": out, **gradients}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_feature_on_a_data_seq_tensor_mesh_equals_one_device(kind):
+    case = EVERYTHING
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=kind)
+    mine = value_and_gradients(case, inputs(case), 2, mesh=mesh, batch_axes="data", head_axis="tensor")
+    truth = value_and_gradients(case, inputs(case), 1, mesh=mesh_of(1))
+    for name, x in truth.items():
+        np.testing.assert_allclose(np.asarray(mine[name]), np.asarray(x), rtol=0, atol=4e-6, err_msg=name)
+
+
+def test_an_offset_is_added_to_those_of_the_shards():
+    case = Case(dropout_rate=0.5, length=16, batch=2)
+    ring = partial(sharded_ring_attention, mask=case.mask, dropout_rate=0.5, dropout_seed=3)
+    arrays = inputs(case)
+    whole = ring(**arrays, mesh=mesh_of(1))
+    second_row = {name: x[1:] for name, x in arrays.items()}
+    np.testing.assert_array_equal(ring(**second_row, mesh=mesh_of(1), dropout_offset=(1, 0))[0] == 0, whole[1] == 0)
+    last_group = {name: x[:, :, x.shape[2] // 2 :] for name, x in arrays.items()}
+    last = ring(**last_group, mesh=mesh_of(1), dropout_offset=(jnp.int32(0), jnp.int32(2)))
+    np.testing.assert_allclose(last, whole[:, :, 2:], atol=1e-6)
+
+
+@pytest.mark.parametrize("seeds", [(1, 2), (jnp.int32(1), jnp.int32(2)), (jnp.uint32(1), jnp.uint32(2))], ids=repr)
+def test_outside_jit_a_new_seed_compiles_nothing(seeds):
+    arrays = inputs(Case(length=16))
+    ring = partial(sharded_ring_attention, **arrays, mesh=mesh_of(2), dropout_rate=0.5)
+    first = ring(dropout_seed=seeds[0])
+    with jax.no_tracing():
+        second = ring(dropout_seed=seeds[1])
+    assert (first != second).any()
+    np.testing.assert_array_equal(second, ring(dropout_seed=2))
+
+
+def test_other_arrays_compile_nothing_either():
+    arrays = inputs(Case(length=16, extents="any", key_mask="random", sinks=True, alibi=True))
+    ring = partial(sharded_ring_attention, mesh=mesh_of(2))
+    ring(**arrays)
+    other = {name: jnp.flip(x, 0) for name, x in arrays.items()}
+    with jax.no_tracing():
+        ring(**other)
+
+
+@pytest.mark.parametrize("seed", [-3, 2**31 + 5, 2**40 + 7])
+def test_seeds_of_any_size_are_taken(seed):
+    arrays = inputs(Case(length=16))
+    ring = partial(sharded_ring_attention, **arrays, mesh=mesh_of(2), dropout_rate=0.5)
+    assert (ring(dropout_seed=seed) != ring(dropout_seed=seed % 2**31)).any()
+
+
+def test_slopes_are_constants():
+    arrays = inputs(Case(length=16, alibi=True))
+    slopes = arrays.pop("alibi_slopes")
+    ring = lambda slopes: sharded_ring_attention(**arrays, alibi_slopes=slopes, mesh=mesh_of(2)).sum()
+    assert (jax.grad(ring)(slopes) == 0).all()

@@ -1,0 +1,139 @@
+"""Extents: the one interval of key positions that each query may see, for what a band cannot say.
+
+Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens before 3 that see what came before:
+
+    ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
+    first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
+    end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
+
+Both are of whole sequences; ``to_layout(extents, layout, ranks)`` shards them, and its padding [0, 0) sees nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+def document_extents(
+    ids: Int[Array, "batch length"] | None = None,
+    *,
+    cu_seqlens: Int[Array, " ends"] | None = None,
+    length: int | None = None,
+) -> Int[Array, "rows length 2"]:
+    """Packed documents: first and end (exclusive) position of every token's document, int32 [batch, length, 2].
+
+    ``ids`` int [batch, length]: the document of every token, not decreasing along a row. Negative: a padding token, before,
+    between or after documents, never inside one; it sees nothing and nobody sees it, [0, 0).
+
+    Or ``cu_seqlens`` int [documents + 1], 0 and then where each document ends -> [1, length, 2]. ``length``: positions in all,
+    the last entry unless given (under jit it must be); tokens beyond the last entry are padding.
+
+    Raises ValueError for shapes and dtypes, and for values that break these rules unless they are traced: under jit nobody can
+    look at them, and what comes out for wrong ones is not defined.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
+    if cu_seqlens is not None:
+        return _extents_of_ends(integers("cu_seqlens", cu_seqlens, "documents + 1"), length)
+    if length is not None:
+        raise ValueError(f"length={length} goes with cu_seqlens: ids have their own length, leave it out")
+    return _extents_of_ids(integers("ids", ids, "batch", "length"))
+
+
+def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array, "rows length 2"]:
+    """Prefix-LM: token p sees [0, max(prefix, p + 1)); for ``mask=full()``. int32 [batch, length, 2], batch 1 for an int.
+
+    ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
+    Raises ValueError unless 0 <= prefix <= length; a traced prefix cannot be checked.
+    """
+    first = integers("prefix", prefix, *(["batch"] if jnp.ndim(prefix) else []))
+    values = on_host(first)
+    if values is not None and ((values < 0) | (values > length)).any():
+        raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
+    end = jnp.maximum(first.reshape(-1, 1), jnp.arange(1, length + 1)).astype(jnp.int32)
+    return jnp.stack([jnp.zeros_like(end), end], -1)
+
+
+def integers(name: str, x: Any, *dims: str) -> jax.Array:
+    """``x`` as int32 or int64; ValueError unless it holds integers that fit, with one dimension for each name in ``dims``."""
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
+        raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
+    if array.dtype not in (jnp.int32, jnp.int64):
+        array = array.astype(jnp.int32)
+    values = on_host(x)
+    if values is not None and values.dtype != array.dtype and (values.astype(array.dtype) != values).any():
+        raise ValueError(f"{name} must fit {array.dtype}, got {values.min()} to {values.max()}")
+    return array
+
+
+def on_host(x: Any) -> np.ndarray | None:
+    """The values of ``x``; None where nobody can look at them: traced, or partly on other processes."""
+    return None if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) else np.asarray(x)
+
+
+def whole(x: jax.Array, dim: int) -> jax.Array:
+    """``x``, gathered along ``dim`` where an Explicit mesh axis shards it: its permutation would have no sharding of its own."""
+    x = jnp.asarray(x)
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[dim] is None:
+        return x
+    axes = [None if i == dim % x.ndim else axis for i, axis in enumerate(sharding.spec)]
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*axes)))
+
+
+def _extents_of_ids(ids: jax.Array) -> jax.Array:
+    _check_ids(on_host(ids))
+    ids, length = whole(ids, 1), ids.shape[1]
+    position = jnp.arange(length, dtype=jnp.int32)
+    change, edge = ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)
+    starts, ends = jnp.concatenate([edge, change], 1), jnp.concatenate([change, edge], 1)
+    first = lax.cummax(jnp.where(starts, position, 0), axis=1)
+    end = lax.cummin(jnp.where(ends, position + 1, length), axis=1, reverse=True)
+    return jnp.where((ids < 0)[..., None], 0, jnp.stack([first, end], -1))
+
+
+def _check_ids(ids: np.ndarray | None) -> None:
+    if ids is None:
+        return
+    highest, before, this = np.maximum.accumulate(ids, 1)[:, :-1], ids[:, :-1], ids[:, 1:]
+    decreasing = (this >= 0) & (this < highest)
+    torn = (this >= 0) & (this == highest) & (before < 0)
+    for row, i in np.argwhere(decreasing | torn)[:1]:
+        where = f"document {this[row, i]} at row {row}, token {i + 1}"
+        if decreasing[row, i]:
+            raise ValueError(f"document ids must not decrease along a row, got {where}, after {highest[row, i]}: sort them")
+        raise ValueError(
+            f"padding (a negative id) inside a document cannot be an extent, one interval per query: {where}, goes on after it. "
+            "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
+        )
+
+
+def _extents_of_ends(ends: jax.Array, length: int | None) -> jax.Array:
+    values = on_host(ends)
+    if values is None and length is None:
+        raise ValueError("document_extents needs length=... for a traced cu_seqlens: no shape can depend on its values")
+    if ends.shape[0] == 0 or (values is not None and (values[0] != 0 or (np.diff(values) < 0).any())):
+        given = "nothing" if values is None else _short(values)
+        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {given}")
+    length = int(values[-1]) if length is None else length  # type: ignore[index]  # refused above where values is None
+    if values is not None and values[-1] > length:
+        raise ValueError(f"cu_seqlens ends at {values[-1]}, beyond length={length}: pass a length of at least {values[-1]}")
+    position = jnp.arange(length, dtype=ends.dtype)
+    entry = jnp.searchsorted(ends, position, side="right")
+    extents = jnp.stack([ends[entry - 1], jnp.take(ends, entry, mode="clip")], -1)
+    return jnp.where((position < ends[-1])[:, None], extents, 0)[None].astype(jnp.int32)
+
+
+def _short(values: np.ndarray) -> str:
+    return np.array2string(values, threshold=8, separator=", ")

@@ -1,0 +1,97 @@
+"""What makes a score of q . k besides q and k, and who computes it: everything of a call that stays on its rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ring_attn_core.dropout import LANES, WORD, philox, seed_words, threshold
+
+
+class Draw(NamedTuple):
+    """What dropout draws by, each a 0-d uint32: both words of the seed, the global index of the first batch row and head."""
+
+    low: jax.Array
+    high: jax.Array
+    batch: jax.Array
+    head: jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    meta_fields=["scale", "softcap", "dropout_rate", "backend"],
+    data_fields=["extents", "sinks", "slopes", "draw"],
+)
+@dataclass(frozen=True)
+class Score:
+    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` where query i may see key j; None: left out."""
+
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    backend: str
+    extents: jax.Array | None = None
+    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    sinks: jax.Array | None = None
+    """[h]: logits in every softmax's denominator."""
+    slopes: jax.Array | None = None
+    """[h]: what ALiBi adds for each position that the key is ahead of the query."""
+    draw: Draw | None = None
+
+
+def draw_of(seed: Any, offset: Any) -> Draw:
+    """The ``draw`` of a Score; ValueError for what is no 0-d integer. A seed that is one already stays as it is."""
+    if isinstance(seed, Draw):
+        return seed
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        raise ValueError(
+            f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
+        )
+    for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
+        if not (_is_integer(x) if isinstance(x, jax.Array | np.ndarray) else hasattr(x, "__index__")):
+            raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {x!r}")
+    return Draw(*_words(seed), *(_words(x)[0] for x in offset))
+
+
+def _words(x: Any) -> tuple[jax.Array, jax.Array]:
+    """The lower and the upper 32 bits, in uint32."""
+    if not isinstance(x, jax.Array):
+        low, high = seed_words(int(x))
+    elif x.dtype.itemsize == 8:
+        low, high = seed_words(x)
+    else:
+        low, high = x, jnp.where(x < 0, jnp.uint32(WORD), 0)
+    return jnp.asarray(low, jnp.uint32), jnp.asarray(high, jnp.uint32)
+
+
+def _is_integer(x: Any) -> bool:
+    return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def kept(draw: Draw, rate: float, batch: jax.Array, heads: int, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
+    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys].
+
+    ``batch``: indices of the batch rows among those of the call, int [batch].
+    """
+    word = lambda x: x.astype(jnp.uint32)
+    k_pos = word(k_pos)
+    b = (draw.batch + word(batch))[:, None, None, None]
+    h = (draw.head + jnp.arange(heads, dtype=jnp.uint32))[:, None, None]
+    words = philox((k_pos // LANES, word(q_pos)[:, None], h, b), (draw.low, draw.high), _multiply, jnp.uint32)
+    lane = k_pos % LANES
+    chosen = jnp.where(lane < 2, jnp.where(lane == 0, words[0], words[1]), jnp.where(lane == 2, words[2], words[3]))
+    return chosen >= jnp.uint32(threshold(rate))
+
+
+def _multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
+    """Upper and lower 32 bits of the product, by halves: there is no 64-bit integer without x64."""
+    low, high = a & 0xFFFF, a >> 16
+    c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
+    middle = high * c_low + (low * c_low >> 16)
+    carry = low * c_high + (middle & 0xFFFF)
+    return high * c_high + (middle >> 16) + (carry >> 16), a * jnp.uint32(constant)

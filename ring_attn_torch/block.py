@@ -1,0 +1,178 @@
+"""One block of attention and the exact merge of two: what a ring is made of, for whoever builds something else of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.kernels.problem import check_runs
+from ring_attn_core.masks import causal
+from ring_attn_core.runs import Band, Row, Run, row
+
+from .api import checked, problem_of, refuse_second_derivative
+from .attend import attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
+from .groups import check_inputs, refuse_forward_mode
+from .keys import pack
+from .score import Score, draw_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+def attend_block(
+    q: Float[Tensor, "batch queries heads head_dim"],
+    k: Float[Tensor, "batch keys kv_heads head_dim"],
+    v: Float[Tensor, "batch keys kv_heads v_dim"],
+    *,
+    mask: Band = causal(),
+    q_run: Run | None = None,
+    k_run: Run | None = None,
+    extents: Int[Tensor, "batch queries 2"] | None = None,
+    key_mask: Bool[Tensor, "batch keys"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Float[Tensor, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Int[Tensor, ""] | None = None,
+    dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "batch queries heads v_dim"], Float[Tensor, "batch queries heads"]]:
+    """Attention of a block of queries over a block of keys, both anywhere in a longer sequence: a pair for :func:`merge`.
+
+    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see, in
+    float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
+
+    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a block
+    holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be other ones at every call; nothing is compiled anew.
+
+    The other arguments are those of ``ring_attention``, arrays those of the block. A sink is the block ``(0, sink)``: merge it in
+    once.
+
+    Raises ValueError for inputs that do not fit. No second derivative.
+    """
+    arrays = {"extents": extents, "key_mask": key_mask, "alibi_slopes": alibi_slopes}
+    numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
+    refuse_forward_mode(q, k, v)
+    check_inputs(q, k, v, "", mask, arrays, backend=backend, **numbers)
+    q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
+    draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
+    runs = (q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride)
+    return torch.ops.ring_attn.attend_block(q, k, v, *arrays.values(), draw, runs, mask.lo, mask.hi, *numbers.values(), backend)
+
+
+def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The (out, lse) over the keys of two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B; differentiable.
+
+    Exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
+
+        lse = log(Z_A + Z_B) = log(exp(lse_A) + exp(lse_B))
+        out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
+            = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
+
+    A side that saw nothing, out 0 and lse -inf, changes nothing.
+    """
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    top = torch.maximum(lse_a, lse_b).detach()
+    top = top.masked_fill(top == -math.inf, 0)
+    z_a, z_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
+    z = z_a + z_b
+    nothing = z == 0
+    z = z.masked_fill(nothing, 1)
+    out = (z_a / z)[..., None] * out_a + (z_b / z)[..., None] * out_b
+    return out, (top + z.log()).masked_fill(nothing, -math.inf)
+
+
+@torch.library.custom_op("ring_attn::attend_block", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extents: Tensor | None,
+    key_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    draw: Tensor | None,
+    runs: Sequence[int],
+    lo: int | None,
+    hi: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_rate: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
+    keys, rows = pack(k, v, key_mask), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    with torch.autocast(q.device.type, enabled=False):
+        return attend(q, keys, rows, score, nothing(q, keys, rows, score), last=False)
+
+
+@_forward.register_fake
+def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op("ring_attn::attend_block_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extents: Tensor | None,
+    key_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    draw: Tensor | None,
+    runs: Sequence[int],
+    lo: int | None,
+    hi: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_rate: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
+    keys, rows = pack(k, v, key_mask), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    with torch.autocast(q.device.type, enabled=False):
+        dout, dlse = seen_only(dout, dlse, lse)
+        dq, dkv = attend_backward(q, keys, rows, score, lse, row_delta(out, dout, dlse), dout, zero_gradient(q))
+    return dq.to(q.dtype), dkv.to(k.dtype)
+
+
+@_backward.register_fake
+def _(dout, dlse, q, k, v, *arguments):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arrays = inputs[:7]
+    ctx.arguments = inputs[7:]
+    ctx.save_for_backward(q, k, v, *output, *arrays)
+
+
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, *arrays = ctx.saved_tensors
+    dq, dkv = torch.ops.ring_attn.attend_block_backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
+    return dq, dk, dv, *[None] * (len(arrays) + len(ctx.arguments))
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(refuse_second_derivative)
+
+
+def _score(q, k, v, extents, key_mask, slopes, draw, lo, hi, scale, softcap, rate, backend) -> Score:  # type: ignore[no-untyped-def]
+    arrays = extents, key_mask, None, slopes, draw
+    problem = problem_of(q, k, v, arrays, None, "contiguous", lo, hi, None, None, scale, softcap, rate, backend)
+    return replace(checked(problem)[1], extents=extents, slopes=slopes, draw=draw)
+
+
+def _rows(runs: Sequence[int], lo: int | None, hi: int | None, queries: int, keys: int) -> list[list[Row]]:
+    q_start, q_length, k_start, k_length, stride = runs
+    return [[row((0, q_length, q_start, stride), (0, k_length, k_start, stride), Band(lo, hi), queries, keys)]]

@@ -1,0 +1,121 @@
+"""Extents: the one interval of key positions that each query may see, for what a band cannot say.
+
+Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens before 3 that see what came before:
+
+    ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
+    first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
+    end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
+
+Both are of whole sequences; ``to_layout(extents, layout, ranks)`` shards them, and its padding [0, 0) sees nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+def document_extents(
+    ids: Int[Tensor, "batch length"] | None = None,
+    *,
+    cu_seqlens: Int[Tensor, " ends"] | None = None,
+    length: int | None = None,
+) -> Int[Tensor, "rows length 2"]:
+    """Packed documents: first and end (exclusive) position of every token's document, int32 [batch, length, 2].
+
+    ``ids`` int [batch, length]: the document of every token, not decreasing along a row. Negative: a padding token, before,
+    between or after documents, never inside one; it sees nothing and nobody sees it, [0, 0).
+
+    Or ``cu_seqlens`` int [documents + 1], 0 and then where each document ends -> [1, length, 2]. ``length``: positions in all,
+    the last entry unless given (under torch.compile it must be); tokens beyond the last entry are padding.
+
+    Raises ValueError for shapes and dtypes, and for values that break these rules, which are copied to the host for that; under
+    torch.compile nobody looks at them, and what comes out for wrong ones is not defined.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
+    if cu_seqlens is not None:
+        return _extents_of_ends(integers("cu_seqlens", cu_seqlens, "documents + 1"), length)
+    if length is not None:
+        raise ValueError(f"length={length} goes with cu_seqlens: ids have their own length, leave it out")
+    return _extents_of_ids(integers("ids", ids, "batch", "length"))
+
+
+def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tensor, "rows length 2"]:
+    """Prefix-LM: token p sees [0, max(prefix, p + 1)); for ``mask=full()``. int32 [batch, length, 2], batch 1 for an int.
+
+    ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
+    Raises ValueError unless 0 <= prefix <= length; under torch.compile a tensor cannot be checked.
+    """
+    first = integers("prefix", prefix, *(["batch"] if getattr(prefix, "ndim", 0) else []))
+    values = on_host(first)
+    if values is not None and ((values < 0) | (values > length)).any():
+        raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
+    end = torch.maximum(first.reshape(-1, 1), torch.arange(1, length + 1, device=first.device)).int()
+    return torch.stack([torch.zeros_like(end), end], -1)
+
+
+def integers(name: str, x: Any, *dims: str) -> Tensor:
+    """``x`` as int64; ValueError unless it holds integers, with one dimension for each name in ``dims``."""
+    array = torch.as_tensor(x)
+    if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
+        raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
+    return array.long()
+
+
+def on_host(x: Tensor) -> np.ndarray | None:
+    """The values of ``x``; None where nobody can look at them: torch.compile, meta tensors."""
+    return None if torch.compiler.is_compiling() or x.is_meta else x.cpu().numpy()
+
+
+def _extents_of_ids(ids: Tensor) -> Tensor:
+    _check_ids(on_host(ids))
+    length = ids.shape[1]
+    position = torch.arange(length, device=ids.device)
+    change, edge = ids[:, 1:] != ids[:, :-1], torch.ones_like(ids[:, :1], dtype=torch.bool)
+    starts, ends = torch.cat([edge, change], 1), torch.cat([change, edge], 1)
+    first = torch.where(starts, position, 0).cummax(1).values
+    end = torch.where(ends, position + 1, length).flip(1).cummin(1).values.flip(1)
+    return torch.where((ids < 0)[..., None], 0, torch.stack([first, end], -1)).int()
+
+
+def _check_ids(ids: np.ndarray | None) -> None:
+    if ids is None:
+        return
+    highest, before, this = np.maximum.accumulate(ids, 1)[:, :-1], ids[:, :-1], ids[:, 1:]
+    decreasing = (this >= 0) & (this < highest)
+    torn = (this >= 0) & (this == highest) & (before < 0)
+    for row, i in np.argwhere(decreasing | torn)[:1]:
+        where = f"document {this[row, i]} at row {row}, token {i + 1}"
+        if decreasing[row, i]:
+            raise ValueError(f"document ids must not decrease along a row, got {where}, after {highest[row, i]}: sort them")
+        raise ValueError(
+            f"padding (a negative id) inside a document cannot be an extent, one interval per query: {where}, goes on after it. "
+            "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
+        )
+
+
+def _extents_of_ends(ends: Tensor, length: int | None) -> Tensor:
+    values = on_host(ends)
+    if values is None and length is None:
+        raise ValueError("document_extents needs length=... under torch.compile: no shape can depend on the values of cu_seqlens")
+    if ends.shape[0] == 0 or (values is not None and (values[0] != 0 or (np.diff(values) < 0).any())):
+        given = "nothing" if values is None else _short(values)
+        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {given}")
+    length = int(values[-1]) if length is None else length  # type: ignore[index]  # refused above where values is None
+    if values is not None and values[-1] > length:
+        raise ValueError(f"cu_seqlens ends at {values[-1]}, beyond length={length}: pass a length of at least {values[-1]}")
+    position = torch.arange(length, device=ends.device)
+    entry = torch.searchsorted(ends, position, right=True)
+    extents = torch.stack([ends[entry - 1], ends[entry.clamp(max=ends.shape[0] - 1)]], -1)
+    return torch.where((position < ends[-1])[:, None], extents, 0)[None].int()
+
+
+def _short(values: np.ndarray) -> str:
+    return np.array2string(values, threshold=8, separator=", ")

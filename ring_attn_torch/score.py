@@ -1,0 +1,64 @@
+"""What makes a score of q . k besides q and k, and who computes it: everything of a call that stays on its rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.dropout import LANES, WORD, philox, seed_words, threshold
+
+
+@dataclass(frozen=True)
+class Score:
+    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` where query i may see key j; None: left out."""
+
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    backend: str
+    extents: Tensor | None = None
+    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    sinks: Tensor | None = None
+    """[h]: logits in every softmax's denominator."""
+    slopes: Tensor | None = None
+    """[h]: what ALiBi adds for each position that the key is ahead of the query."""
+    draw: Tensor | None = None
+    """int64 [4]: lower and upper word of the dropout seed, global index of the first batch row and of the first head."""
+
+
+def draw_of(seed: Any, offset: Any) -> Tensor:
+    """The ``draw`` of a Score, on the seed's device; ValueError for what is no 0-d integer."""
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        raise ValueError(
+            f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
+        )
+    for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
+        if not (_is_integer(x) if isinstance(x, Tensor) else hasattr(x, "__index__")):
+            raise ValueError(f"{name} must be an int or a 0-d integer tensor, got {x!r}")
+    seed, *first = (x if isinstance(x, Tensor) else x.__index__() for x in (seed, *offset))
+    device = next((x.device for x in (seed, *first) if isinstance(x, Tensor)), None)
+    words: Any = *seed_words(seed.long() if isinstance(seed, Tensor) else seed), *first
+    return torch.stack([torch.as_tensor(x, dtype=torch.int64, device=device) for x in words])
+
+
+def _is_integer(x: Tensor) -> bool:
+    return x.ndim == 0 and not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def kept(draw: Tensor, rate: float, batch: int, heads: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
+    low, high, first_batch, first_head = draw.to(q_pos.device).unbind()
+    group, of_key = torch.unique_consecutive(k_pos // LANES, return_inverse=True)
+    b = (first_batch + torch.arange(batch, device=q_pos.device)).view(-1, 1, 1, 1)
+    h = (first_head + torch.arange(heads, device=q_pos.device)).view(-1, 1, 1)
+    words = torch.stack(philox((group, q_pos[:, None], h, b), (low, high), _multiply), -1)
+    return words[..., of_key, k_pos % LANES] >= threshold(rate)
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """Upper and lower 32 bits of the product, in int64, where it wraps to the right bits."""
+    product = a * constant
+    return (product >> 32) & WORD, product & WORD
