@@ -12,7 +12,7 @@ from ring_attn_core.layouts import check_rank, named, padded_local
 from .extents import document_extents, integers, whole
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Bool, Int
 
 
 class Shard(NamedTuple):
@@ -79,7 +79,7 @@ def shard_batch(
     *,
     labels: Int[Array, "batch length"] | None = None,
     documents: Int[Array, "batch length"] | None = None,
-    key_mask: jax.Array | None = None,
+    key_mask: Bool[Array, "batch length"] | None = None,
     ignore_index: int = -100,
     restart_positions: bool = False,
 ) -> Shard:

@@ -12,7 +12,7 @@ from ring_attn_core.layouts import check_rank, named, padded_local
 from .extents import document_extents, integers
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Bool, Int
 
 
 class Shard(NamedTuple):
@@ -77,7 +77,7 @@ def shard_batch(
     *,
     labels: Int[Tensor, "batch length"] | None = None,
     documents: Int[Tensor, "batch length"] | None = None,
-    key_mask: Tensor | None = None,
+    key_mask: Bool[Tensor, "batch length"] | None = None,
     ignore_index: int = -100,
     restart_positions: bool = False,
 ) -> Shard:

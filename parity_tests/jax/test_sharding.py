@@ -1,0 +1,161 @@
+"""Whole sequences to shards in JAX: every token of every shard by hand, tracing, meshes, and the loss of uneven shards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from parity_tests.jax.models import REPLICATED
+from parity_tests.jax.ring import SEQ, mesh_of
+from parity_tests.models import assert_near
+from parity_tests.shards import (
+    DOCUMENTS,
+    EVERYTHING,
+    IDS,
+    IMPOSSIBLE,
+    IMPOSSIBLE_GRADIENT,
+    KEY_MASK,
+    LABELS,
+    LENGTH,
+    OPTIONS,
+    RANKS,
+    UNEVEN,
+    UNEVEN_LABELS,
+    check_shard,
+    extents,
+    shard,
+    uneven,
+    uneven_loss,
+)
+from ring_attn_core import LAYOUTS
+from ring_attn_jax import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_token_of_every_shard_is_right(layout, ranks):
+    for options in OPTIONS:
+        expected = [shard(IDS, layout, ranks, rank, **options) for rank in range(ranks)]
+        for rank in range(ranks):
+            check_shard(shard_batch(jnp.asarray(IDS), layout, ranks, rank, **options), expected[rank], LENGTH)
+        whole = {name: np.concatenate([e[name] for e in expected], 1) for name in expected[0]}
+        check_shard(shard_batch(jnp.asarray(IDS), layout, ranks, **options), whole, LENGTH)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_and_values_may_be_traced(layout):
+    @jax.jit
+    def program(rank, ids, documents, key_mask):
+        options = {"documents": documents, "key_mask": key_mask, "restart_positions": True}
+        return shard_batch(ids, layout, 3, rank, **options)._replace(length=None)
+
+    for rank in range(3):
+        got = program(rank, IDS, DOCUMENTS, KEY_MASK)._replace(length=LENGTH)
+        check_shard(got, shard(IDS, layout, 3, rank, **EVERYTHING), LENGTH)
+
+
+def test_every_rank_can_cut_its_own_shard_inside_shard_map():
+    def own(ids, documents):
+        mine = shard_batch(ids, "zigzag", 4, lax.axis_index("seq"), documents=documents)
+        return mine._replace(length=None)
+
+    got = jax.jit(jax.shard_map(own, mesh=mesh_of(4), in_specs=REPLICATED, out_specs=SEQ))(IDS, DOCUMENTS)
+    expected = shard_batch(jnp.asarray(IDS), "zigzag", 4, documents=jnp.asarray(DOCUMENTS))
+    jax.tree.map(np.testing.assert_array_equal, got, expected._replace(length=None))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_go_back_to_whole_sequences(layout):
+    labels, documents, key_mask = map(jnp.asarray, (LABELS, DOCUMENTS, KEY_MASK))
+    batch = shard_batch(jnp.asarray(IDS), layout, 4, labels=labels, documents=documents, key_mask=key_mask)
+    back = lambda x: np.asarray(from_layout(x, layout, 4, LENGTH))
+    np.testing.assert_array_equal(back(batch.ids), IDS)
+    np.testing.assert_array_equal(back(batch.labels), np.where((DOCUMENTS < 0) | ~KEY_MASK, -100, LABELS))
+    np.testing.assert_array_equal(back(batch.positions), np.broadcast_to(np.arange(LENGTH), IDS.shape))
+    np.testing.assert_array_equal(back(batch.extents), extents(DOCUMENTS))
+    np.testing.assert_array_equal(back(batch.key_mask), KEY_MASK)
+    prefix = prefix_extents(5, LENGTH)
+    np.testing.assert_array_equal(back(to_layout(prefix, layout, 4)), prefix)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("data", "seq"), PartitionSpec("data"), PartitionSpec(None, "seq")], ids=str)
+def test_a_mesh_with_explicit_axes_may_shard_what_is_given(spec):
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    there = lambda x: jax.device_put(x[:2, :20], NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        options = {"documents": there(DOCUMENTS), "key_mask": there(KEY_MASK), "restart_positions": True}
+        got = shard_batch(there(IDS), "striped", 2, 1, **options)
+        np.testing.assert_array_equal(document_extents(there(DOCUMENTS)), extents(DOCUMENTS[:2, :20]))
+    cut = {"documents": DOCUMENTS[:2, :20], "key_mask": KEY_MASK[:2, :20], "restart_positions": True}
+    check_shard(got, shard(IDS[:2, :20], "striped", 2, 1, **cut), 20)
+
+
+def test_a_million_tokens_take_no_more_operations_than_ten():
+    def program(ids, cu_seqlens, prefix, rank):
+        batch = shard_batch(ids, "zigzag", 8, rank, documents=ids, key_mask=ids > 0, restart_positions=True)
+        packed = document_extents(cu_seqlens=cu_seqlens, length=ids.shape[1])
+        return batch, packed, prefix_extents(prefix, ids.shape[1])
+
+    def operations(tokens: int) -> int:
+        given = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [(1, tokens), (9,), (1,), ()])
+        return str(jax.make_jaxpr(program)(*given)).count(" = ")
+
+    assert operations(2**20) == operations(16)
+
+
+def test_a_million_tokens_are_packed_right():
+    lengths = np.random.default_rng(0).integers(1, 4000, 500)
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    expected = np.stack([first, first + np.repeat(lengths, lengths)], -1)[None]
+    documents = jnp.asarray(np.repeat(np.arange(500), lengths)[None])
+    assert len(first) > 900_000
+    np.testing.assert_array_equal(document_extents(documents), expected)
+    np.testing.assert_array_equal(document_extents(cu_seqlens=jnp.asarray([0, *np.cumsum(lengths)])), expected)
+
+
+def test_cu_seqlens_and_prefix_may_be_traced():
+    packed = jax.jit(lambda ends: document_extents(cu_seqlens=ends, length=9))(jnp.array([0, 3, 3, 7]))
+    np.testing.assert_array_equal(packed, extents(np.array([[0, 0, 0, 2, 2, 2, 2, -1, -1]])))
+    prefix = jax.jit(partial(prefix_extents, length=4))(jnp.array([0, 3]))
+    np.testing.assert_array_equal(prefix[..., 1], [[1, 2, 3, 4], [3, 3, 3, 4]])
+    with pytest.raises(ValueError, match=r"needs length=\.\.\. for a traced cu_seqlens"):
+        jax.jit(lambda ends: document_extents(cu_seqlens=ends))(jnp.array([0, 3]))
+    for wrong in (lambda x: document_extents(x[0]), lambda x: document_extents(x / 2), lambda x: prefix_extents(x, 4)):
+        with pytest.raises(ValueError, match="must be integers"):
+            jax.jit(wrong)(jnp.zeros((2, 4), jnp.int32))
+
+
+def test_integers_that_jax_would_wrap_are_refused():
+    with pytest.raises(ValueError, match="ids must fit int32, got 5 to 4294967295"):
+        document_extents(np.array([[5, 2**32 - 1]]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="documents must fit int32"):
+        shard_batch(jnp.zeros((1, 2), int), "zigzag", 1, documents=jnp.array([[5, 2**32 - 1]], jnp.uint32))
+
+
+def test_loss_of_uneven_shards_is_one_devices():
+    ids, embedding, head = uneven()
+    batch = shard_batch(jnp.asarray(ids), "contiguous", 4, documents=jnp.asarray(UNEVEN))
+    assert [int((x != -100).sum()) for x in jnp.split(batch.labels, 4, 1)] == UNEVEN_LABELS
+
+    def objective(weights, ids, labels, axis_name):
+        return loss(weights["embedding"][ids] @ weights["head"], labels, axis_name=axis_name)
+
+    weights = {"embedding": jnp.asarray(embedding), "head": jnp.asarray(head)}
+    step = jax.value_and_grad(partial(objective, axis_name="seq"))
+    ring = jax.shard_map(step, mesh=mesh_of(4), in_specs=(REPLICATED, SEQ, SEQ), out_specs=REPLICATED)
+    for program in (ring, jax.value_and_grad(partial(objective, axis_name=None))):
+        value, gradients = jax.jit(program)(weights, batch.ids, batch.labels)
+        assert_near({"loss": value, **gradients}, uneven_loss(), 1e-6)
+
+
+def test_loss_is_inf_with_finite_gradients_where_a_label_is_impossible():
+    ring = jax.shard_map(loss, mesh=mesh_of(4), in_specs=(SEQ, SEQ), out_specs=REPLICATED)
+    value, gradient = jax.jit(jax.value_and_grad(ring))(jnp.asarray(IMPOSSIBLE), jnp.ones((1, 4), jnp.int32))
+    assert value == jnp.inf
+    np.testing.assert_allclose(gradient, IMPOSSIBLE_GRADIENT, rtol=1e-6)

@@ -1,0 +1,190 @@
+"""shard_batch and the extents of both packages: equal to the bit, right token by token, and the same refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parity_tests.shards import DOCUMENTS, IDS, KEY_MASK, RANKS, check_shard, extents, is_packed, rows, shard, slots
+
+jax_package = pytest.importorskip("ring_attn_jax")
+torch_package = pytest.importorskip("ring_attn_torch")
+
+import jax.numpy as jnp  # noqa: E402
+import torch  # noqa: E402
+
+from ring_attn_core import LAYOUTS  # noqa: E402
+
+PACKAGES = {"jax": (jax_package, jnp.asarray), "torch": (torch_package, torch.as_tensor)}
+BATCH, TOKENS = 2, 11
+BOTH = pytest.mark.parametrize(("package", "array"), PACKAGES.values(), ids=PACKAGES)
+FEW = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def packed(tokens: int = TOKENS) -> st.SearchStrategy[np.ndarray]:
+    return st.lists(rows(tokens), min_size=BATCH, max_size=BATCH).map(np.array)
+
+
+def in_both(call: str, *arguments: Any, **named: Any) -> list[Any]:
+    """The call in JAX and in PyTorch, numpy arrays converted."""
+    results = []
+    for package, array in PACKAGES.values():
+        mine = lambda x, array=array: array(x) if isinstance(x, np.ndarray) else x
+        results.append(getattr(package, call)(*map(mine, arguments), **{name: mine(x) for name, x in named.items()}))
+    return results
+
+
+def same(results: list[Any]) -> np.ndarray:
+    ours, theirs = map(np.asarray, results)
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(ours, theirs)
+    return ours
+
+
+@FEW
+@given(
+    documents=packed(),
+    layout=st.sampled_from(list(LAYOUTS)),
+    ranks=st.sampled_from(RANKS),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_shards_are_right_in_both_to_the_bit(documents, layout, ranks, seed, data):
+    rng = np.random.default_rng(seed)
+    ids, labels = rng.integers(1, 99, (2, BATCH, TOKENS))
+    options: dict[str, Any] = {"documents": documents, "restart_positions": data.draw(st.booleans(), "restart")}
+    if data.draw(st.booleans(), "labels given"):
+        options["labels"] = labels
+    if data.draw(st.booleans(), "key_mask given"):
+        options["key_mask"] = rng.random((BATCH, TOKENS)) < 0.6
+    rank = data.draw(st.integers(0, ranks - 1), "rank")
+    for got in in_both("shard_batch", ids, layout, ranks, rank, **options):
+        check_shard(got, shard(ids, layout, ranks, rank, **options), TOKENS)
+
+
+@FEW
+@given(documents=packed())
+def test_extents_of_ids_are_right_in_both(documents):
+    np.testing.assert_array_equal(same(in_both("document_extents", documents)), extents(documents))
+
+
+@FEW
+@given(ids=st.lists(st.lists(st.integers(-1, 2), min_size=4, max_size=4), min_size=BATCH, max_size=BATCH))
+def test_ids_are_refused_exactly_where_they_are_no_packed_documents(ids):
+    if all(is_packed(row) for row in ids):
+        np.testing.assert_array_equal(same(in_both("document_extents", np.array(ids))), extents(np.array(ids)))
+        return
+    messages = set()
+    for package, array in PACKAGES.values():
+        with pytest.raises(ValueError, match=r"must not decrease|inside a document") as raised:
+            package.document_extents(array(np.array(ids)))
+        messages.add(str(raised.value))
+    assert len(messages) == 1
+
+
+@FEW
+@given(lengths=st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_cu_seqlens_are_the_ids_they_stand_for(lengths):
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    ids = np.concatenate([np.repeat(np.arange(4), lengths), np.full(12 - ends[-1], -1)])[None]
+    np.testing.assert_array_equal(same(in_both("document_extents", cu_seqlens=ends, length=12)), extents(ids))
+
+
+def test_cu_seqlens_end_at_their_last_entry_unless_told_otherwise():
+    ends = np.array([0, 3, 3, 7])
+    assert same(in_both("document_extents", cu_seqlens=ends)).tolist() == [[[0, 3]] * 3 + [[3, 7]] * 4]
+    assert same(in_both("document_extents", cu_seqlens=ends, length=9)).tolist() == [[[0, 3]] * 3 + [[3, 7]] * 4 + [[0, 0]] * 2]
+
+
+@FEW
+@given(prefix=st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(prefix):
+    expected = np.array([[[0, max(first, p + 1)] for p in range(9)] for first in prefix])
+    np.testing.assert_array_equal(same(in_both("prefix_extents", np.array(prefix), 9)), expected)
+    np.testing.assert_array_equal(same(in_both("prefix_extents", prefix[0], 9)), expected[:1])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 1), (0, 0)])
+def test_nothing_and_one_token_are_batches_too(shape):
+    documents = np.zeros(shape, np.int32)
+    np.testing.assert_array_equal(same(in_both("document_extents", documents)), extents(documents))
+    options = {"documents": documents, "key_mask": documents == 0, "restart_positions": True}
+    for layout in LAYOUTS:
+        expected = (shape[0], len(slots(layout, 3, shape[1], 2)))
+        for got in in_both("shard_batch", documents, layout, 3, 2, **options):
+            assert [np.asarray(x).shape[:2] for x in got[:5]] == [expected] * 5
+    same(in_both("prefix_extents", 0, shape[1]))
+    same(in_both("document_extents", cu_seqlens=np.zeros(1, np.int32), length=shape[1]))
+
+
+REFUSED: dict[str, tuple[str, tuple, dict]] = {
+    r"takes either ids or cu_seqlens, got neither": ("document_extents", (), {}),
+    r"takes either ids or cu_seqlens, got both": ("document_extents", (DOCUMENTS,), {"cu_seqlens": np.arange(3)}),
+    r"length=21 goes with cu_seqlens": ("document_extents", (DOCUMENTS,), {"length": 21}),
+    r"ids must be integers \[batch, length\], got (torch.)?float32 \[3, 21\]": (
+        "document_extents",
+        (DOCUMENTS.astype("f4"),),
+        {},
+    ),
+    r"ids must be integers \[batch, length\], got (torch.)?bool \[3, 21\]": ("document_extents", (KEY_MASK,), {}),
+    r"ids must be integers \[batch, length\], got (torch.)?int32 \[21\]": ("document_extents", (DOCUMENTS[0].astype("i4"),), {}),
+    r"decrease along a row, got document 2 at row 1, token 3, after 3": (
+        "document_extents",
+        (np.array([[0, 0, 0, 0], [1, 3, -1, 2]]),),
+        {},
+    ),
+    r"inside a document .* document 1 at row 0, token 3, goes on": ("document_extents", (np.array([[0, 1, -1, 1]]),), {}),
+    r"cu_seqlens must be integers \[documents \+ 1\], got (torch.)?int32 \[1, 2\]": (
+        "document_extents",
+        (),
+        {"cu_seqlens": np.zeros((1, 2), np.int32)},
+    ),
+    r"cu_seqlens must be 0 and then .* got \[1, 3\]": ("document_extents", (), {"cu_seqlens": np.array([1, 3])}),
+    r"cu_seqlens must be 0 and then .* got \[0, 3, 2\]": ("document_extents", (), {"cu_seqlens": np.array([0, 3, 2])}),
+    r"cu_seqlens must be 0 and then .* got \[\]": ("document_extents", (), {"cu_seqlens": np.zeros(0, np.int32)}),
+    r"cu_seqlens ends at 7, beyond length=6: pass a length of at least 7": (
+        "document_extents",
+        (),
+        {"cu_seqlens": np.array([0, 7]), "length": 6},
+    ),
+    r"prefix must be 0 to length=8 tokens, got \[3, 9\]": ("prefix_extents", (np.array([3, 9]), 8), {}),
+    r"prefix must be 0 to length=8 tokens, got -1": ("prefix_extents", (-1, 8), {}),
+    r"prefix must be integers \[batch\], got (torch.)?int32 \[1, 1\]": ("prefix_extents", (np.ones((1, 1), np.int32), 8), {}),
+    r"prefix must be integers \[\], got (torch.)?float32 \[\]": ("prefix_extents", (2.0, 8), {}),
+    r"ids must be integers \[batch, length\], got (torch.)?float32": ("shard_batch", (IDS.astype("f4"), "zigzag", 2), {}),
+    r"labels must have the shape of ids \[3, 21\], got \[3, 20\]": ("shard_batch", (IDS, "zigzag", 2), {"labels": IDS[:, 1:]}),
+    r"labels must be integers": ("shard_batch", (IDS, "zigzag", 2), {"labels": IDS / 2}),
+    r"documents must have the shape of ids \[3, 21\], got \[1, 21\]": (
+        "shard_batch",
+        (IDS, "zigzag", 2),
+        {"documents": DOCUMENTS[:1]},
+    ),
+    r"documents must be integers \[batch, length\]": ("shard_batch", (IDS, "zigzag", 2), {"documents": DOCUMENTS[0]}),
+    r"document ids must not decrease": ("shard_batch", (IDS, "zigzag", 2), {"documents": DOCUMENTS[:, ::-1].copy()}),
+    r"key_mask must have the shape of ids": ("shard_batch", (IDS, "zigzag", 2), {"key_mask": KEY_MASK[:, None]}),
+    r"key_mask must be bool.*got (torch.)?int32: pass key_mask != 0": (
+        "shard_batch",
+        (IDS, "zigzag", 2),
+        {"key_mask": KEY_MASK.astype("i4")},
+    ),
+    r"key_mask must be bool.*float32.*key_mask == 0 for an additive": (
+        "shard_batch",
+        (IDS, "zigzag", 2),
+        {"key_mask": KEY_MASK.astype("f4")},
+    ),
+    r"restart_positions=True .* pass documents=": ("shard_batch", (IDS, "zigzag", 2), {"restart_positions": True}),
+    r"rank=2 is not one of 2 ranks": ("shard_batch", (IDS, "zigzag", 2, 2), {}),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("message", REFUSED)
+def test_mistakes_are_refused_in_the_same_words(message, package, array):
+    call, arguments, named = REFUSED[message]
+    mine = lambda x: array(x) if isinstance(x, np.ndarray) else x
+    with pytest.raises(ValueError, match=message):
+        getattr(package, call)(*map(mine, arguments), **{name: mine(x) for name, x in named.items()})
