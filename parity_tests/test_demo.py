@@ -89,7 +89,7 @@ def test_a_missed_bound_is_named_and_ends_with_status_1(value: float, tmp_path: 
     assert "one device" not in printed
 
 
-@pytest.mark.parametrize("array", Attention._fields)
+@pytest.mark.parametrize("array", exactness.COMPARED)
 @pytest.mark.parametrize("framework", ["PyTorch", "JAX"])
 def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
     given = exactness.inputs(96)

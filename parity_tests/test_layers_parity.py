@@ -11,14 +11,13 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 pytest.importorskip("flax")
 
-import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from parity_tests.jax.models import run_transformer, transformer_step  # noqa: E402
+from parity_tests.jax.models import loaded, packed_training, run_transformer, sharded, transformer_step  # noqa: E402
+from parity_tests.torch import models as torch_models  # noqa: E402
 from parity_tests.torch.models import training_on_rank, transformer_on_rank  # noqa: E402
-from ring_attn_jax import shard_batch  # noqa: E402
-from ring_attn_jax.state import from_numpy, to_numpy  # noqa: E402
+from ring_attn_jax.state import to_numpy  # noqa: E402
 
 RANKS, LAYOUT, STEPS = 4, "zigzag", 3
 
@@ -41,11 +40,17 @@ def test_training_stays_together(gloo):
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
+def test_packed_training_in_jax_is_the_one_in_torch(gloo):
+    ours, theirs = packed_training(RANKS), torch_models.packed_training(gloo, RANKS)[0]
+    np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-4)
+    assert_near(ours, theirs, 1e-4)
+
+
 def train(ids: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
     """The JAX twin of ``training_on_rank``."""
     model, step = transformer_step(RANKS, LAYOUT)
-    batch = shard_batch(jnp.asarray(ids), LAYOUT, RANKS, labels=jnp.asarray(labels))
-    parameters = nnx.state(from_numpy(model, transformer_weights()), nnx.Param)
+    data = sharded(RANKS, LAYOUT, ids=ids, labels=labels)
+    parameters = loaded(model, transformer_weights(), RANKS)
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
     moments, losses = optimizer.init(parameters), []
 
@@ -55,7 +60,7 @@ def train(ids: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         return optax.apply_updates(parameters, updates), moments
 
     for _ in range(STEPS):
-        (value, _), gradients = step(parameters, batch.ids, batch.labels)
+        (value, _), gradients = step(parameters, data, None)
         losses.append(float(value))
         parameters, moments = update(gradients, moments, parameters)
     nnx.update(model, parameters)

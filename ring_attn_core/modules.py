@@ -1,8 +1,12 @@
-"""What the layers of both packages work out from their sizes: heads, hidden sizes, and whether a state fits a module."""
+"""What the layers of both packages work out from their arguments: sizes, masks, slopes, and whether a state fits a module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .numbers import check_dropout_rate, check_softcap
+from .runs import Band
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -46,6 +50,64 @@ def check_rotary(head_dim: int, base: float) -> None:
         raise ValueError(
             f"the base of rotary embeddings must be greater than 1, got {base!r}: 10000.0 is usual, long contexts take more"
         )
+
+
+def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: float) -> None:
+    """ValueError for numbers outside their range: where the layer is made, and not only at its first call."""
+    check_softcap(softcap)
+    check_dropout_rate(dropout_rate)
+    for name, flag in (("sinks", sinks), ("alibi", alibi)):
+        if not isinstance(flag, bool):
+            raise ValueError(
+                f"{name} must be True or False, got {flag!r}: the layer makes the numbers itself, one for every head"
+            )
+
+
+def alibi_slopes(heads: int, head: Any = None) -> Any:
+    """ALiBi's slope of every head (Press et al., arXiv:2108.12409, section 3), as floats.
+
+        slope_h = 2 ** (-8 (h + 1) / p)            h < p, the greatest power of two up to heads
+        slope_h = 2 ** (-8 (h - p + 1/2) / p)      the others lie between the first ones, as in the authors' released code
+
+    ``head``: an array that holds 0, 1, ... heads - 1 in float64, of any framework: slopes come like it. Raises ValueError for
+    heads that are no int of at least 1.
+    """
+    check_sizes(heads=heads)
+    if head is None:
+        return tuple(alibi_slopes(heads, head) for head in range(heads))
+    power = 1 << (heads.bit_length() - 1)
+    return 2.0 ** (-8 / power * (head + 1 - head // power * (power + 0.5)))
+
+
+def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
+    """The mask of every layer: the part of ``mask`` within the layer's window, all of it where that, or ``windows``, is None.
+
+    Raises ValueError for another number of windows than layers, and for one that is no int of at least 0.
+    """
+    if windows is None:
+        return [mask] * depth
+    if not isinstance(windows, Sequence) or len(windows) != depth:
+        raise ValueError(
+            f"windows must be a list of one value for each of {depth} layers, how many tokens before and after itself a token "
+            f"sees, or None for all that the mask lets it, got {windows!r}"
+        )
+    for layer, window in enumerate(windows):
+        if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__") or window < 0):
+            raise ValueError(
+                f"windows[{layer}] must be an int of at least 0, 0 for a token that sees only itself, or None for all that the "
+                f"mask lets it, got {window!r}"
+            )
+    return [mask if window is None else mask.within(window.__index__()) for window in windows]
+
+
+def layer_offset(offset: Any, layer: int, heads: int) -> Any:
+    """``dropout_offset`` of a layer, which draws as if its heads stood behind those of the layers before it.
+
+    What is no pair comes back as it is: ring_attention refuses it.
+    """
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        return offset
+    return offset[0], layer * heads + offset[1]
 
 
 def hidden_size(dim: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import layouts
-from .runs import Band, Row, Run, row, within
+from .runs import Band, Row, Run, row
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RingPlan:
     @cached_property
     def band(self) -> Band:
         """The mask with no side beyond any lag there is, so that its arithmetic fits int32 where the rank is traced."""
-        return within(self.mask, max(self.seq_local, self.kv_local) * self.ranks)
+        return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     def rows(self, rank: int, shift: int) -> list[list[Row]]:
         """``[q_runs][k_runs]`` rows of what ``rank`` may see of the keys that started on ``rank - shift``."""

@@ -61,6 +61,11 @@ class Band:
         hi = window if self.hi is None else min(self.hi, window)
         return Band(lo, hi)
 
+    def clamped(self, farthest: int) -> Band:
+        """This band with no side beyond ``farthest``, which no lag is: the same mask, in integers that fit int32."""
+        side = lambda x: None if x is None else min(max(x, -farthest), farthest)
+        return Band(side(self.lo), side(self.hi))
+
     def area(self, queries: int, keys: int) -> int:
         """How many pairs ``(i, j)`` with ``i < queries`` and ``j < keys`` this band lets through."""
         above = queries * keys if self.hi is None else _pairs_up_to(self.hi, queries, keys)
@@ -117,12 +122,6 @@ def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, slot: int 
     lo = nothing - k_slot if band.lo is None else clamp(-((d - band.lo) // stride), -k_slot, q_slot)
     hi = nothing + q_slot if band.hi is None else clamp((band.hi - d) // stride, -k_slot, q_slot)
     return Row(lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride, slot)
-
-
-def within(band: Band, farthest: int) -> Band:
-    """The band with no side beyond ``farthest``, for arithmetic in int32 on lags of which none is."""
-    side = lambda x: None if x is None else min(max(x, -farthest), farthest)
-    return Band(side(band.lo), side(band.hi))
 
 
 def clamp(x: Any, low: int, high: int) -> Any:

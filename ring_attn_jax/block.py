@@ -10,7 +10,7 @@ from jax import lax
 
 from ring_attn_core.kernels.problem import check_runs
 from ring_attn_core.masks import causal
-from ring_attn_core.runs import Band, Run, row, within
+from ring_attn_core.runs import Band, Run, row
 
 from .api import checked, refuse_second_derivative
 from .attend import attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
@@ -45,11 +45,11 @@ def attend_block(
 ) -> tuple[Float[Array, "batch queries heads v_dim"], Float[Array, "batch queries heads"]]:
     """Attention of a block of queries over a block of keys, both anywhere in a longer sequence: a pair for :func:`merge`.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see, in
-    float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
+    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
+    in float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a block
-    holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be traced.
+    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a
+    block holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be traced.
 
     The other arguments are those of ``ring_attention``, arrays those of the block. A sink is the block ``(0, sink)``: merge it in
     once.
@@ -62,8 +62,8 @@ def attend_block(
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = 1, "contiguous", mask, None, None
     _, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
-    runs = ((0, run.length, run.start, run.stride) for run in (q_run, k_run))
-    fields: Any = row(*runs, within(mask, FARTHEST), q.shape[1], k.shape[1])
+    of_q, of_k = ((0, run.length, run.start, run.stride) for run in (q_run, k_run))
+    fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     return _attention(*vary_alike((), q, k, v, key_mask, score, rows))
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from ring_attn_core.masks import causal
-from ring_attn_core.modules import check_rotary, head_sizes
+from ring_attn_core.modules import alibi_slopes, check_rotary, check_scores, head_sizes
 from ring_attn_core.runs import Band
 
 from .api import ring_attention
@@ -100,7 +100,14 @@ class RingAttention(nnx.Module):
     the layer takes whole arrays in layout order instead, sharded over the mesh, and calls :func:`sharded_ring_attention` with
     ``batch_axes`` and ``head_axis``. Computes in x's dtype whatever dtype the weights are kept in.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit.
+    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
+    denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
+    positions, with the fixed slopes of :func:`~ring_attn_core.modules.alibi_slopes`; usual with ``rotary_base=None``.
+    ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
+    one is evaluation.
+
+    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit and
+    numbers outside their range.
     """
 
     def __init__(
@@ -113,6 +120,10 @@ class RingAttention(nnx.Module):
         layout: str = "zigzag",
         mask: Band = causal(),
         rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
         axis_name: str = "seq",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = (),
@@ -123,16 +134,19 @@ class RingAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
-        self.dim, self.head_dim = dim, head_dim
+        check_scores(softcap, sinks, alibi, dropout_rate)
+        self.dim, self.heads, self.head_dim = dim, heads, head_dim
         self.layout, self.mask, self.axis_name = layout, mask, axis_name
         self.mesh, self.head_axis = mesh, head_axis
         self.batch_axes = batch_axes if isinstance(batch_axes, str) else tuple(batch_axes)
         self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
+        self.softcap, self.alibi, self.dropout_rate = softcap, alibi, dropout_rate
         self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
         self.q = Linear(dim, heads * head_dim, rngs=rngs)
         self.k = Linear(dim, kv_heads * head_dim, rngs=rngs)
         self.v = Linear(dim, kv_heads * head_dim, rngs=rngs)
         self.o = Linear(heads * head_dim, dim, rngs=rngs)
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None
 
     def __call__(
         self,
@@ -140,14 +154,19 @@ class RingAttention(nnx.Module):
         positions: jax.Array | None = None,
         length: int | None = None,
         *,
-        extents: Any = None,
-        key_mask: Any = None,
+        extents: jax.Array | None = None,
+        key_mask: jax.Array | None = None,
+        dropout_seed: int | jax.Array | None = None,
+        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     ) -> jax.Array:
         """x [b s dim], this rank's shard in layout order (with a mesh: the whole array) -> [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, where the shards hold padding. ``extents``, ``key_mask``: as in ring_attention. Raises
-        ValueError for an x of another shape, and what ring_attention raises.
+        true global number of tokens, where the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as ring_attention's.
+        ``dropout_seed``: an int or a 0-d integer array, the same on every rank and another at every step; dropout applies
+        exactly where it is given. ``dropout_offset``: as in ring_attention.
+
+        Raises ValueError for an x of another shape, and what ring_attention raises.
         """
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
@@ -163,6 +182,12 @@ class RingAttention(nnx.Module):
             mask=self.mask,
             extents=extents,
             key_mask=key_mask,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            alibi_slopes=jnp.asarray(alibi_slopes(self.heads), jnp.float32) if self.alibi else None,
+            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
+            dropout_seed=dropout_seed,
+            dropout_offset=dropout_offset,
             length=length,
             strategy=self.strategy,
             backend=self.backend,

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.masks import causal
-from ring_attn_core.modules import check_sizes, hidden_size
+from ring_attn_core.modules import check_sizes, hidden_size, layer_masks, layer_offset
 from ring_attn_core.runs import Band
 
 from .layers import Linear, RingAttention
@@ -53,8 +53,8 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = SwiGLU(dim, hidden, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *arguments: Any, **masks: Any) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), *arguments, **masks)
+    def __call__(self, x: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), *arguments, **options)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -66,8 +66,12 @@ class RingTransformer(nnx.Module):
     (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. The
     other arguments are those of :class:`RingAttention`.
 
+    ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
+    sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
+
     JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
-    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit.
+    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit
+    and numbers outside their range.
     """
 
     def __init__(
@@ -82,7 +86,12 @@ class RingTransformer(nnx.Module):
         hidden: int | None = None,
         layout: str = "zigzag",
         mask: Band = causal(),
+        windows: Sequence[int | None] | None = None,
         rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
         tied: bool = True,
         compute_dtype: Any = None,
         axis_name: str = "seq",
@@ -101,8 +110,11 @@ class RingTransformer(nnx.Module):
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "layout": layout,
-            "mask": mask,
             "rotary_base": rotary_base,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi": alibi,
+            "dropout_rate": dropout_rate,
             "axis_name": axis_name,
             "mesh": mesh,
             "batch_axes": batch_axes,
@@ -111,9 +123,10 @@ class RingTransformer(nnx.Module):
             "backend": backend,
             "deterministic": deterministic,
         }
-        self.compute_dtype = compute_dtype
+        masks = layer_masks(mask, windows, depth)
+        self.heads, self.compute_dtype = heads, compute_dtype
         self.embed = nnx.Embed(vocab, dim, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
-        self.blocks = nnx.List(Block(dim, heads, hidden, rngs=rngs, **attention) for _ in range(depth))
+        self.blocks = nnx.List(Block(dim, heads, hidden, mask=mask, rngs=rngs, **attention) for mask in masks)
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab, rngs=rngs)
 
@@ -123,14 +136,20 @@ class RingTransformer(nnx.Module):
         positions: jax.Array | None = None,
         length: int | None = None,
         *,
-        extents: Any = None,
-        key_mask: Any = None,
+        extents: jax.Array | None = None,
+        key_mask: jax.Array | None = None,
+        dropout_seed: int | jax.Array | None = None,
+        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
     ) -> jax.Array:
         """Token ids int [b s], this rank's shard in layout order (with a mesh: the whole array) -> logits [b s vocab].
 
         Logits are in the compute dtype; ids outside the vocabulary give NaN. ``positions``, ``length``, ``extents``,
         ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape, and
         what ring_attention raises.
+
+        ``dropout_seed``: dropout applies exactly where it is given. One seed serves all layers: layer i, from 0, draws as if its
+        heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index
+        of the first batch row, 0) where ranks hold different rows, which ``mesh`` fills in by itself.
         """
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
@@ -138,8 +157,9 @@ class RingTransformer(nnx.Module):
             positions = self.blocks[0].attention.layout_positions(ids.shape[1])
         weight = self.embed.embedding[...]
         x = _look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
-        for block in self.blocks:
-            x = block(x, positions, length, extents=extents, key_mask=key_mask)
+        for layer, block in enumerate(self.blocks):
+            offset = layer_offset(dropout_offset, layer, self.heads)
+            x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
         return x @ weight.T.astype(x.dtype) if self.head is None else self.head(x)
 

@@ -44,11 +44,12 @@ def attend_block(
 ) -> tuple[Float[Tensor, "batch queries heads v_dim"], Float[Tensor, "batch queries heads"]]:
     """Attention of a block of queries over a block of keys, both anywhere in a longer sequence: a pair for :func:`merge`.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see, in
-    float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
+    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
+    in float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a block
-    holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be other ones at every call; nothing is compiled anew.
+    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a
+    block holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be
+    other ones at every call; nothing is compiled anew.
 
     The other arguments are those of ``ring_attention``, arrays those of the block. A sink is the block ``(0, sink)``: merge it in
     once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import causal
-from ring_attn_core.modules import check_sizes, hidden_size
+from ring_attn_core.modules import check_sizes, hidden_size, layer_masks, layer_offset
 from ring_attn_core.runs import Band
 
 from .comm import ranks_of
@@ -54,8 +55,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = SwiGLU(dim, hidden)
 
-    def forward(self, x: Tensor, *arguments: Any, **masks: Any) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), *arguments, **masks)
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *arguments, **options)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -67,7 +68,11 @@ class RingTransformer(nn.Module):
     (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32. The
     other arguments are those of :class:`RingAttention`.
 
-    A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit.
+    ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
+    sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
+
+    A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit
+    and numbers outside their range.
     """
 
     def __init__(
@@ -82,7 +87,12 @@ class RingTransformer(nn.Module):
         hidden: int | None = None,
         layout: str = "zigzag",
         mask: Band = causal(),
+        windows: Sequence[int | None] | None = None,
         rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
         tied: bool = True,
         compute_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -98,17 +108,21 @@ class RingTransformer(nn.Module):
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "layout": layout,
-            "mask": mask,
             "rotary_base": rotary_base,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi": alibi,
+            "dropout_rate": dropout_rate,
             "group": group,
             "strategy": strategy,
             "backend": backend,
             "deterministic": deterministic,
         }
-        self.compute_dtype = compute_dtype
+        masks = layer_masks(mask, windows, depth)
+        self.heads, self.compute_dtype = heads, compute_dtype
         self.embed = nn.Embedding(vocab, dim)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(dim, heads, hidden, **attention) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(dim, heads, hidden, mask=mask, **attention) for mask in masks)
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab)
 
@@ -118,21 +132,28 @@ class RingTransformer(nn.Module):
         positions: Tensor | None = None,
         length: int | None = None,
         *,
-        extents: Any = None,
-        key_mask: Any = None,
+        extents: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
     ) -> Tensor:
         """Token ids int [b s], this rank's shard in layout order -> logits [b s vocab] in the compute dtype.
 
-        ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raises
-        ValueError for ids of another shape, and what ring_attention raises.
+        ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them.
+        Raises ValueError for ids of another shape, and what ring_attention raises.
+
+        ``dropout_seed``: dropout applies exactly where it is given, whatever ``self.training`` says. One seed serves all layers:
+        layer i, from 0, draws as if its heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as
+        in ring_attention; (global index of the first batch row, 0) where ranks hold different rows.
         """
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
         if positions is None:
             positions = self.blocks[0].attention.layout_positions(ids.shape[1], ids.device)  # type: ignore[union-attr, operator]
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
-        for block in self.blocks:
-            x = block(x, positions, length, extents=extents, key_mask=key_mask)
+        for layer, block in enumerate(self.blocks):
+            offset = layer_offset(dropout_offset, layer, self.heads)
+            x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
         return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)
 
@@ -160,8 +181,11 @@ def loss(
     ring = ring_of(group)
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)
-    value, count = total.unbind()
-    return (value + (part - part.detach())) / count.clamp(min=1)  # value and gradient apart: the value is the same to the bit
+    value, count = total[0], total[1].clamp(min=1)
+    mean = part / count
+    with torch.no_grad():
+        mean.copy_(value / count)  # everybody's value, equal to the bit, with the gradient of this rank's part
+    return mean
 
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:

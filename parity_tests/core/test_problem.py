@@ -1,5 +1,7 @@
 """What a call is checked for: each message says what was expected, what came and what to do."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import json
@@ -114,14 +116,14 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         given("extents", (2, 16, 2), "float32"),
-        "extents must have an integer dtype, got float32. It holds first and end (exclusive) of the key positions that each query "
-        "may see, sharded like q",
+        "extents must have an integer dtype, got float32. It holds first and end (exclusive) of the key positions that each "
+        "query may see, sharded like q",
     ),
     *(
         (
             given("key_mask", shape, dtype),
-            f"key_mask must {fault}. It says which keys may be attended, True or False, sharded like k: of a mask of 0 and 1 pass "
-            "mask != 0, of an additive one mask == 0; what differs between queries belongs into mask or extents",
+            f"key_mask must {fault}. It says which keys may be attended, True or False, sharded like k: of a mask of 0 and 1 "
+            "pass mask != 0, of an additive one mask == 0; what differs between queries belongs into mask or extents",
         )
         for shape, dtype, fault in (
             ((2, 12), "float32", "have dtype bool, got float32"),

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from parity_tests.jax.ring import SEQ, mesh_of
-from parity_tests.models import LAYER, LENGTH, TRANSFORMER, Arrays
+from parity_tests.models import (
+    LAYER,
+    LEARNING_RATE,
+    LENGTH,
+    PACKED,
+    PACKED_LENGTH,
+    STEPS,
+    TRANSFORMER,
+    Arrays,
+    made_and_called,
+    packed_batch,
+    transformer_weights,
+)
 from ring_attn_jax import from_layout, shard_batch, to_layout
 from ring_attn_jax.layers import RingAttention
 from ring_attn_jax.state import from_numpy, to_numpy
@@ -22,50 +34,89 @@ from ring_attn_jax.transformer import RingTransformer, loss
 REPLICATED = PartitionSpec()
 
 
-def run_layer(weights: Arrays, x: np.ndarray, dout: np.ndarray, ranks: int, whole: bool = False, **sizes: Any) -> Arrays:
+def run_layer(
+    weights: Arrays, x: np.ndarray, dout: np.ndarray, ranks: int, arguments: dict[str, Any], whole: bool = False
+) -> Arrays:
     """out, dx and the weights' gradients of RingAttention, in natural order; ``whole``: the layer builds the shard_map itself."""
     mesh = mesh_of(ranks)
-    layer = RingAttention(**LAYER | sizes, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
+    made, called = made_and_called(arguments)
+    layer = RingAttention(**LAYER | made, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
     graph, state = nnx.split(from_numpy(layer, weights), nnx.Param)
     there = lambda array: to_layout(jnp.asarray(array), layer.layout, ranks)
     back = lambda array: np.asarray(from_layout(array, layer.layout, ranks, LENGTH))
+    arrays = {name: there(x) for name, x in called.items() if isinstance(x, np.ndarray)}
+    numbers = {name: x for name, x in called.items() if name not in arrays}
 
-    def forward(state, x):
-        return nnx.merge(graph, state)(x, length=LENGTH)
+    def forward(state, x, arrays):
+        return nnx.merge(graph, state)(x, length=LENGTH, **arrays, **numbers)
 
     @jax.jit
-    def program(state, x, dout):
-        sharded = forward if whole else jax.shard_map(forward, mesh=mesh, in_specs=(REPLICATED, SEQ), out_specs=SEQ)
-        out, vjp = jax.vjp(sharded, state, x)
+    def program(state, x, arrays, dout):
+        sharded = forward if whole else jax.shard_map(forward, mesh=mesh, in_specs=(REPLICATED, SEQ, SEQ), out_specs=SEQ)
+        out, vjp = jax.vjp(lambda state, x: sharded(state, x, arrays), state, x)
         return out, *vjp(dout)
 
-    out, gradients, dx = program(state, there(x), there(dout))
+    out, gradients, dx = program(state, there(x), arrays, there(dout))
     nnx.update(layer, gradients)
     return {"out": back(out), "dx": back(dx), **to_numpy(layer)}
 
 
 @lru_cache(maxsize=8)
-def transformer_step(ranks: int, layout: str, whole: bool = False, **sizes: Any) -> tuple[RingTransformer, Callable[..., Any]]:
-    """A transformer, and ``step(parameters, ids, labels) -> (loss, logits), gradients`` on whole arrays in layout order."""
+def transformer_step(
+    ranks: int, layout: str, length: int = LENGTH, whole: bool = False, **sizes: Any
+) -> tuple[RingTransformer, Callable[..., Any]]:
+    """A transformer, and ``step(parameters, data, seed) -> (loss, logits), gradients``.
+
+    ``data``: what ``sharded`` gives, in layout order; ``seed`` of dropout, None for no dropout.
+    """
     mesh = mesh_of(ranks)
     model = RingTransformer(**TRANSFORMER | sizes, layout=layout, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
     graph, _ = nnx.split(model, nnx.Param)
 
-    def objective(parameters, ids, labels):
-        logits = nnx.merge(graph, parameters)(ids, length=LENGTH)
-        return loss(logits, labels, axis_name=None if whole else "seq"), logits
+    def objective(parameters, data, seed):
+        inputs = {name: x for name, x in data.items() if name != "labels"}
+        logits = nnx.merge(graph, parameters)(**inputs, length=length, dropout_seed=seed)
+        return loss(logits, data["labels"], axis_name=None if whole else "seq"), logits
 
     step = jax.value_and_grad(objective, has_aux=True)
     if not whole:
-        step = jax.shard_map(step, mesh=mesh, in_specs=(REPLICATED, SEQ, SEQ), out_specs=((REPLICATED, SEQ), REPLICATED))
+        specs = (REPLICATED, SEQ, REPLICATED), ((REPLICATED, SEQ), REPLICATED)
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
     return model, jax.jit(step)
 
 
-def run_transformer(weights: Arrays, ids: np.ndarray, labels: np.ndarray, ranks: int, layout: str, **sizes: Any) -> Arrays:
+def loaded(model: RingTransformer, weights: Arrays, ranks: int) -> nnx.State:
+    """The parameters of ``model`` where a step leaves them, on every rank: its next call compiles nothing."""
+    return jax.device_put(nnx.state(from_numpy(model, weights), nnx.Param), NamedSharding(mesh_of(ranks), REPLICATED))
+
+
+def sharded(ranks: int, layout: str, **data: np.ndarray) -> dict[str, jax.Array]:
+    """The arrays of shard_batch, which takes ``data``, by name."""
+    arrays: dict[str, Any] = {name: jnp.asarray(x) for name, x in data.items()}
+    batch = shard_batch(layout=layout, ranks=ranks, **arrays)
+    return {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
+
+
+def run_transformer(
+    weights: Arrays, ids: np.ndarray, labels: np.ndarray, ranks: int, layout: str, seed: int | None = None, **sizes: Any
+) -> Arrays:
     """Logits in natural order, the loss, and the gradients of every weight."""
     model, step = transformer_step(ranks, layout, **sizes)
-    batch = shard_batch(jnp.asarray(ids), layout, ranks, labels=jnp.asarray(labels))
-    parameters = nnx.state(from_numpy(model, weights), nnx.Param)
-    (value, logits), gradients = step(parameters, batch.ids, batch.labels)
+    parameters = loaded(model, weights, ranks)
+    (value, logits), gradients = step(parameters, sharded(ranks, layout, ids=ids, labels=labels), seed)
     nnx.update(model, gradients)
     return {"loss": np.asarray(value), "logits": np.asarray(from_layout(logits, layout, ranks, LENGTH)), **to_numpy(model)}
+
+
+@cache
+def packed_training(ranks: int) -> Arrays:
+    """Losses of the training of PACKED, and the weights after it."""
+    model, step = transformer_step(ranks, "zigzag", PACKED_LENGTH, **PACKED)
+    parameters = loaded(model, transformer_weights(**PACKED), ranks)
+    data, losses = sharded(ranks, "zigzag", **packed_batch()), []
+    for seed in range(STEPS):
+        (value, _), gradients = step(parameters, data, seed)
+        losses.append(float(value))
+        parameters = jax.tree.map(lambda p, gradient: p - LEARNING_RATE * gradient, parameters, gradients)
+    nnx.update(model, parameters)
+    return {"losses": np.array(losses), **to_numpy(model)}

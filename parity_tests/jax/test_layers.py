@@ -9,25 +9,32 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from parity_tests.jax.models import REPLICATED, run_layer, run_transformer
+from parity_tests.jax.models import REPLICATED, packed_training, run_layer, run_transformer
 from parity_tests.jax.ring import SEQ, mesh_of
 from parity_tests.models import (
+    LAYER,
     LENGTH,
+    MIDDLE,
     TRANSFORMER,
     VOCAB,
+    arguments_of_attention,
     assert_near,
     check_layer,
     layer_data,
+    layer_pair,
     layer_weights,
     rotate,
     token_ids,
+    token_pair,
     transformer_weights,
 )
-from ring_attn_core import LAYOUTS, sliding_window
+from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
 from ring_attn_jax import from_layout, positions, shard_batch, to_layout
 from ring_attn_jax.layers import RingAttention, RotaryEmbedding
 from ring_attn_jax.state import from_numpy, to_numpy
 from ring_attn_jax.transformer import RingTransformer, loss
+
+ARGUMENTS = arguments_of_attention()
 
 
 @pytest.mark.parametrize(
@@ -35,13 +42,21 @@ from ring_attn_jax.transformer import RingTransformer, loss
 )
 def test_layer_over_a_ring_is_exact(ranks, layout, whole):
     x, dout = layer_data()
-    check_layer(run_layer(layer_weights(), x, dout, ranks, whole, layout=layout), layer_weights(), x, dout)
+    check_layer(run_layer(layer_weights(), x, dout, ranks, {"layout": layout}, whole), layer_weights(), x, dout)
 
 
 def test_layer_without_rotary_and_with_a_window_is_exact():
     x, dout = layer_data()
-    got = run_layer(layer_weights(), x, dout, 4, rotary_base=None, mask=sliding_window(6))
-    check_layer(got, layer_weights(), x, dout, base=None, mask=sliding_window(6))
+    arguments = {"rotary_base": None, "mask": sliding_window(6)}
+    got = run_layer(layer_weights(), x, dout, 4, arguments)
+    check_layer(got, layer_weights(), x, dout, **arguments)
+
+
+@pytest.mark.parametrize(("name", "ranks", "whole"), [*((name, 2, False) for name in ARGUMENTS), ("everything", 4, True)])
+def test_every_argument_of_attention_over_a_ring_is_exact(name, ranks, whole):
+    x, dout = layer_data()
+    weights = layer_weights(sinks="sinks" in ARGUMENTS[name])
+    check_layer(run_layer(weights, x, dout, ranks, ARGUMENTS[name], whole), weights, x, dout, **ARGUMENTS[name])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,11 +114,64 @@ def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_i
         assert np.isnan(loss(logits, jnp.array([[1, wrong, 2, 3]]), axis_name=None))
 
 
+@pytest.mark.parametrize(
+    ("mask", "sides", "windows"), [(causal(), (0, 1), (3, 7)), (full(), (1, 1), (5, 0)), (full(), (1, 1), (2, None))]
+)
+def test_a_token_reaches_as_far_as_the_windows_of_the_layers(mask, sides, windows):
+    before, after = sides
+    limits = [LENGTH if window is None else window for window in windows]
+    for reached, limit in zip(reached_by_the_middle(mask, windows), [*limits, sum(limits)], strict=True):
+        first, last = max(MIDDLE - before * limit, 0), min(MIDDLE + after * limit, LENGTH - 1)
+        np.testing.assert_array_equal(reached, np.arange(first, last + 1))
+
+
+def reached_by_the_middle(mask: Band, windows: tuple[int | None, ...]) -> list[np.ndarray]:
+    """Whom the token in the MIDDLE changes: in the attention of every layer by itself, and in the logits."""
+    model = RingTransformer(**TRANSFORMER, mask=mask, windows=windows, mesh=mesh_of(4), rngs=nnx.Rngs(0))
+    from_numpy(model, transformer_weights())
+    reached = []
+    for module, pair in [*((block.attention, layer_pair()) for block in model.blocks), (model, token_pair())]:
+        shards = [to_layout(jnp.asarray(x), "zigzag", 4) for x in pair]
+        results = [from_layout(module(x, length=LENGTH), "zigzag", 4, LENGTH) for x in shards]
+        reached.append(np.flatnonzero((results[0] != results[1]).any((0, 2))))
+    return reached
+
+
+def test_layers_and_batch_rows_draw_their_dropout_by_themselves():
+    model = RingTransformer(**TRANSFORMER, layout="contiguous", dropout_rate=0.4, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    ids = jnp.asarray(token_ids()[0])
+    logits = model(ids, dropout_seed=3)
+    x, where = model.embed(ids), jnp.arange(LENGTH)
+    for offset, block in zip([(0, 0), (0, 4)], model.blocks, strict=True):
+        x = block(x, where, dropout_seed=3, dropout_offset=offset)
+    np.testing.assert_allclose(logits, model.norm(x) @ model.embed.embedding[...].T, atol=1e-6)
+    np.testing.assert_allclose(logits[1:], model(ids[1:], dropout_seed=jnp.asarray(3), dropout_offset=(1, 0)), atol=1e-6)
+    for other in (model(ids), model(ids, dropout_seed=4), model(ids, dropout_seed=3, dropout_offset=(0, 1))):
+        assert jnp.abs(other - logits).max() > 1e-4
+
+
+def test_a_call_without_a_seed_is_evaluation():
+    x, _ = layer_data()
+    layers = [RingAttention(**LAYER, dropout_rate=rate, mesh=mesh_of(1), rngs=nnx.Rngs(0)) for rate in (0.0, 0.4)]
+    without, with_rate = (layer(jnp.asarray(x[:, :36])) for layer in layers)
+    np.testing.assert_array_equal(with_rate, without)
+    assert (layers[1](jnp.asarray(x[:, :36]), dropout_seed=3) != without).any()
+
+
+def test_packed_training_over_a_ring_is_the_one_on_one_device():
+    ring, alone = packed_training(4), packed_training(1)
+    np.testing.assert_allclose(ring["losses"], alone["losses"], rtol=1e-5)
+    assert_near(ring, alone, 1e-5)
+    assert alone["losses"][-1] < 0.5 * alone["losses"][0]
+
+
 def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Explicit))
     ids, labels = token_ids()
-    weights, sizes = transformer_weights(tied=False, depth=1), {"tied": False, "depth": 1}
-    expected = run_transformer(weights, ids, labels, 1, "zigzag", **sizes)
+    everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
+    sizes = {"tied": False, "depth": 1, **everything}
+    weights = transformer_weights(**sizes)
+    expected = run_transformer(weights, ids, labels, 1, "zigzag", 7, **sizes)
     with jax.set_mesh(mesh):
         model = RingTransformer(**TRANSFORMER | sizes, mesh=mesh, batch_axes="data", rngs=nnx.Rngs(0))
         from_numpy(model, weights)
@@ -113,7 +181,7 @@ def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
         @nnx.jit
         def step(model, ids, labels):
             def objective(model):
-                return loss(model(ids, length=LENGTH), labels, axis_name=None)
+                return loss(model(ids, length=LENGTH, dropout_seed=7), labels, axis_name=None)
 
             return nnx.value_and_grad(objective)(model)
 
@@ -134,10 +202,10 @@ def test_a_transformer_computes_in_bfloat16_from_float32_weights():
     assert_near({"logits": np.asarray(logits[jnp.bfloat16], np.float32)}, {"logits": np.asarray(logits[None])}, 0.02)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_go_to_numpy_and_back(tied):
-    model = RingTransformer(**TRANSFORMER | {"tied": tied}, rngs=nnx.Rngs(0))
-    weights = transformer_weights(tied)
+@pytest.mark.parametrize(("tied", "sinks"), [(True, False), (False, True)])
+def test_weights_go_to_numpy_and_back(tied, sinks):
+    model = RingTransformer(**TRANSFORMER | {"tied": tied, "sinks": sinks, "alibi": True}, rngs=nnx.Rngs(0))
+    weights = transformer_weights(tied, sinks=sinks)
     assert {name: x.shape for name, x in to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
     for name, x in to_numpy(from_numpy(model, weights)).items():
         np.testing.assert_array_equal(x, weights[name])
@@ -161,11 +229,30 @@ def test_a_state_that_does_not_fit_is_refused_with_every_reason():
         ({"dim": 12, "heads": 4}, "head_dim must be even, got 3"),
         ({"dim": 24, "heads": 0}, "heads must be an int of at least 1, got 0"),
         ({"dim": 24, "heads": 4, "rotary_base": 0.5}, "base of rotary embeddings must be greater than 1"),
+        ({"dim": 24, "heads": 4, "softcap": 0}, "softcap must be a finite Python number above 0, or None .*, got 0"),
+        ({"dim": 24, "heads": 4, "sinks": 4}, "sinks must be True or False, got 4"),
+        ({"dim": 24, "heads": 4, "alibi": None}, "alibi must be True or False, got None"),
+        ({"dim": 24, "heads": 4, "dropout_rate": 1.0}, "from 0 to below 1, got 1.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         RingAttention(**sizes, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        (4, "windows must be a list of one value for each of 2 layers, .*, got 4"),
+        ([4], r"one value for each of 2 layers, .*, got \[4\]"),
+        ([None, -1], r"windows\[1\] must be an int of at least 0, .*, got -1"),
+        ([3.0, None], r"windows\[0\] must be an int of at least 0, .*, got 3.0"),
+        ([True, None], r"windows\[0\] must be an int of at least 0, .*, got True"),
+    ],
+)
+def test_windows_that_fit_no_layers_are_refused(windows, message):
+    with pytest.raises(ValueError, match=message):
+        RingTransformer(**TRANSFORMER, windows=windows, rngs=nnx.Rngs(0))
 
 
 def test_arrays_that_do_not_fit_are_refused():

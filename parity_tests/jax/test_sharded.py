@@ -1,5 +1,7 @@
 """Every feature in the hands of sharded_ring_attention: batch, tokens and heads sharded at once, arrays and seeds that change."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from functools import partial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parity_tests.models import LAYER, LENGTH, TRANSFORMER, Arrays
+from parity_tests.models import (
+    LAYER,
+    LEARNING_RATE,
+    LENGTH,
+    PACKED,
+    STEPS,
+    TRANSFORMER,
+    Arrays,
+    made_and_called,
+    packed_batch,
+    transformer_weights,
+)
+from parity_tests.spawn import Ranks
 from ring_attn_torch import from_layout, shard_batch, to_layout
 from ring_attn_torch.layers import RingAttention
 from ring_attn_torch.state import from_numpy, to_numpy
@@ -18,13 +31,14 @@ from ring_attn_torch.transformer import RingTransformer, loss, sum_gradients
 Group = dist.ProcessGroup | None
 
 
-def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray, sizes: dict[str, Any]) -> Arrays:
+def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray, arguments: dict[str, Any]) -> Arrays:
     """out, dx and the weights' gradients of RingAttention, gathered from all ranks, in natural order."""
-    layer = from_numpy(RingAttention(**LAYER | sizes, group=group), weights)
+    made, called = made_and_called(arguments)
+    layer = from_numpy(RingAttention(**LAYER | made, group=group), weights)
     rank, ranks = rank_in(group), ranks_of(group)
     mine = lambda array: to_layout(torch.from_numpy(array), layer.layout, ranks).chunk(ranks, 1)[rank]
     shard = mine(x).requires_grad_()
-    out = layer(shard, length=LENGTH)
+    out = layer(shard, length=LENGTH, **{name: mine(x) if isinstance(x, np.ndarray) else x for name, x in called.items()})
     out.backward(mine(dout))
     sum_gradients(layer, group)
     assert shard.grad is not None
@@ -36,7 +50,7 @@ def transformer_on_rank(
 ) -> Arrays:
     """Logits of all ranks in natural order, the loss, and the gradients of every weight."""
     model = from_numpy(RingTransformer(**TRANSFORMER | sizes, layout=layout, group=group), weights)
-    logits, value = step(model, group, ids, labels)
+    logits, value = step(model, group, ids=ids, labels=labels)
     return {"loss": value.detach().numpy(), "logits": whole(logits, layout, group), **gradients(model)}
 
 
@@ -47,16 +61,36 @@ def training_on_rank(group: Group, weights: Arrays, ids: np.ndarray, labels: np.
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(step(model, group, ids, labels)[1].item())
+        losses.append(step(model, group, ids=ids, labels=labels)[1].item())
         optimizer.step()
     return {"losses": np.array(losses), **to_numpy(model)}
 
 
-def step(model: RingTransformer, group: Group, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Logits of this rank and the loss of all; gradients are summed over the ranks."""
+def packed_training_on_rank(group: Group) -> Arrays:
+    """Losses of the training of PACKED, and the weights after it."""
+    model = from_numpy(RingTransformer(**PACKED, group=group), transformer_weights(**PACKED))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for seed in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(model, group, seed, **packed_batch())[1].item())
+        optimizer.step()
+    return {"losses": np.array(losses), **to_numpy(model)}
+
+
+@cache
+def packed_training(pool: Ranks, ranks: int) -> list[Arrays]:
+    """``packed_training_on_rank`` of every rank; it takes seconds, and two tests look at it."""
+    return pool(ranks, packed_training_on_rank)
+
+
+def step(model: RingTransformer, group: Group, seed: int | None = None, **data: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Logits of this rank and the loss of all; gradients are summed over the ranks. ``data``: what shard_batch takes."""
     layout = model.blocks[0].attention.layout  # type: ignore[union-attr]
-    batch = shard_batch(torch.from_numpy(ids), layout, ranks_of(group), rank_in(group), labels=torch.from_numpy(labels))  # type: ignore[arg-type]
-    logits = model(batch.ids, batch.positions, batch.length)
+    arrays: dict[str, Any] = {name: torch.from_numpy(x) for name, x in data.items()}
+    batch = shard_batch(layout=layout, ranks=ranks_of(group), rank=rank_in(group), **arrays)  # type: ignore[arg-type]
+    masks = {"extents": batch.extents, "key_mask": batch.key_mask}
+    logits = model(batch.ids, batch.positions, batch.length, **masks, dropout_seed=seed)
     value = loss(logits, batch.labels, group=group)
     value.backward()
     sum_gradients(model, group)

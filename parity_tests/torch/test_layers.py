@@ -7,26 +7,34 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from parity_tests.models import (
+    LAYER,
     LENGTH,
+    MIDDLE,
     TRANSFORMER,
     VOCAB,
+    arguments_of_attention,
     assert_near,
     check_layer,
     layer_data,
+    layer_pair,
     layer_weights,
     rotate,
     token_ids,
+    token_pair,
     transformer_weights,
 )
 from parity_tests.spawn import PerRank
-from parity_tests.torch.models import Group, layer_on_rank, transformer_on_rank
-from ring_attn_core import LAYOUTS, sliding_window
+from parity_tests.torch.models import Group, layer_on_rank, packed_training, packed_training_on_rank, transformer_on_rank, whole
+from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
 from ring_attn_torch import from_layout, positions, to_layout
 from ring_attn_torch.layers import RingAttention, RotaryEmbedding
 from ring_attn_torch.state import from_numpy, to_numpy
 from ring_attn_torch.transformer import RingTransformer, loss, sum_gradients
+
+ARGUMENTS = arguments_of_attention()
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (4, "zigzag"), (3, "striped"), (4, "contiguous")])
@@ -38,8 +46,17 @@ def test_layer_over_a_ring_is_exact(gloo, ranks, layout):
 
 def test_layer_without_rotary_and_with_a_window_is_exact(gloo):
     x, dout = layer_data()
-    got, *_ = gloo(4, layer_on_rank, layer_weights(), x, dout, {"rotary_base": None, "mask": sliding_window(6)})
-    check_layer(got, layer_weights(), x, dout, base=None, mask=sliding_window(6))
+    arguments = {"rotary_base": None, "mask": sliding_window(6)}
+    got, *_ = gloo(4, layer_on_rank, layer_weights(), x, dout, arguments)
+    check_layer(got, layer_weights(), x, dout, **arguments)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument_of_attention_over_a_ring_is_exact(gloo, name):
+    x, dout = layer_data()
+    weights = layer_weights(sinks="sinks" in ARGUMENTS[name])
+    for got in gloo(4, layer_on_rank, weights, x, dout, ARGUMENTS[name]):
+        check_layer(got, weights, x, dout, **ARGUMENTS[name])
 
 
 def test_layer_without_torch_distributed_is_a_ring_of_one():
@@ -53,8 +70,8 @@ def test_rotary_of_every_shard_is_the_shard_of_the_rotated_whole(layout):
     shards = to_layout(torch.from_numpy(x), layout, 4).chunk(4, 1)
     rotary = RotaryEmbedding(8)
     turned = [rotary(shard, positions(layout, 4, LENGTH, rank)) for rank, shard in enumerate(shards)]
-    whole = from_layout(torch.cat(turned, 1), layout, 4, LENGTH)
-    np.testing.assert_allclose(whole, rotate(x.astype(np.float64), np.arange(LENGTH)), atol=1e-5)
+    together = from_layout(torch.cat(turned, 1), layout, 4, LENGTH)
+    np.testing.assert_allclose(together, rotate(x.astype(np.float64), np.arange(LENGTH)), atol=1e-5)
 
 
 def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
@@ -128,6 +145,58 @@ def summed_on_rank(group: Group) -> tuple[np.ndarray, np.ndarray]:
     return module.weight.grad.numpy(), module.bias.grad.float().numpy()
 
 
+@pytest.mark.parametrize(
+    ("mask", "sides", "windows"), [(causal(), (0, 1), (3, 7)), (full(), (1, 1), (5, 0)), (full(), (1, 1), (2, None))]
+)
+def test_a_token_reaches_as_far_as_the_windows_of_the_layers(gloo, mask, sides, windows):
+    before, after = sides
+    limits = [LENGTH if window is None else window for window in windows]
+    for results in gloo(4, reached_on_rank, mask, windows):
+        for reached, limit in zip(results, [*limits, sum(limits)], strict=True):
+            first, last = max(MIDDLE - before * limit, 0), min(MIDDLE + after * limit, LENGTH - 1)
+            np.testing.assert_array_equal(reached, np.arange(first, last + 1))
+
+
+def reached_on_rank(group: Group, mask: Band, windows: tuple[int | None, ...]) -> list[np.ndarray]:
+    """Whom the token in the MIDDLE changes: in the attention of every layer by itself, and in the logits."""
+    model = from_numpy(RingTransformer(**TRANSFORMER, mask=mask, windows=windows, group=group), transformer_weights())
+    mine = lambda array: to_layout(torch.from_numpy(array), "zigzag", 4).chunk(4, 1)[torch.distributed.get_rank(group)]
+    reached = []
+    for module, (array, other) in [*((block.attention, layer_pair()) for block in model.blocks), (model, token_pair())]:
+        results = [whole(module(mine(x), length=LENGTH), "zigzag", group) for x in (array, other)]
+        reached.append(np.flatnonzero((results[0] != results[1]).any((0, 2))))
+    return reached
+
+
+def test_layers_and_batch_rows_draw_their_dropout_by_themselves():
+    model = RingTransformer(**TRANSFORMER, layout="contiguous", dropout_rate=0.4)
+    ids = torch.from_numpy(token_ids()[0])
+    logits = model(ids, dropout_seed=3)
+    x, where = model.embed(ids), torch.arange(LENGTH)
+    for offset, block in zip([(0, 0), (0, 4)], model.blocks, strict=True):
+        x = block(x, where, dropout_seed=3, dropout_offset=offset)
+    torch.testing.assert_close(logits, F.linear(model.norm(x), model.embed.weight))
+    torch.testing.assert_close(logits[1:], model(ids[1:], dropout_seed=torch.tensor(3), dropout_offset=(1, 0)))
+    for other in (model(ids), model(ids, dropout_seed=4), model(ids, dropout_seed=3, dropout_offset=(0, 1))):
+        assert (other - logits).abs().max() > 1e-4
+
+
+def test_a_call_without_a_seed_is_evaluation():
+    x = torch.from_numpy(layer_data()[0])
+    layer = RingAttention(**LAYER, layout="contiguous", dropout_rate=0.4)
+    assert torch.equal(layer(x), layer.eval()(x))
+    assert torch.equal(layer.train()(x, dropout_seed=3), layer.eval()(x, dropout_seed=3))
+    assert not torch.equal(layer(x), layer(x, dropout_seed=3))
+
+
+def test_packed_training_over_a_ring_is_the_one_on_one_device(gloo):
+    alone = packed_training_on_rank(None)
+    for ring in packed_training(gloo, 4):
+        np.testing.assert_allclose(ring["losses"], alone["losses"], rtol=1e-5)
+        assert_near(ring, alone, 1e-5)
+    assert alone["losses"][-1] < 0.5 * alone["losses"][0]
+
+
 def test_a_transformer_computes_in_bfloat16_from_float32_weights():
     ids, labels = token_ids()
     sizes = [{"tied": False, "compute_dtype": dtype} for dtype in (None, torch.bfloat16)]
@@ -142,23 +211,25 @@ def test_a_layer_can_be_copied_and_moved_to_another_dtype(gloo):
 
 
 def copied_on_rank(group: Group) -> bool:
-    layer = RingAttention(24, 4, group=group).bfloat16()
+    layer = RingAttention(24, 4, sinks=True, alibi=True, group=group).bfloat16()
     x = torch.ones(1, 6, 24, dtype=torch.bfloat16)
     return torch.equal(copy.deepcopy(layer)(x), layer(x)) and layer(x).dtype == torch.bfloat16
 
 
 def test_a_transformer_and_its_loss_compile_as_one_graph():
-    model = RingTransformer(**TRANSFORMER | {"depth": 1, "layout": "contiguous"})
+    everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
+    model = RingTransformer(**TRANSFORMER | {"depth": 1, "layout": "contiguous"} | everything)
     ids, labels = map(torch.from_numpy, token_ids())
-    objective = lambda ids, labels: loss(model(ids), labels)
+    objective = lambda ids, labels, seed: loss(model(ids, dropout_seed=seed), labels)
     compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, labels), objective(ids, labels))
+    for seed in map(torch.tensor, (1, 2)):
+        torch.testing.assert_close(compiled(ids, labels, seed), objective(ids, labels, seed))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_go_to_numpy_and_back(tied):
-    model = RingTransformer(**TRANSFORMER | {"tied": tied})
-    weights = transformer_weights(tied)
+@pytest.mark.parametrize(("tied", "sinks"), [(True, False), (False, True)])
+def test_weights_go_to_numpy_and_back(tied, sinks):
+    model = RingTransformer(**TRANSFORMER | {"tied": tied, "sinks": sinks, "alibi": True})
+    weights = transformer_weights(tied, sinks=sinks)
     assert {name: x.shape for name, x in to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
     for name, x in to_numpy(from_numpy(model, weights)).items():
         np.testing.assert_array_equal(x, weights[name])
@@ -182,11 +253,30 @@ def test_a_state_that_does_not_fit_is_refused_with_every_reason():
         ({"dim": 12, "heads": 4}, "head_dim must be even, got 3"),
         ({"dim": 24, "heads": 0}, "heads must be an int of at least 1, got 0"),
         ({"dim": 24, "heads": 4, "rotary_base": 0.5}, "base of rotary embeddings must be greater than 1"),
+        ({"dim": 24, "heads": 4, "softcap": 0}, "softcap must be a finite Python number above 0, or None .*, got 0"),
+        ({"dim": 24, "heads": 4, "sinks": 4}, "sinks must be True or False, got 4"),
+        ({"dim": 24, "heads": 4, "alibi": None}, "alibi must be True or False, got None"),
+        ({"dim": 24, "heads": 4, "dropout_rate": 1.0}, "from 0 to below 1, got 1.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         RingAttention(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        (4, "windows must be a list of one value for each of 2 layers, .*, got 4"),
+        ([4], r"one value for each of 2 layers, .*, got \[4\]"),
+        ([None, -1], r"windows\[1\] must be an int of at least 0, .*, got -1"),
+        ([3.0, None], r"windows\[0\] must be an int of at least 0, .*, got 3.0"),
+        ([True, None], r"windows\[0\] must be an int of at least 0, .*, got True"),
+    ],
+)
+def test_windows_that_fit_no_layers_are_refused(windows, message):
+    with pytest.raises(ValueError, match=message):
+        RingTransformer(**TRANSFORMER, windows=windows)
 
 
 def test_arrays_that_do_not_fit_are_refused():

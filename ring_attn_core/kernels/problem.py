@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..numbers import check_dropout_rate, check_scale, check_softcap
 from ..plan import RingPlan
 from ..runs import Band, Run
 
@@ -58,7 +58,9 @@ class Problem:
         """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
         self._check_shapes()
         self._check_dtypes()
-        self._check_numbers()
+        check_scale(self.scale)
+        check_softcap(self.softcap)
+        check_dropout_rate(self.dropout_rate)
         for array in self.arrays:
             check_array(array, self.q_shape, self.k_shape)
         if self.dropout_rate and "dropout_seed" not in {array.name for array in self.arrays}:
@@ -107,20 +109,6 @@ class Problem:
         if self.dtypes[0] not in DTYPES:
             raise ValueError(f"q, k and v must be one of {', '.join(DTYPES)}, got {self.dtypes[0]}: cast them first")
 
-    def _check_numbers(self) -> None:
-        if self.scale is not None and not _finite(self.scale):
-            raise ValueError(f"scale must be a finite Python number or None (head_dim ** -0.5), got {self.scale!r}")
-        if self.softcap is not None and not (_finite(self.softcap) and self.softcap > 0):
-            raise ValueError(
-                f"softcap must be a finite Python number above 0, got {self.softcap!r}: scores become softcap * tanh(score / "
-                "softcap); pass None to leave them"
-            )
-        if not (_finite(self.dropout_rate) and 0 <= self.dropout_rate < 1):
-            raise ValueError(
-                f"dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got "
-                f"{self.dropout_rate!r}"
-            )
-
 
 def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     """ValueError for an optional array of another shape or kind than goes with q and k."""
@@ -149,19 +137,18 @@ def check_extents(extents: Any, plan: RingPlan, rank: int) -> None:
         wrong = (first < 0) | (end < first) | (end > plan.kv_length)
         if wrong.any():
             b, i = next((b, i) for b, row in enumerate(wrong.tolist()) for i, bad in enumerate(row) if bad)
+            got = [int(first[b, i]), int(end[b, i])]
             raise ValueError(
-                f"extents must be 0 <= first <= end <= kv_length = {plan.kv_length}, got {[int(first[b, i]), int(end[b, i])]} for "
-                f"the query at position {start + stride * i} of batch row {b}: they are global key positions, the end exclusive"
+                f"extents must be 0 <= first <= end <= kv_length = {plan.kv_length}, got {got} for the query "
+                f"at position {start + stride * i} of batch row {b}: they are global key positions, the end exclusive"
             )
 
 
-def check_runs(
-    q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
-) -> tuple[Run, Run]:
+def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
     """The runs of a block of queries [b s h d] and of keys [b t g d], from 0 on where None.
 
-    ValueError for what is no run, for unequal strides and, where they are ints, a negative start or a length that the block does not
-    hold. Start and length may be traced.
+    ValueError for what is no run, for unequal strides and, where they are ints, a negative start or a length that the block does
+    not hold. Start and length may be traced.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -198,7 +185,3 @@ def check_strategy(strategy: Any) -> None:
     """ValueError for a strategy that does not exist."""
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
-
-
-def _finite(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
