@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12     another interpreter (3.11 or newer; on 3.11 the environment is pinned to requirements/cpu-py311.txt)
 #   TORCH_INDEX=<url>     where to take torch from: with the URL of PyTorch's CPU wheel index, no CUDA libraries are downloaded
-#   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, mutate, bench and plan-picture
+#   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, fuzz, mutate, bench and plan-picture
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed-$(VERSION)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all mutate bench lint plan-picture
+.PHONY: help env demo test test-all fuzz mutate bench lint plan-picture
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -32,6 +32,9 @@ test: $(STAMP) ## the tests that CI runs
 
 test-all: $(STAMP) ## the tests over the whole grid of cases
 	@$(BIN)/python -m pytest parity_tests --full $(ARGS)
+
+fuzz: $(STAMP) ## 2,000 random problems a framework against float64 (ARGS="jax --problems 500 --seed 1")
+	@$(BIN)/python -m parity_tests.fuzz $(ARGS)
 
 mutate: $(STAMP) ## break the library on purpose, one line at a time: the tests must notice each
 	@$(BIN)/python -P parity_tests/mutate.py $(ARGS)

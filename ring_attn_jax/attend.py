@@ -60,5 +60,7 @@ def sink_gradient(score: Score, lse: jax.Array, delta: jax.Array) -> jax.Array |
     """[h] of ``-sum_bs exp(sink - lse) delta``: a sink is a key whose value is 0. None without sinks."""
     if score.sinks is None:
         return None
+    if lse.size == 0:  # zeros, made of the sinks: XLA (jax 0.10, 0.11) fails on a shard_map that uses only empty arrays
+        return jnp.where(score.sinks == 0, score.sinks, 0)
     p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype) - lse))
     return -jnp.sum(p * delta, (0, 1))

@@ -1,5 +1,7 @@
 """The rings on real GPUs: NCCL in PyTorch, XLA's permutes in JAX; skipped with fewer than two."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import re
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from parity_tests.cases import SPECIAL, Case, check, grid, pairs
+from parity_tests.combinations import COMBINATIONS
 from parity_tests.jax import ring as on_jax
 from parity_tests.spawn import Ranks
 from parity_tests.torch import ring as on_torch
@@ -21,7 +24,7 @@ from ring_attn_core.tolerance import relative_error
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, found {GPUS}")
 FITTING = [case for case in grid() if case.ranks <= GPUS]
-CASES = [*pairs(FITTING), *(case for case in SPECIAL if case.ranks <= GPUS)] if GPUS > 1 else []
+CASES = [*pairs(FITTING), *(case for case in (*SPECIAL, *COMBINATIONS) if case.ranks <= GPUS)] if GPUS > 1 else []
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ def test_rings_are_exact_on_gpus_and_agree(nccl, case):
     check(case, ours)
     check(case, theirs)
     if case.dtype == "float32":
-        for name, *pair in zip(Attention._fields, ours, theirs, strict=True):
-            assert relative_error(*pair) <= 1e-6, name
+        for name, mine, other in zip(Attention._fields, ours, theirs, strict=True):
+            assert mine is None or relative_error(mine, other) <= 1e-6, name
 
 
 def test_xla_overlaps_every_hop_of_the_forward_pass():

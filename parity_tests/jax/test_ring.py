@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from functools import partial
 
-from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, grid, pairs
-from parity_tests.jax.ring import run
-from ring_attn_core import LAYOUTS
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot, pairs
+from parity_tests.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
+from parity_tests.documents import check_documents, packed
+from parity_tests.fuzz import fuzz
+from parity_tests.jax.ring import mesh_of, options, run, whole
+from ring_attn_core import LAYOUTS, full, sliding_window
+from ring_attn_jax import sharded_ring_attention
 
 CHOSEN = [Case(), *pairs(grid())]
 REST = [case for case in grid() if case not in CHOSEN]
@@ -40,3 +51,73 @@ def test_half_precision_error_does_not_grow_with_the_ring(dtype):
 def test_future_tokens_change_nothing_on_any_rank(layout):
     case = Case(layout)
     check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)
+
+
+@pytest.mark.parametrize("case", COMBINATIONS, ids=str)
+def test_any_two_features_together_are_exact(case):
+    check(case, run(case, quick=True))
+
+
+@pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: case.layout)
+def test_every_feature_at_once_is_exact(case):
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("case", WITH_BLANKS, ids=str)
+def test_nan_that_nobody_may_see_changes_no_bit(case):
+    check_same(run(replace(case, poison=True), quick=True), run(case, quick=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_keeps_the_same_set_on_every_ring(layout, ranks):
+    case = one_hot(Case(layout, full(), ranks, v_dim=37, dropout_rate=0.3))
+    check_kept(case, natural(case, dropped(case, mesh_of(ranks), case.seed)))
+
+
+def test_dropout_keeps_the_same_set_where_batch_and_heads_are_sharded():
+    case = one_hot(Case("zigzag", full(), 2, v_dim=37, dropout_rate=0.3))
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    check_kept(case, natural(case, dropped(case, mesh, case.seed, batch_axes="data", head_axis="tensor")))
+
+
+@pytest.mark.parametrize("seed", [0, 2**40 + 3, -1, -(2**63)])
+def test_a_seed_may_be_any_int64(seed):
+    case = one_hot(Case("striped", full(), 2, v_dim=37, dropout_rate=0.3, seed=seed))
+    check_kept(case, natural(case, dropped(case, mesh_of(2), seed)))
+
+
+def test_a_new_seed_each_step_compiles_nothing():
+    case = one_hot(Case("striped", full(), 2, v_dim=37, dropout_rate=0.3))
+    step = jax.jit(partial(dropped, case, mesh_of(2)))
+    seeds = {seed: jnp.int32(seed) for seed in (0, 7, -1)}
+    step(seeds[0])
+    with jax.no_tracing():
+        results = {seed: step(array) for seed, array in seeds.items()}
+    for seed, out in results.items():
+        check_kept(replace(case, seed=seed), natural(case, out))
+
+
+def dropped(case, mesh, seed, **axes):
+    """Only out, in layout order."""
+    q, k, v = (jnp.asarray(x) for x in whole(case)[:3])
+    dropout = {"dropout_rate": case.dropout_rate, "dropout_seed": seed}
+    return sharded_ring_attention(q, k, v, mesh=mesh, **options(case.plan), **dropout, **axes)
+
+
+def natural(case, out):
+    return case.gather(np.split(np.asarray(out), case.ranks, 1))
+
+
+def test_packed_documents_are_the_documents_one_by_one():
+    check_documents(partial(run.__wrapped__, quick=True), packed(Case(length=61)))
+
+
+@pytest.mark.parametrize(("layout", "offset"), [("zigzag", 3), ("striped", 8), ("contiguous", 13), ("zigzag", 16)])
+def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
+    case = Case(layout, sliding_window(3, 1, offset=offset), length=32)
+    check(case, run(case))
+
+
+def test_random_problems_are_exact():
+    fuzz(partial(run, quick=True), 100)

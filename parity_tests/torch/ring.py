@@ -14,7 +14,7 @@ from parity_tests.cases import Case
 from parity_tests.spawn import PerRank, Ranks
 from ring_attn_core.oracle import Attention
 from ring_attn_core.plan import RingPlan
-from ring_attn_torch import blockwise, ring_attention
+from ring_attn_torch import ring_attention, tiles
 
 
 def options(plan: RingPlan) -> dict[str, Any]:
@@ -22,23 +22,35 @@ def options(plan: RingPlan) -> dict[str, Any]:
 
 
 def run(pool: Ranks, case: Case) -> Attention:
-    """out, lse, dq, dk, dv as whole arrays in natural order, padding included."""
+    """out, lse, dq, dk, dv as whole arrays in natural order, padding included; dsinks summed over the ranks."""
     results = pool(case.ranks, on_rank, replace(case), *(PerRank(*shards) for shards in case.inputs()))
-    return Attention(*(case.gather([r[i] for r in results], of) for i, of in enumerate("qqqkk")))
+    dsinks = np.sum([r[5] for r in results], 0) if case.sinks else None
+    return Attention(*(case.gather([r[i] for r in results], of) for i, of in enumerate("qqqkk")), dsinks=dsinks)
+
+
+def run_or_restart(pool: Ranks, case: Case) -> Attention:
+    """``run``; after an error the pool is closed, so that ranks which still wait for one another spoil no later case."""
+    try:
+        return run(pool, case)
+    except Exception:
+        pool.close()
+        raise
 
 
 def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
-    """One rank's out, lse, dq, dk, dv; what a process of the pool runs."""
+    """One rank's out, lse, dq, dk, dv and part of dsinks; what a process of the pool runs."""
     device = dist.get_backend_config().split(":")[0]
     q, k, v, dout = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in shards[:4])
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dlse, *features = (torch.from_numpy(x).to(device) for x in shards[4:])
+    arguments: dict[str, Any] = dict(zip(case.features, features, strict=True))
+    leaves = [x.requires_grad_() for x in (q, k, v, arguments.get("sinks")) if x is not None]
     with patch_tiles(case):
-        out, lse = ring_attention(*leaves, group=group, **options(case.plan), scale=case.scale, return_lse=True)
-        gradients = torch.autograd.grad((out, lse), leaves, (dout, torch.from_numpy(shards[4]).to(device)))
+        out, lse = ring_attention(q, k, v, group=group, **options(case.plan), **case.scalars, **arguments, return_lse=True)
+        gradients = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     wide = torch.promote_types(out.dtype, torch.float32)
     return [x.detach().to(wide).cpu().numpy() for x in (out, lse, *gradients)]
 
 
 def patch_tiles(case: Case):
-    choose = blockwise.blockwise_tiles if case.tiles is None else lambda rows, q, k: case.tiles
-    return patch.object(blockwise, "blockwise_tiles", choose)
+    choose = tiles.blockwise_tiles if case.tiles is None else lambda rows, q, k: case.tiles
+    return patch.object(tiles, "blockwise_tiles", choose)

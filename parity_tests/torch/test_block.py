@@ -1,6 +1,6 @@
 """Blocks merged are the whole: attend_block and merge against float64, on runs of every stride, gradients through both."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -55,7 +56,8 @@ def count_sends(group, case, *shards):
 
     with patch.object(comm, "send", counting), patch.object(dist, "barrier", side_effect=AssertionError("a barrier")):
         q, k, v = (torch.from_numpy(x).bfloat16().requires_grad_() for x in shards[:3])
-        out = ring_attention(q, k, v, group=group, **options(case.plan))
+        features = dict(zip(case.features, map(torch.from_numpy, shards[5:]), strict=True))
+        out = ring_attention(q, k, v, group=group, **options(case.plan), **features)
         forward = list(sent)
         sent.clear()
         out.backward(torch.ones_like(out))
@@ -67,6 +69,17 @@ def test_one_batched_send_and_receive_a_hop_posted_before_the_step_computes(gloo
     expected = ["hop", "attend", "hop", "attend", "attend"]
     for events in gloo(3, trace_events, case, *(PerRank(*x) for x in case.inputs())):
         assert events == expected
+
+
+def test_the_key_mask_travels_as_bits_in_the_batch_of_k_and_v(gloo):
+    """A bit a key, rounded up to bytes; the backward sends no gradient for it."""
+    case = Case("contiguous", MASKS["full"], ranks=3, length=57, key_mask="random")
+    plain = replace(case, key_mask=None)
+    counts = [gloo(3, count_sends, c, *(PerRank(*x) for x in c.inputs()))[0] for c in (case, plain)]
+    for masked, unmasked in zip(*counts, strict=True):
+        more = sorted(masked_bytes - plain_bytes for (_, masked_bytes), (_, plain_bytes) in zip(masked, unmasked, strict=True))
+        assert more[-2:] == [case.batch * -(-19 // 8)] * 2
+        assert not any(more[:-2])
 
 
 def trace_events(group, case, *shards):

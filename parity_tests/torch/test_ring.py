@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from functools import partial
 
-from parity_tests.cases import MASKS, RANKS, SPECIAL, Case, check, check_future_unseen, grid
-from parity_tests.torch.ring import run
-from ring_attn_core import LAYOUTS
+import pytest
+import torch
+
+from parity_tests.cases import MASKS, RANKS, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot
+from parity_tests.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
+from parity_tests.documents import check_documents, packed
+from parity_tests.fuzz import fuzz
+from parity_tests.torch.ring import run, run_or_restart
+from ring_attn_core import LAYOUTS, full, sliding_window
+from ring_attn_torch import ring_attention
 
 
 @pytest.mark.parametrize("case", grid(), ids=str)
@@ -35,3 +43,61 @@ def test_half_precision_error_does_not_grow_with_the_ring(gloo, layout, mask, dt
 def test_future_tokens_change_nothing_on_any_rank(gloo, layout, ranks, token):
     case = Case(layout, ranks=ranks)
     check_future_unseen(run(gloo, case), run(gloo, case.with_other_future(token)), token, case.length)
+
+
+@pytest.mark.parametrize("case", COMBINATIONS, ids=str)
+def test_any_two_features_together_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: case.layout)
+def test_every_feature_at_once_is_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+def test_random_problems_are_exact(gloo):
+    fuzz(partial(run_or_restart, gloo), 100)
+
+
+@pytest.mark.parametrize("case", WITH_BLANKS, ids=str)
+def test_nan_that_nobody_may_see_changes_no_bit(gloo, case):
+    check_same(run(gloo, replace(case, poison=True)), run(gloo, case))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dropout_keeps_the_same_set_on_every_ring(gloo, layout, ranks):
+    case = one_hot(Case(layout, full(), ranks, v_dim=37, dropout_rate=0.3))
+    check_kept(case, run(gloo, case).out)
+
+
+@pytest.mark.parametrize("seed", [0, 2**40 + 3, -1, -(2**63)])
+def test_a_seed_may_be_any_int64_and_a_tensor(seed):
+    q = torch.randn(1, 6, 2, 4)
+    dropped = [ring_attention(q, q, q, dropout_rate=0.5, dropout_seed=x) for x in (seed, torch.tensor(seed))]
+    assert torch.equal(*dropped)
+    case = one_hot(Case(mask=full(), ranks=1, v_dim=37, dropout_rate=0.3, seed=seed))
+    q, k, v = (torch.from_numpy(case.arrays[name]) for name in "qkv")
+    out = ring_attention(q, k, v, mask=full(), layout="striped", dropout_rate=0.3, dropout_seed=torch.tensor(seed))
+    check_kept(case, out.numpy())
+
+
+def test_dropout_offset_is_the_global_index_of_the_first_batch_row_and_head():
+    x = torch.randn(3, 6, 4, 8)
+    call = partial(ring_attention, dropout_rate=0.5, dropout_seed=5)
+    part = x[1:, :, 2:]
+    for offset in ((1, 2), (torch.tensor(1), torch.tensor(2))):
+        assert torch.equal(call(part, part, part, dropout_offset=offset), call(x, x, x)[1:, :, 2:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_documents_are_the_documents_one_by_one(gloo, layout):
+    check_documents(lambda case: run(gloo, case), packed(Case(layout, length=61)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_is_exact_at_every_offset_from_0_to_2_shards(gloo, layout):
+    for offset in range(17):
+        for mask in (sliding_window(3, offset=offset), sliding_window(0, 2, offset=-offset)):
+            case = Case(layout, mask, length=32)
+            check(case, run(gloo, case))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -102,17 +103,18 @@ class Row(NamedTuple):
 
 def rows(truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> list[Row]:
     """A row each for out, lse, dq, dk and dv; ``rings`` and ``one_device`` by framework."""
-    return [_row(i, name, truth, rings, one_device) for i, name in enumerate(COMPARED)]
+    return [_row(name, truth, rings, one_device) for name in COMPARED]
 
 
-def _row(i: int, name: str, truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> Row:
-    limit = bound(truth.plain[i], truth.exact[i], "float32")
+def _row(name: str, truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> Row:
+    of = attrgetter(name)
+    limit = bound(of(truth.plain), of(truth.exact), "float32")
     exact, alone = {}, {}
     for framework, ring in rings.items():
-        error, apart = relative_error(ring[i], truth.exact[i]), relative_error(ring[i], one_device[framework][i])
+        error, apart = relative_error(of(ring), of(truth.exact)), relative_error(of(ring), of(one_device[framework]))
         exact[framework] = Check(f"{name}: {framework} ring against exact float64", error, limit)
         alone[framework] = Check(f"{name}: {framework} ring against one device", apart, CLOSE)
     if len(rings) != 2:
         return Row(name, exact, alone, None)
     (a, ring_a), (b, ring_b) = rings.items()
-    return Row(name, exact, alone, Check(f"{name}: {a} ring against {b} ring", relative_error(ring_a[i], ring_b[i]), CLOSE))
+    return Row(name, exact, alone, Check(f"{name}: {a} ring against {b} ring", relative_error(of(ring_a), of(ring_b)), CLOSE))

@@ -1,0 +1,114 @@
+"""The generator against its authors' known answers, and what dropout keeps against chance."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from ring_attn_core.dropout import WORD, kept, philox, seed_words, threshold
+
+WORDS = {
+    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "ones": ((WORD, WORD, WORD, WORD), (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    "pi": (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+}
+"""Counter, key and answer of philox4x32-10: the vectors that come with Random123, the authors' library."""
+
+SEEDS = (0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63))
+SHAPE = 3, 4, 64, 60
+"""Batch rows, heads, queries, keys of a draw: 46,080 in all."""
+
+
+def draw(seed: int = 0, rate: float = 0.3, **arguments) -> np.ndarray:
+    b, h, s, t = SHAPE
+    return kept(seed, rate, b, h, range(s), range(t), **arguments)
+
+
+def multiply(a: int, constant: int) -> tuple[int, int]:
+    return divmod(a * constant, 2**32)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In standard deviations of chance: about 1 for draws that have nothing to do with each other."""
+    return float(np.corrcoef(a.ravel(), b.ravel())[0, 1] * a.size**0.5)
+
+
+@pytest.mark.parametrize("vector", WORDS)
+def test_philox_gives_the_known_answers(vector):
+    counter, key, answer = WORDS[vector]
+    assert philox(counter, key, multiply) == answer
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_probability_is_kept_where_its_word_of_the_counter_is_above_the_rate(seed):
+    """The definition, in Python's own integers."""
+    keeps = kept(seed, 0.3, 2, 2, [0, 5, 2**20], [0, 1, 2, 3, 6, 9])
+    for b, h, i, j in np.ndindex(keeps.shape):
+        q_pos, k_pos = [0, 5, 2**20][i], [0, 1, 2, 3, 6, 9][j]
+        words = philox((k_pos // 4, q_pos, h, b), (seed % 2**32, seed // 2**32 % 2**32), multiply)
+        assert keeps[b, h, i, j] == (words[k_pos % 4] >= 0.3 * 2**32)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 0.1, 0.3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_share_dropped_is_the_rate(seed, rate):
+    dropped = ~draw(seed, rate)
+    assert abs(dropped.mean() - rate) <= 5 * (rate * (1 - rate) / dropped.size) ** 0.5
+
+
+def test_the_threshold_is_a_word_at_every_rate():
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 2**31
+    assert threshold(1 - 1e-12) == WORD
+
+
+@pytest.mark.parametrize("axis", range(4), ids=["batch rows", "heads", "queries", "keys"])
+def test_neighbours_are_independent(axis):
+    """At the distances 1 to 8: those of one counter's words, and across counters."""
+    keeps = draw()
+    for distance in range(1, min(9, SHAPE[axis])):
+        a, b = (np.take(keeps, range(first, first + SHAPE[axis] - distance), axis) for first in (0, distance))
+        assert abs(correlation(a, b)) <= 5, distance
+
+
+@pytest.mark.parametrize("axis", range(4), ids=["batch row", "head", "query", "key"])
+def test_every_slice_keeps_its_share(axis):
+    """As it would not if a coordinate were mixed in badly: chi squared of the shares, 5 sigma."""
+    keeps = draw(seed=3)
+    others = tuple(i for i in range(4) if i != axis)
+    deviations = (keeps.mean(others) - 0.7) / (0.21 * SHAPE[axis] / keeps.size) ** 0.5
+    freedom = SHAPE[axis]
+    assert abs((deviations**2).sum() - freedom) <= 5 * (2 * freedom) ** 0.5
+
+
+def test_swapping_two_coordinates_gives_another_draw():
+    square = kept(0, 0.5, 24, 24, range(24), range(24))
+    where = np.indices(square.shape)
+    for a, b in combinations(range(4), 2):
+        above = where[a] < where[b]
+        assert abs(correlation(square[above], square.swapaxes(a, b)[above])) <= 5, (a, b)
+
+
+def test_seeds_are_independent():
+    """Those that differ in the upper word or the sign only, too."""
+    draws = {seed: draw(seed) for seed in SEEDS}
+    for a, b in combinations(SEEDS, 2):
+        assert abs(correlation(draws[a], draws[b])) <= 5, (a, b)
+
+
+def test_seeds_are_64_bits_in_two_s_complement():
+    assert seed_words(-1) == (WORD, WORD)
+    assert seed_words(2**32 + 5) == (5, 1)
+    assert seed_words(-(2**63)) == (0, 2**31)
+
+
+def test_offsets_and_positions_are_global():
+    """A part of the batch rows, heads, queries and keys keeps what the whole keeps there."""
+    part = kept(0, 0.3, 2, 2, range(7, 30), range(5, 50, 3), offset=(1, 2))
+    np.testing.assert_array_equal(part, draw()[1:3, 2:4, 7:30, 5:50:3])

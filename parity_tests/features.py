@@ -1,0 +1,76 @@
+"""What a case may ask of attention beyond its mask, drawn at random: who sees which keys, sinks, slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Rng = np.random.Generator
+
+
+def documents(rng: Rng, queries: int, keys: int) -> np.ndarray:
+    """Packed documents of random lengths, some of one token; in half of the draws the last one is padding, which sees nothing."""
+    n = max(queries, keys, 1)
+    ends = np.union1d(rng.integers(1, n + 1, n // 8), [n])
+    starts = np.concatenate([[0], ends[:-1]])
+    spans = np.stack([starts, ends], -1)
+    if rng.random() < 0.5:
+        spans[-1] = 0
+    return spans[np.searchsorted(ends, np.arange(queries), "right")]
+
+
+def prefix(rng: Rng, queries: int, keys: int) -> np.ndarray:
+    """Prefix-LM: all see the prefix, and what follows it is causal."""
+    ends = np.maximum(rng.integers(0, keys + 1), np.arange(queries) + 1)
+    return np.stack([np.zeros_like(ends), ends], -1)
+
+
+def padding(rng: Rng, queries: int, keys: int) -> np.ndarray:
+    """Padding on the left and on the right: nobody sees it, and what stands there sees nothing."""
+    first, end = np.sort(rng.integers(0, keys + 1, 2))
+    token = (np.arange(queries) >= first) & (np.arange(queries) < end)
+    return np.stack([np.full(queries, first), np.where(token, end, first)], -1)
+
+
+def anything(rng: Rng, queries: int, keys: int) -> np.ndarray:
+    """Every query its own interval; a quarter are empty."""
+    spans = np.sort(rng.integers(0, keys + 1, (queries, 2)))
+    return np.where(rng.random((queries, 1)) < 0.25, spans[:, :1], spans)
+
+
+EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {
+    "documents": documents,
+    "prefix": prefix,
+    "padding": padding,
+    "any": anything,
+}
+"""For one batch row of that many queries and keys: [queries, 2], first and end (exclusive) key position."""
+
+KEY_MASKS = ("random", "shard", "none")
+"""Three keys of five; a rank's whole shard hidden (of one rank: in one batch row), and a few more; a batch row without keys."""
+
+
+def extents(name: str, rng: Rng, batch: int, queries: int, keys: int) -> np.ndarray:
+    """int32 [batch, queries, 2] within the keys."""
+    rows = [EXTENTS[name](rng, queries, keys) for _ in range(batch)]
+    return np.clip(np.reshape(rows, (batch, queries, 2)), 0, keys).astype(np.int32)
+
+
+def key_mask(name: str, rng: Rng, batch: int, keys: int, shard: np.ndarray) -> np.ndarray:
+    """bool [batch, keys]; ``shard``: bool [keys], the positions that one rank holds."""
+    mask = rng.random((batch, keys)) < (0.9 if name == "shard" else 0.6)
+    if name == "shard":
+        mask[: 1 if shard.all() else batch, shard] = False
+    if name == "none":
+        mask[:1] = False
+    return mask
+
+
+def sinks(rng: Rng, heads: int) -> np.ndarray:
+    return rng.standard_normal(heads)
+
+
+def alibi_slopes(rng: Rng, heads: int) -> np.ndarray:
+    """Of both signs: a key may be nearer or farther than it stands."""
+    return rng.uniform(-0.05, 0.2, heads)

@@ -1,0 +1,136 @@
+"""Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
+
+    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0]
+
+The same seed gives the same problems, those of the tests where the number is theirs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from parity_tests.cases import DTYPES, Case, check, computed_bound
+from parity_tests.features import EXTENTS, KEY_MASKS
+from ring_attn_core import LAYOUTS, causal, full, sliding_window
+from ring_attn_core.oracle import Attention
+from ring_attn_core.tolerance import UNIT_ROUNDOFF
+
+LONGEST = 70
+DRAWS = 8
+"""Of a case's data, to bound its error by."""
+
+
+SLOW_IS_FINE: Any = list(HealthCheck)
+
+
+@st.composite
+def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+    """Ring sizes 1 to 8, sequences shorter than the ring, no tokens, no batch, odd sizes, cross-attention, every feature."""
+    integers, maybe = st.integers, lambda strategy: st.none() | strategy
+    offset, side = integers(-LONGEST, LONGEST), integers(0, LONGEST)
+    bands = st.one_of(st.just(full()), st.builds(causal, offset), st.builds(sliding_window, side, side, offset))
+    kv_heads = draw(integers(1, 3))
+    return Case(
+        layout=draw(st.sampled_from(list(LAYOUTS))),
+        mask=draw(bands),
+        ranks=min(draw(integers(1, 8)), draw(integers(1, 8))),  # small rings more often: JAX compiles every step
+        heads=kv_heads * draw(integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(integers(1, 40)),
+        v_dim=draw(integers(1, 40)),
+        length=draw(integers(0, LONGEST)),
+        kv_length=draw(maybe(integers(0, LONGEST))),
+        dtype=draw(st.sampled_from((*DTYPES, "float64"))),
+        batch=draw(integers(0, 3)),
+        more_slots=draw(integers(0, 2)),
+        tiles=draw(maybe(st.tuples(integers(1, 9), integers(1, 9)))),
+        scale=draw(maybe(st.floats(0.05, 0.5) | st.floats(-0.5, -0.05))),
+        extents=draw(maybe(st.sampled_from(list(EXTENTS)))),
+        key_mask=draw(maybe(st.sampled_from(KEY_MASKS))),
+        softcap=draw(maybe(st.floats(1, 50))),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        dropout_rate=draw(st.just(0.0) | st.floats(0.05, 0.9)),
+        seed=draw(integers(-(2**63), 2**63 - 1)),
+        poison=draw(st.booleans()),
+    )
+
+
+def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0) -> None:
+    """Check what ``run`` gives for that many random cases, those of seed ``number``; raises for the smallest case that fails."""
+    print(f"{examples} problems of seed {number}")
+
+    @seed(number)
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
+    @given(problems())
+    def is_exact(case: Case) -> None:
+        got = run(case)
+        try:
+            check(case, got)
+        except AssertionError:
+            check(case, got, lucky_bound)
+
+    is_exact()
+
+
+def lucky_bound(case: Case, name: str) -> float:
+    """The bound of a case among thousands, in which the plain computation is more exact than usual by chance or by its numbers.
+
+    The largest bound of DRAWS draws of the case's data, and what one rounding of lse, which is carried from step to step, makes
+    of a probability: lse times the unit roundoff.
+    """
+    lse = case.expected.lse[np.isfinite(case.expected.lse)].astype(np.float64)
+    rounded = UNIT_ROUNDOFF[case.dtype] * float(np.sqrt(np.mean(lse * lse))) if lse.size else 0.0
+    return rounded + max(computed_bound(replace(case, data=data), name) for data in range(DRAWS))
+
+
+def on_torch(examples: int, number: int) -> None:
+    from parity_tests.spawn import Ranks
+    from parity_tests.torch.ring import run_or_restart
+
+    pool = Ranks()
+    fuzz(partial(run_or_restart, pool), examples, number)
+    pool.close()
+
+
+def on_jax(examples: int, number: int) -> None:
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    import jax
+
+    from parity_tests.jax.ring import program, run
+
+    def run_and_forget(case: Case) -> Attention:
+        try:
+            return run.__wrapped__(case, quick=True)
+        finally:
+            program.cache_clear()
+            jax.clear_caches()
+
+    fuzz(run_and_forget, examples, number)
+
+
+def main() -> None:
+    frameworks = {"torch": on_torch, "jax": on_jax}
+    parser = argparse.ArgumentParser(description="Random problems against float64.")
+    parser.add_argument("framework", nargs="*", default=[*frameworks], help="torch, jax or both, which is the default")
+    parser.add_argument("--problems", type=int, default=2000, help="for each framework")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
+    arguments = parser.parse_args()
+    for name in arguments.framework:
+        began = time.perf_counter()
+        frameworks[name](arguments.problems, arguments.seed)
+        print(f"{name}: none of {arguments.problems} failed, {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
