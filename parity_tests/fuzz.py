@@ -105,18 +105,9 @@ def on_torch(examples: int, number: int) -> None:
 
 def on_jax(examples: int, number: int) -> None:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    import jax
+    from parity_tests.jax.ring import run_once
 
-    from parity_tests.jax.ring import program, run
-
-    def run_and_forget(case: Case) -> Attention:
-        try:
-            return run.__wrapped__(case, quick=True)
-        finally:
-            program.cache_clear()
-            jax.clear_caches()
-
-    fuzz(run_and_forget, examples, number)
+    fuzz(run_once, examples, number)
 
 
 def main() -> None:

@@ -47,6 +47,15 @@ def threshold(rate: float) -> int:
     return min(round(rate * 2**32), WORD)
 
 
+def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
+    """ValueError for ints that are too wide: a seed beyond int64, an index that is negative or beyond 32 bits."""
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")
+    for name, x in (("first batch row", first_batch), ("first head", first_head)):
+        if isinstance(x, int) and not 0 <= x <= WORD:
+            raise ValueError(f"dropout_offset holds the global index of the {name}, 0 to 2**32 - 1, got {x}")
+
+
 def seed_words(seed: Any) -> tuple[Any, Any]:
     """The lower and the upper 32 bits of a seed, an int or a wide integer array; they make the key."""
     return seed & WORD, (seed >> 32) & WORD

@@ -14,6 +14,7 @@ section 3.3.2).
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 
 from .runs import Run
 
@@ -51,7 +52,7 @@ def padded_local(layout: str, ranks: int, length: int) -> int:
 
 def check_rank(rank: object, ranks: int) -> None:
     """ValueError for an int that is no rank; a traced rank cannot be checked and passes."""
-    if isinstance(rank, int) and not 0 <= rank < ranks:
+    if isinstance(rank, Integral) and not 0 <= int(rank) < ranks:
         raise ValueError(f"rank={rank} is not one of {ranks} ranks: pass 0 to {ranks - 1}")
 
 

@@ -62,6 +62,6 @@ def parse(text: str) -> Band:
 
 
 def _integer(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
         raise ValueError(f"{name} counts token positions, so it must be an int, got {value!r}")
-    return value.__index__()
+    return value if isinstance(value, int) else value.__index__()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+LARGEST_CAP = 1e30
+"""A score divided by more may leave the normal numbers of float32."""
+
 
 def check_scale(scale: Any) -> None:
     if scale is not None and not _finite(scale):
@@ -12,10 +15,10 @@ def check_scale(scale: Any) -> None:
 
 
 def check_softcap(softcap: Any) -> None:
-    if softcap is not None and not (_finite(softcap) and softcap > 0):
+    if softcap is not None and not (_finite(softcap) and 0 < softcap <= LARGEST_CAP):
         raise ValueError(
-            f"softcap must be a finite Python number above 0, got {softcap!r}: scores become softcap * tanh(score / softcap); "
-            "pass None to leave them"
+            f"softcap must be a Python number above 0 and at most {LARGEST_CAP:g}, got {softcap!r}: scores become softcap * "
+            "tanh(score / softcap); pass None to leave them"
         )
 
 

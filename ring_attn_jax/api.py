@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.kernels.problem import Given, Problem, check_strategy
 from ring_attn_core.masks import causal
+from ring_attn_core.numbers import check_dropout_rate
 from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import Band
 
@@ -83,7 +84,8 @@ def ring_attention(
             ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any ranks and layout, and in PyTorch, the
             same.
         dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
-        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too.
+        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too, or mapped
+            by ``jax.vmap``, under which every row draws alike.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise:
@@ -98,6 +100,7 @@ def ring_attention(
     """
     check_strategy(strategy)
     arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    check_dropout_rate(dropout_rate)
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = ring_size(axis_name), layout, mask, length, kv_length
     plan, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
@@ -177,7 +180,8 @@ def checked(
     )
     plan = problem.check()
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    cap = None if softcap is None else float(softcap)
     slopes = arrays["alibi_slopes"]
     slopes = None if slopes is None else lax.stop_gradient(slopes)
     extents, sinks = arrays["extents"], arrays.get("sinks")
-    return plan, Score(factor, softcap, dropout_rate, select(problem, backend), extents, sinks, slopes, draw)
+    return plan, Score(factor, cap, float(dropout_rate), select(problem, backend), extents, sinks, slopes, draw)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.kernels.problem import check_runs
+from ring_attn_core.kernels.problem import FARTHEST, check_runs
 from ring_attn_core.masks import causal
+from ring_attn_core.numbers import check_dropout_rate
 from ring_attn_core.runs import Band, Run, row
 
 from .api import checked, refuse_second_derivative
@@ -20,9 +21,6 @@ from .varying import dtype_names, vary_alike
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-FARTHEST = 2**30
-"""No lag is greater, so that traced runs need no wider integers than int32."""
 
 
 def attend_block(
@@ -59,6 +57,7 @@ def attend_block(
     dtype_names(q, k, v)
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
     arrays = {"extents": extents, "key_mask": key_mask, "alibi_slopes": alibi_slopes}
+    check_dropout_rate(dropout_rate)
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = 1, "contiguous", mask, None, None
     _, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)

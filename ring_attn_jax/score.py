@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_attn_core.dropout import LANES, WORD, philox, seed_words, threshold
+from ring_attn_core.dropout import LANES, WORD, check_draw, philox, seed_words, threshold
 
 
 class Draw(NamedTuple):
@@ -53,8 +53,9 @@ def draw_of(seed: Any, offset: Any) -> Draw:
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
         )
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
-        if not (_is_integer(x) if isinstance(x, jax.Array | np.ndarray) else hasattr(x, "__index__")):
+        if not (_is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)) or x is True:
             raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {x!r}")
+    check_draw(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
     return Draw(*_words(seed), *(_words(x)[0] for x in offset))
 
 

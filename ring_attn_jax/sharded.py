@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.kernels.problem import check_array, check_extents
 from ring_attn_core.masks import causal
+from ring_attn_core.numbers import check_dropout_rate
 from ring_attn_core.plan import RingPlan
 
 from .api import ring_attention
+from .extents import on_host
 from .score import Draw, draw_of
 from .varying import described, dtype_names
 
@@ -69,10 +70,12 @@ def sharded_ring_attention(
         _check_extents(optional["extents"], k.shape[1], mesh.shape[axis_name], arguments)
     given = {"q": q, "k": k, "v": v, **optional}
     arrays: dict[str, Any] = {name: _on_explicit_axes(jnp.asarray(x), mesh, specs[name]) for name, x in given.items()}
-    if arguments.get("dropout_rate") and arguments.get("dropout_seed") is not None:
-        seed, offset = arguments.pop("dropout_seed"), arguments.pop("dropout_offset", (0, 0))
+    check_dropout_rate(arguments.get("dropout_rate", 0.0))
+    seed, offset = arguments.pop("dropout_seed", None), arguments.pop("dropout_offset", (0, 0))
+    if arguments.get("dropout_rate") and seed is not None:
         arrays["dropout_seed"] = draw_of(seed, offset)
-    options = tuple(sorted({"axis_name": axis_name, "return_lse": return_lse, **arguments}.items()))
+    named = sorted({"axis_name": axis_name, "return_lse": return_lse, **arguments}.items())
+    options = tuple((name, type(x), x) for name, x in named)  # since 1 equals True, and 64 equals 64.0
     kept = tuple((name, specs.get(name, PartitionSpec())) for name in arrays)
     try:
         attention = _compiled(mesh, kept, batch_axes, head_axis, options)
@@ -87,10 +90,10 @@ def _compiled(
     specs: tuple[tuple[str, PartitionSpec], ...],
     batch_axes: tuple[str, ...],
     head_axis: str | None,
-    options: tuple[tuple[str, Any], ...],
+    options: tuple[tuple[str, type, Any], ...],
 ) -> Any:
     """The program, made once: outside jit, a new function at every call would be compiled anew."""
-    arguments = dict(options)
+    arguments = {name: x for name, _, x in options}
 
     def attention(arrays: dict[str, Any]) -> Any:
         if "dropout_seed" in arrays:
@@ -110,13 +113,14 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
 
 
 def _check_extents(extents: Any, keys: int, ranks: int, arguments: dict[str, Any]) -> None:
-    """ValueError for values that are wrong, where there are values: inside jit there are none yet."""
-    if isinstance(extents, Tracer):
+    """ValueError for values that are wrong, where this process can see them: not inside jit, nor those of other hosts."""
+    values = on_host(jnp.asarray(extents))
+    if values is None:
         return
     lengths: Any = extents.shape[1] // ranks, keys // ranks, arguments.get("length"), arguments.get("kv_length")
     plan = RingPlan(arguments.get("layout", "zigzag"), arguments.get("mask", causal()), ranks, *lengths)
-    for rank, shard in enumerate(np.split(np.asarray(extents), ranks, 1)):
-        check_extents(shard, plan, rank)
+    for runs, shard in zip(plan.q_runs, np.split(values.astype(np.int64), ranks, 1), strict=True):
+        check_extents(shard, runs, plan.kv_length)
 
 
 def _on_explicit_axes(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:

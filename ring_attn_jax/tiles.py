@@ -152,8 +152,11 @@ class Call:
     def extents(self, queries: Tile) -> tuple[jax.Array, jax.Array]:
         """First and end [1 block_q] of what the queries may see, int32 and not negative."""
         assert self.score.extents is not None
-        first, end = jnp.unstack(queries.tokens_of(self.score.extents), axis=-1)
-        return jnp.maximum(first, 0).astype(jnp.int32), jnp.maximum(end, 0).astype(jnp.int32)
+        extents = jnp.maximum(queries.tokens_of(self.score.extents), 0)
+        if extents.dtype.itemsize >= 4:
+            extents = jnp.minimum(extents, jnp.iinfo(jnp.int32).max)
+        first, end = jnp.unstack(extents.astype(jnp.int32), axis=-1)
+        return first, end
 
 
 @dataclass(frozen=True)

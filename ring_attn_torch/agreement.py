@@ -41,24 +41,29 @@ class _History:
         self.agreed: set[Problem] = set()
 
 
+_seen_alone: set[Problem] = set()
+"""What this process has run as a ring of one."""
+
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
-def agree(problem: Problem, group: Group, error: Exception | None = None) -> None:
+def agree(problem: Problem, group: Group, error: Exception | None = None, again: bool = False) -> None:
     """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
 
-    ``error`` is this rank's own objection. Raises the objection of the lowest rank that has one, a ValueError that names what the
-    ranks disagree on, or a RuntimeError that names the ranks that did not come within the group's timeout.
+    ``error`` is this rank's own objection; ``again``: ask about a problem seen before too, as all ranks then must. Raises the
+    objection of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names
+    the ranks that did not come within the group's timeout.
     """
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
         if error is not None:
             raise error
+        _seen_alone.add(problem)
         return
     if group not in _histories:
         _histories[group] = _History(group)
     history = _histories[group]
     history.calls += 1
-    if error is None and problem in history.agreed:
+    if error is None and problem in history.agreed and not again:
         return
     patience = GRACE if error else timeout(group, problem.device)
     _conclude(_exchange(_verdict(problem, error), f"ring_attn/{history.era}/{history.calls}", group, patience), error)
@@ -66,8 +71,10 @@ def agree(problem: Problem, group: Group, error: Exception | None = None) -> Non
 
 
 def agreed(problem: Problem, group: Group) -> bool:
-    """Whether all ranks have run ``problem`` on this group before."""
-    return group is not None and group in _histories and problem in _histories[group].agreed
+    """Whether all ranks have run ``problem`` on this group before, or nobody can be asked now (a CUDA graph is captured)."""
+    if group is None or ranks_of(group) == 1:
+        return problem in _seen_alone or _capturing(problem.device)
+    return _capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
 
 
 def refuse(error: Exception, group: Group, device: str) -> None:

@@ -72,7 +72,8 @@ def ring_attention(
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
-            each query may see: ``document_extents``, ``prefix_extents``.
+            each query may see: ``document_extents``, ``prefix_extents``. Values outside the keys and reversed ones are refused at
+            every call on a CPU, and on a GPU, where looking is a wait, at the first call of a problem; later they are cut.
         key_mask: bool ``[batch, kv_local]``, sharded like k, True where a key may be attended; any pattern.
         scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
@@ -94,9 +95,10 @@ def ring_attention(
     heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf (or its sink), zero gradients.
 
     Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, and for ones that the ranks
-    disagree on where any of them is new to its rank; RuntimeError after the group's timeout where a rank does not come. No second
-    derivative and no forward mode. An op of torch.library, so it works under torch.compile(fullgraph=True) and selective
-    checkpointing (``torch.ops.ring_attn.forward.default`` is the op to save); autocast leaves it alone.
+    disagree on, where none of them has seen its own before; RuntimeError after the group's timeout where a rank does not come, or
+    makes another call than those that repeat one. No second derivative and no forward mode. An op of torch.library, so it works
+    under torch.compile(fullgraph=True) and selective checkpointing (``torch.ops.ring_attn.forward.default`` is the op to save);
+    autocast leaves it alone.
     """
     name = group_name(group)
     try:
@@ -106,7 +108,7 @@ def ring_attention(
         refuse_forward_mode(q, k, v, sinks)
         check_inputs(q, k, v, name, mask, arrays, layout=layout, length=length, kv_length=kv_length, backend=backend, **numbers)
         draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
     out, lse = torch.ops.ring_attn.forward(
         q, k, v, *arrays.values(), draw, name, layout, mask.lo, mask.hi, length, kv_length, *numbers.values(), backend
@@ -140,12 +142,13 @@ def _forward(
     problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
     try:
         plan, score = checked(problem)
-        if extents is not None and not agreed(problem, group):
-            check_extents(extents, plan, rank_in(group))
-    except ValueError as error:
+        look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
+        if extents is not None and look:
+            check_extents(extents.long(), plan.q_runs[rank_in(group)], plan.kv_length)
+    except Exception as error:
         agree(problem, group, error)
         raise
-    agree(problem, group)
+    agree(problem, group, again=look)
     score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
         return ring.forward(q, pack(k, v, key_mask), plan, group, score)

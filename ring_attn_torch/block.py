@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.kernels.problem import check_runs
+from ring_attn_core.kernels.problem import FARTHEST, check_extents, check_runs
 from ring_attn_core.masks import causal
 from ring_attn_core.runs import Band, Row, Run, row
 
@@ -106,6 +106,8 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
+    if extents is not None and extents.device.type == "cpu":
+        check_extents(extents.long(), [(0, runs[1], runs[0], runs[4])], FARTHEST)
     keys, rows = pack(k, v, key_mask), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         return attend(q, keys, rows, score, nothing(q, keys, rows, score), last=False)

@@ -53,7 +53,7 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
     ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
     Raises ValueError unless 0 <= prefix <= length; under torch.compile a tensor cannot be checked.
     """
-    first = integers("prefix", prefix, *(["batch"] if getattr(prefix, "ndim", 0) else []))
+    first = integers("prefix", prefix, *(["batch"] if torch.as_tensor(prefix).ndim else []))
     values = on_host(first)
     if values is not None and ((values < 0) | (values > length)).any():
         raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")

@@ -50,7 +50,7 @@ def refuse_forward_mode(*tensors: Any) -> None:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError("ring_attention has no forward-mode derivative: use backward or torch.func.vjp")
+        raise NotImplementedError("ring_attention has no forward-mode derivative: use backward or torch.autograd.grad")
 
 
 def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, arrays: dict[str, Any], **arguments: Any) -> None:

@@ -18,11 +18,11 @@ class Keys(NamedTuple):
 
 def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Keys:
     """k [b t g d], v [b t g e], key_mask bool [b t]."""
-    kv = torch.cat([k, v], -1)
+    kv = torch.cat([k, v], -1).contiguous()  # it takes over the order of dimensions in memory that k and v share
     if key_mask is None:
         return Keys(kv)
     b, t = key_mask.shape
-    whole = torch.cat([key_mask, key_mask.new_zeros(b, -t % 8)], 1).view(b, -1, 8)
+    whole = torch.cat([key_mask, key_mask.new_zeros(b, -t % 8)], 1).unflatten(1, (-(-t // 8), 8))
     return Keys(kv, (whole << _bit(whole)).sum(-1).to(torch.uint8))
 
 

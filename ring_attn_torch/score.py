@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ring_attn_core.dropout import LANES, WORD, philox, seed_words, threshold
+from ring_attn_core.dropout import LANES, WORD, check_draw, philox, seed_words, threshold
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,16 @@ def draw_of(seed: Any, offset: Any) -> Tensor:
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
         )
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
-        if not (_is_integer(x) if isinstance(x, Tensor) else hasattr(x, "__index__")):
+        if not (_is_integer(x) if isinstance(x, Tensor) else isinstance(x, int | np.integer)) or x is True:
             raise ValueError(f"{name} must be an int or a 0-d integer tensor, got {x!r}")
-    seed, *first = (x if isinstance(x, Tensor) else x.__index__() for x in (seed, *offset))
-    device = next((x.device for x in (seed, *first) if isinstance(x, Tensor)), None)
-    words: Any = *seed_words(seed.long() if isinstance(seed, Tensor) else seed), *first
-    return torch.stack([torch.as_tensor(x, dtype=torch.int64, device=device) for x in words])
+    given = [int(x) if isinstance(x, np.integer) else x for x in (seed, *offset)]
+    check_draw(*given)
+    device = next((x.device for x in given if isinstance(x, Tensor)), None)
+    as_tensor = lambda x: (
+        x.to(device, torch.int64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=device)
+    )
+    seed, first_batch, first_head = map(as_tensor, given)
+    return torch.stack([*seed_words(seed), first_batch, first_head])
 
 
 def _is_integer(x: Tensor) -> bool:
@@ -52,8 +57,8 @@ def kept(draw: Tensor, rate: float, batch: int, heads: int, q_pos: Tensor, k_pos
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
     low, high, first_batch, first_head = draw.to(q_pos.device).unbind()
     group, of_key = torch.unique_consecutive(k_pos // LANES, return_inverse=True)
-    b = (first_batch + torch.arange(batch, device=q_pos.device)).view(-1, 1, 1, 1)
-    h = (first_head + torch.arange(heads, device=q_pos.device)).view(-1, 1, 1)
+    b = (first_batch + torch.arange(batch, device=q_pos.device) & WORD).view(-1, 1, 1, 1)
+    h = (first_head + torch.arange(heads, device=q_pos.device) & WORD).view(-1, 1, 1)
     words = torch.stack(philox((group, q_pos[:, None], h, b), (low, high), _multiply), -1)
     return words[..., of_key, k_pos % LANES] >= threshold(rate)
 

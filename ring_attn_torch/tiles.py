@@ -71,6 +71,8 @@ class Part:
 
     @classmethod
     def all(cls, q: Tensor, keys: Keys, rows: Rows, score: Score) -> Iterator[Part]:
+        if q.numel() == 0 or keys.kv.numel() == 0:
+            return
         seen = unpack(keys)
         if score.extents is None:
             yield cls(slice(None), q, keys.kv, seen, rows, score)
@@ -78,7 +80,7 @@ class Part:
         for b in range(q.shape[0]):
             batch = slice(b, b + 1)
             draw = None if score.draw is None else score.draw + torch.tensor([0, 0, b, 0], device=score.draw.device)
-            mine = replace(score, extents=score.extents[batch], draw=draw)
+            mine = replace(score, extents=score.extents[batch].long(), draw=draw)
             yield cls(batch, q[batch], keys.kv[batch], None if seen is None else seen[batch], rows, mine)
 
     @cached_property
@@ -113,7 +115,7 @@ class Part:
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
         """The least first and the greatest end of every query tile's extents that are not empty: one wait for the device."""
         assert self.score.extents is not None
-        first, end = self.score.extents.long().unbind(-1)
+        first, end = self.score.extents.unbind(-1)
         empty = first >= end
         first, end = first.masked_fill(empty, torch.iinfo(torch.int64).max), end.masked_fill(empty, 0)
         tiles = list(self.query_tiles())

@@ -93,10 +93,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"softcap": cap},
-            f"softcap must be a finite Python number above 0, got {cap!r}: scores become softcap * tanh(score / "
-            "softcap); pass None to leave them",
+            f"softcap must be a Python number above 0 and at most 1e+30, got {cap!r}: scores become softcap * "
+            "tanh(score / softcap); pass None to leave them",
         )
-        for cap in (0, -1.0, float("inf"), True, "30")
+        for cap in (0, -1.0, float("inf"), 1e31, True, "30")
     ),
     *(
         (
@@ -179,7 +179,7 @@ def test_the_fingerprint_tells_problems_apart_and_survives_json():
 )
 def test_extents_within_the_keys_pass_whatever_stands_at_padding(extents: list[list[int]]):
     plan = RingPlan("contiguous", causal(), ranks=2, seq_local=4, kv_local=24, length=7)
-    check_extents(np.array([extents]), plan, rank=1)
+    check_extents(np.array([extents]), plan.q_runs[1], plan.kv_length)
 
 
 @pytest.mark.parametrize("wrong", [[-1, 4], [5, 4], [0, 49]], ids=["below 0", "reversed", "beyond the keys"])
@@ -189,7 +189,7 @@ def test_extents_that_are_wrong_are_named_with_the_position_of_their_query(wrong
     with pytest.raises(
         ValueError, match=r"extents must be 0 <= first <= end <= kv_length = 48, got \[.*at position 5 of batch row 1"
     ):
-        check_extents(extents, plan, rank=1)
+        check_extents(extents, plan.q_runs[1], plan.kv_length)
 
 
 def test_runs_begin_at_the_start_where_none_are_given():
@@ -202,6 +202,10 @@ def test_runs_begin_at_the_start_where_none_are_given():
         ((range(3), None), r"q_run must be a Run\(start, length, stride\) or None, got range"),
         ((None, Run(0, 4)), "k_run has 4 tokens, and the block holds 3: pad the block, or shorten the run"),
         ((Run(-1, 2), None), "q_run starts at position -1: positions count from 0"),
+        ((Run(2.5, 2), None), "the start of q_run must be an int, got 2.5"),
+        ((None, Run(0, np.int64(-3))), "k_run has -3 tokens"),
+        ((Run(np.int64(-1), 2), None), "q_run starts at position -1"),
+        ((Run(2**31, 2), None), "q_run starts at position 2147483648: positions .* below"),
         ((Run(0, 2, 0), None), "the stride of q_run must be an int of at least 1, got 0"),
         ((Run(0, 2, 2), None), "q_run has stride 2 and k_run 1: a block needs equal strides"),
     ],

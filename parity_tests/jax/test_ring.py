@@ -15,7 +15,7 @@ from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, check_
 from parity_tests.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
 from parity_tests.documents import check_documents, packed
 from parity_tests.fuzz import fuzz
-from parity_tests.jax.ring import mesh_of, options, run, whole
+from parity_tests.jax.ring import mesh_of, options, run, run_once, whole
 from ring_attn_core import LAYOUTS, full, sliding_window
 from ring_attn_jax import sharded_ring_attention
 
@@ -120,4 +120,4 @@ def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
 
 
 def test_random_problems_are_exact():
-    fuzz(partial(run, quick=True), 100)
+    fuzz(run_once, 100)

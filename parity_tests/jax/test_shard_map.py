@@ -134,7 +134,7 @@ WRONG = {
     "needs an even number of tokens a rank, got 7": lambda q, k, v: ((q[:, :14], k[:, :14], v[:, :14]), {}),
     "to_layout, which pads": lambda q, k, v: ((q[:, :15], k[:, :15], v[:, :15]), {}),
     "jax_enable_x64": lambda q, k, v: (tuple(np.asarray(x, np.float64) for x in (q, k, v)), {}),
-    "softcap must be a finite": lambda q, k, v: ((q, k, v), {"softcap": 0.0}),
+    "softcap must be a Python number": lambda q, k, v: ((q, k, v), {"softcap": 0.0}),
     "dropout_rate=0.5 needs dropout_seed": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5}),
     "dropout_seed must be an int": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
     "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),

@@ -74,6 +74,29 @@ def test_outside_jit_a_new_seed_compiles_nothing(seeds):
     np.testing.assert_array_equal(second, ring(dropout_seed=2))
 
 
+def test_without_dropout_a_new_seed_compiles_nothing_either():
+    arrays = inputs(Case(length=16))
+    ring = partial(sharded_ring_attention, **arrays, mesh=mesh_of(2))
+    ring(dropout_seed=1)
+    with jax.no_tracing():
+        ring(dropout_seed=2, dropout_offset=[0, 3])
+
+
+def test_an_argument_of_another_type_is_not_taken_for_an_equal_one():
+    ring = partial(sharded_ring_attention, **inputs(Case(length=16)), mesh=mesh_of(2))
+    ring(softcap=1)
+    with pytest.raises(ValueError, match="softcap must be"):
+        ring(softcap=True)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32", "uint8"])
+def test_extents_that_are_traced_and_reach_beyond_the_keys_are_cut(dtype):
+    arrays = inputs(Case(length=16))
+    ring = partial(sharded_ring_attention, **arrays, mesh=mesh_of(2))
+    beyond = np.broadcast_to(np.array([0, np.iinfo(dtype).max], dtype), (2, 16, 2))
+    np.testing.assert_allclose(jax.jit(lambda extents: ring(extents=extents))(beyond), ring(), atol=1e-6)
+
+
 def test_other_arrays_compile_nothing_either():
     arrays = inputs(Case(length=16, extents="any", key_mask="random", sinks=True, alibi=True))
     ring = partial(sharded_ring_attention, mesh=mesh_of(2))

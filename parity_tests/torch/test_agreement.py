@@ -54,7 +54,7 @@ WRONG: dict[str, Any] = {
     "bad scale": (lambda n: shards(n) | {"scale": float("nan")}, "rank 2: scale must be a finite"),
     "disagree on softcap": (lambda n: shards(n) | {"softcap": 2.0}, "disagree on softcap: None on rank 0, 2.0 on rank 2"),
     "disagree on sinks": (lambda n: shards(n) | {"sinks": torch.ones(4)}, "disagree on arrays"),
-    "bad softcap": (lambda n: shards(n) | {"softcap": 0.0}, "rank 2: softcap must be a finite Python number above 0"),
+    "bad softcap": (lambda n: shards(n) | {"softcap": 0.0}, "rank 2: softcap must be a Python number above 0"),
     "dropout without a seed": (lambda n: shards(n) | {"dropout_rate": 0.5}, "rank 2: dropout_rate=0.5 needs dropout_seed"),
     "too much dropout": (lambda n: shards(n) | {"dropout_rate": 1.0, "dropout_seed": 0}, "rank 2: dropout_rate is the share"),
     "a seed that is none": (
@@ -73,6 +73,15 @@ WRONG: dict[str, Any] = {
     "reversed extents": (
         lambda n: shards(n) | {"extents": torch.tensor([4, 3], dtype=torch.int32).expand(1, n, 2)},
         "rank 2: extents must be 0 <= first <= end",
+    ),
+    "an array for a seed": (
+        lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": torch.tensor([1])},
+        "rank 2: dropout_seed must be an int or a 0-d integer tensor",
+    ),
+    "too wide a seed": (lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 2**63}, "rank 2: dropout_seed must fit"),
+    "a negative offset": (
+        lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 1, "dropout_offset": (0, -1)},
+        "rank 2: dropout_offset holds the global index of the first head",
     ),
     "sinks of key heads": (lambda n: shards(n) | {"sinks": torch.ones(2)}, r"rank 2: sinks must be \[heads\] = \[4\]"),
     "slopes to be learned": (
@@ -108,6 +117,20 @@ def forget(group):
     """As if no problem had been seen on this group."""
     if group in agreement._histories:
         agreement._histories[group].agreed.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.uint32], ids=str)
+def test_wrong_extents_are_found_at_every_call(gloo, dtype):
+    errors = gloo.outcomes(RANKS, wrong_at_the_second_call, dtype)
+    assert {type(error) for error in errors} == {ValueError}, errors
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 1: extents must be 0 <= first <= end <= kv_length = 24, got [9, 3]" in str(errors[0])
+
+
+def wrong_at_the_second_call(group, dtype):
+    right, wrong = (torch.tensor([[span] * 6], dtype=torch.int64).to(dtype) for span in ([0, 24], [9, 3]))
+    ring_attention(**shards(), group=group, extents=right)
+    return ring_attention(**shards(), group=group, extents=wrong if dist.get_rank() == 1 else right)
 
 
 def test_the_lowest_rank_speaks_when_several_are_wrong(gloo):

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parity_tests import spawn
 from parity_tests.cases import Case
 from parity_tests.spawn import PerRank
 from parity_tests.torch.ring import on_rank
-from ring_attn_core import causal
+from ring_attn_core import causal, sliding_window
 from ring_attn_torch import api, ring_attention
 
 NUMBERS = ("", "contiguous", 0, None, None, None, None)
@@ -102,6 +103,16 @@ def compiled_with_each_kind_of_group(world):
         assert torch.equal(compiled(q, q, q, group=group), first)
 
 
+@pytest.mark.parametrize("options", [lambda n: {"dropout_rate": 0.3, "dropout_seed": n}, lambda n: {"mask": sliding_window(n)}])
+def test_another_number_at_every_call_stays_one_graph(options):
+    q, k, v = leaves()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda n: ring_attention(q, k, v, layout="striped", **options(n)), fullgraph=True, backend=counter)
+    for n in (3, 4, 5, 6):
+        torch.testing.assert_close(compiled(n), ring_attention(q, k, v, layout="striped", **options(n)))
+    assert counter.frame_count <= 2, "once for the first number, once for any"
+
+
 @pytest.mark.parametrize(("keep", "forwards"), [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
 def test_selective_checkpointing_runs_one_forward_ring(keep, forwards):
     q, k, v = leaves()
@@ -158,14 +169,27 @@ def from_outside(group):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, at its first use of these
-def test_inductor_compiles_what_comes_transposed():
+@pytest.mark.parametrize("shape", [(0, 6, 2, 4), (2, 0, 2, 4)], ids=["no batch", "no tokens"])
+@pytest.mark.parametrize("every", [False, True], ids=["plain", "every feature"])
+def test_nothing_in_gives_nothing_out(shape, every):
+    x = torch.randn(shape, requires_grad=True)
+    masks = {"extents": torch.zeros((*shape[:2], 2), dtype=torch.int32), "key_mask": torch.ones(shape[:2], dtype=torch.bool)}
+    heads = {"sinks": torch.zeros(2), "alibi_slopes": torch.ones(2)}
+    features = {**masks, **heads, "softcap": 2.0, "dropout_rate": 0.1, "dropout_seed": 1} if every else {}
+    out = ring_attention(x, x, x, **features)
+    assert out.shape == shape
+    assert torch.autograd.grad(out.sum(), x)[0].shape == shape
+
+
+@pytest.mark.parametrize(("shape", "order"), [((1, 2, 6, 8), (0, 2, 1, 3)), ((1, 2, 8, 6), (0, 3, 1, 2))], ids=["bhsd", "bhds"])
+def test_inductor_compiles_what_comes_transposed(shape, order):
     """The usual [b h s d] model hands over views."""
-    inputs = [torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3)]
-    attention = lambda *qkv: ring_attention(*(x.transpose(1, 2) for x in qkv), layout="striped").sum()
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    attention = lambda *qkv: ring_attention(*(x.permute(order) for x in qkv), layout="striped").sum()
     gradients = torch.autograd.grad(torch.compile(attention)(*inputs), inputs)
     for mine, plain in zip(gradients, torch.autograd.grad(attention(*inputs), inputs), strict=True):
         torch.testing.assert_close(mine, plain)
-    views = [x.detach().transpose(1, 2) for x in inputs]
+    views = [x.detach().permute(order) for x in inputs]
     torch.library.opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(every=False)))
     out, lse = torch.ops.ring_attn.forward(*views, *arguments(every=False))
     torch.library.opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *arguments(every=False)))

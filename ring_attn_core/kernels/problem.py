@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -126,20 +128,20 @@ def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
         raise ValueError(f"{array.name} must have {kind}, got {array.dtype}. {_HINTS[array.name]}")
 
 
-def check_extents(extents: Any, plan: RingPlan, rank: int) -> None:
+def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
     """ValueError for an extent that is reversed or leaves the keys; those of padded queries may say anything.
 
-    ``extents``: a shard [batch, seq_local, 2] of numpy or torch. What JAX traces has no values yet: there an extent that leaves
-    the keys is cut, and a reversed one sees nothing.
+    ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
+    Where nobody looks at the values, an extent that leaves the keys is cut, and a reversed one sees nothing.
     """
-    for base, length, start, stride in plan.q_runs[rank]:
+    for base, length, start, stride in q_runs:
         first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
-        wrong = (first < 0) | (end < first) | (end > plan.kv_length)
+        wrong = (first < 0) | (end < first) | (end > kv_length)
         if wrong.any():
             b, i = next((b, i) for b, row in enumerate(wrong.tolist()) for i, bad in enumerate(row) if bad)
             got = [int(first[b, i]), int(end[b, i])]
             raise ValueError(
-                f"extents must be 0 <= first <= end <= kv_length = {plan.kv_length}, got {got} for the query "
+                f"extents must be 0 <= first <= end <= kv_length = {kv_length}, got {got} for the query "
                 f"at position {start + stride * i} of batch row {b}: they are global key positions, the end exclusive"
             )
 
@@ -156,10 +158,11 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
         run = Run(0, tokens) if run is None else run
         if not isinstance(run, Run):
             raise ValueError(f"{name} must be a Run(start, length, stride) or None, got {run!r}")
+        run = Run(_number(name, "start", run.start), _number(name, "length", run.length), run.stride)
         if not isinstance(run.stride, int) or run.stride < 1:
             raise ValueError(f"the stride of {name} must be an int of at least 1, got {run.stride!r}")
-        if isinstance(run.start, int) and run.start < 0:
-            raise ValueError(f"{name} starts at position {run.start}: positions count from 0")
+        if isinstance(run.start, int) and not 0 <= run.start < FARTHEST:
+            raise ValueError(f"{name} starts at position {run.start}: positions count from 0, and must be below 2^30")
         if isinstance(run.length, int) and not 0 <= run.length <= tokens:
             raise ValueError(f"{name} has {run.length} tokens, and the block holds {tokens}: pad the block, or shorten the run")
         checked.append(run)
@@ -170,6 +173,21 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
         )
     return checked[0], checked[1]
 
+
+def _number(name: str, field: str, x: Any) -> Any:
+    """An int where there is one, else a traced integer as it is; ValueError for what is neither."""
+    if isinstance(x, int):
+        return x
+    try:
+        return operator.index(x)
+    except (TypeError, RuntimeError) as error:  # also what JAX and torch.compile raise for what they trace
+        if "int" in str(getattr(x, "dtype", "")):
+            return x
+        raise ValueError(f"the {field} of {name} must be an int, got {x!r}") from error
+
+
+FARTHEST = 2**30
+"""Positions of blocks are below it, so that their lags fit int32 where JAX traces them."""
 
 _HINTS = {
     "extents": "It holds first and end (exclusive) of the key positions that each query may see, sharded like q",
