@@ -59,7 +59,9 @@ class RingPlan:
                 f"in {array}: shard with to_layout, which pads to {padded}, and pass {name}={min(length, held)}"
             )
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise ValueError(f"{name} is the true global number of tokens, an int of at least 0, got {length!r}")
+            raise ValueError(
+                f"{name} is the true global number of tokens, an int of at least 0 (static under jit), got {length!r}"
+            )
         if length > held:
             raise ValueError(
                 f"{name}={length} is more than the {self.ranks} shards of {array} hold ({local} tokens each, {held} in all): "

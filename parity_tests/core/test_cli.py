@@ -47,7 +47,7 @@ def test_save_writes_the_picture(tmp_path: Path):
         (["--layout", "spiral"], "unknown layout 'spiral': choose one of contiguous, striped, zigzag"),
         (["--mask", "causual"], "cannot read the mask 'causual': write full, "),
         (["--ranks", "0"], "a ring needs at least 1 rank, got 0"),
-        (["--length", "-5"], "length is the true global number of tokens, an int of at least 0, got -5"),
+        (["--length", "-5"], "length is the true global number of tokens, an int of at least 0 (static under jit), got -5"),
         (["--save", "plan.jpg"], "a plan is drawn as .png or .svg, got 'plan.jpg'"),
         (["--save", "no/such/folder/plan.png"], "No such file or directory"),
         (["--save", "plan.png", "--all-layouts"], "--save draws one plan, --all-layouts compares several: leave one of them out"),

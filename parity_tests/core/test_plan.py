@@ -212,8 +212,8 @@ ERRORS = [
         "kv_length=99 is more than the 8 shards of k hold (4 tokens each, 32 in all): "
         "pass every rank a shard of at least 14 tokens",
     ),
-    ({"length": -1}, "length is the true global number of tokens, an int of at least 0, got -1"),
-    ({"kv_length": 2.5}, "kv_length is the true global number of tokens, an int of at least 0, got 2.5"),
+    ({"length": -1}, "length is the true global number of tokens, an int of at least 0 (static under jit), got -1"),
+    ({"kv_length": 2.5}, "kv_length is the true global number of tokens, an int of at least 0 (static under jit), got 2.5"),
     ({"ranks": 0}, "a ring needs at least 1 rank, got 0"),
     ({"mask": "causal"}, "mask must be full(), causal(...) or sliding_window(...), got 'causal'"),
     ({"layout": "ziggy"}, "unknown layout 'ziggy': choose one of contiguous, striped, zigzag"),
