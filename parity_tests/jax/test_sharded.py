@@ -29,16 +29,14 @@ def value_and_gradients(case: Case, arrays: dict[str, jax.Array], ranks: int, **
     """Whole arrays in natural order -> out and the gradients of q, k, v and sinks, in natural order."""
 
     def attention(learned, others):
-        arrays = {**learned, **others}
-        placed = {name: to_layout(x, "zigzag", ranks) if name in SEQUENCES else x for name, x in arrays.items()}
-        out = sharded_ring_attention(**placed, mask=case.mask, length=case.length, **case.scalars, **options)
-        out = from_layout(out, "zigzag", ranks, case.length)
+        out = sharded_ring_attention(**learned, **others, mask=case.mask, length=case.length, **case.scalars, **options)
         return jnp.sum(jnp.sin(3 * out)), out
 
-    learned = {name: arrays[name] for name in ("q", "k", "v", "sinks")}
-    others = {name: x for name, x in arrays.items() if name not in learned}
-    (_, out), gradients = jax.jit(jax.value_and_grad(attention, has_aux=True))(learned, others)
-    return {"out": out, **gradients}
+    placed = {name: to_layout(x, "zigzag", ranks) if name in SEQUENCES else x for name, x in arrays.items()}
+    learned = {name: placed.pop(name) for name in ("q", "k", "v", "sinks")}
+    (_, out), gradients = jax.jit(jax.value_and_grad(attention, has_aux=True))(learned, placed)
+    natural = lambda x: from_layout(np.asarray(x), "zigzag", ranks, case.length)
+    return {"out": natural(out), **{name: x if name == "sinks" else natural(x) for name, x in gradients.items()}}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -48,7 +46,7 @@ def test_every_feature_on_a_data_seq_tensor_mesh_equals_one_device(kind):
     mine = value_and_gradients(case, inputs(case), 2, mesh=mesh, batch_axes="data", head_axis="tensor")
     truth = value_and_gradients(case, inputs(case), 1, mesh=mesh_of(1))
     for name, x in truth.items():
-        np.testing.assert_allclose(np.asarray(mine[name]), np.asarray(x), rtol=0, atol=4e-6, err_msg=name)
+        np.testing.assert_allclose(np.asarray(mine[name]), np.asarray(x), rtol=1e-6, atol=4e-6, err_msg=name)
 
 
 def test_an_offset_is_added_to_those_of_the_shards():
