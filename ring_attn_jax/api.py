@@ -184,4 +184,5 @@ def checked(
     slopes = arrays["alibi_slopes"]
     slopes = None if slopes is None else lax.stop_gradient(slopes)
     extents, sinks = arrays["extents"], arrays.get("sinks")
+    draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
     return plan, Score(factor, cap, float(dropout_rate), select(problem, backend), extents, sinks, slopes, draw)
