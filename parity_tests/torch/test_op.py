@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
+from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parity_tests import spawn
@@ -40,7 +41,7 @@ def leaves():
 
 @pytest.mark.parametrize("every", [False, True], ids=["plain", "every feature"])
 def test_opcheck_accepts_the_forward_op(every):
-    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *arguments(every)))
+    opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *arguments(every)))
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["plain", "every feature"])
@@ -48,17 +49,17 @@ def test_opcheck_accepts_the_backward_op(every):
     q, k, v = (x.detach() for x in leaves())
     out, lse = torch.ops.ring_attn.forward(q, k, v, *arguments(every))
     cotangents = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(torch.ops.ring_attn.backward.default, (*cotangents, q, k, v, out, lse, *arguments(every)))
+    opcheck(torch.ops.ring_attn.backward.default, (*cotangents, q, k, v, out, lse, *arguments(every)))
 
 
 def test_opcheck_accepts_the_ops_of_a_block():
     q, k, v = (x.detach() for x in leaves())
     extents, key_mask, _, slopes, draw, *_ = arguments(every=True)
     rest = extents, key_mask, slopes, draw, (30, 33, 20, 32, 2), 0, None, None, 2.0, 0.25, "auto"
-    torch.library.opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *rest))
+    opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *rest))
     out, lse = torch.ops.ring_attn.attend_block(q, k, v, *rest)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(torch.ops.ring_attn.attend_block_backward.default, (*cotangents, q, k, v, out, lse, *rest))
+    opcheck(torch.ops.ring_attn.attend_block_backward.default, (*cotangents, q, k, v, out, lse, *rest))
 
 
 def test_gradients_pass_gradcheck_in_float64():
@@ -190,9 +191,9 @@ def test_inductor_compiles_what_comes_transposed(shape, order):
     for mine, plain in zip(gradients, torch.autograd.grad(attention(*inputs), inputs), strict=True):
         torch.testing.assert_close(mine, plain)
     views = [x.detach().permute(order) for x in inputs]
-    torch.library.opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(every=False)))
+    opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(every=False)))
     out, lse = torch.ops.ring_attn.forward(*views, *arguments(every=False))
-    torch.library.opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *arguments(every=False)))
+    opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *arguments(every=False)))
 
 
 def test_autocast_changes_no_bit():
