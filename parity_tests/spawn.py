@@ -29,11 +29,11 @@ class Ranks:
 
     ``function`` must be importable (a module-level function of a test file); ``group`` is the process group of those n. An
     argument of type PerRank is unpacked: each rank gets its own. An exception on a rank is raised here, with its traceback as a
-    note; ``ranks.outcomes`` returns exceptions instead.
+    note; ``ranks.outcomes`` returns exceptions instead. ``environment``: variables that the processes set before all else.
     """
 
-    def __init__(self, backend: str = "gloo", most: int = MOST) -> None:
-        self._backend, self._most = backend, most
+    def __init__(self, backend: str = "gloo", most: int = MOST, environment: dict[str, str] | None = None) -> None:
+        self._backend, self._most, self._environment = backend, most, environment or {}
         self._processes: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
 
     def __call__(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -65,7 +65,8 @@ class Ranks:
         store = os.path.join(self._folder.name, "store")
         for rank in range(self._most):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._most, self._backend, store, theirs), daemon=True)
+            arguments = rank, self._most, self._backend, self._environment, store, theirs
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append((process, ours))  # type: ignore[arg-type]
@@ -90,7 +91,10 @@ class PerRank:
         return self.values[rank]
 
 
-def _serve(rank: int, most: int, backend: str, store: str, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(
+    rank: int, most: int, backend: str, environment: dict[str, str], store: str, pipe: multiprocessing.connection.Connection
+) -> None:
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 

@@ -91,6 +91,21 @@ def demo(
     raise typer.Exit(status)
 
 
+@app.command()
+def doctor(
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    head_dim: Annotated[int, typer.Option(help="Of q and k.")] = 128,
+    v_dim: Annotated[int | None, typer.Option(help="Of v.", show_default="head_dim")] = None,
+    framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
+) -> None:
+    """Say what this machine has and runs: versions, devices, and each backend, or in words why not."""
+    with mistakes_in_one_line():
+        from .doctor import findings, report, typical
+
+        problem = typical(dtype, head_dim, v_dim)
+        Console(highlight=False, markup=False).print(report(problem, findings(problem, framework)))
+
+
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
     """The plan of whole sequences, each shard padded as little as the layout allows; ValueError for what makes none."""
     members = max(ranks, 1)  # RingPlan refuses the rest in words

@@ -80,7 +80,7 @@ class RingPlan:
         return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
 
     def _runs(self, rank: int, local: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
-        slots = layouts.named(self.layout)(rank, self.ranks, local)
+        slots = layouts.named(self.order)(rank, self.ranks, local)
         kept = [slot.before(length) for slot in slots]
         return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
 
@@ -90,13 +90,18 @@ class RingPlan:
         return [position for slot in slots for position in slot.positions()]
 
     @property
+    def order(self) -> str:
+        """The layout, or for one rank, where all are the same, the one with the fewest runs."""
+        return self.layout if self.ranks > 1 else "contiguous"
+
+    @property
     def q_slot(self) -> int:
         """Tokens in one query slot."""
-        return self.seq_local // layouts.slots(self.layout)
+        return self.seq_local // layouts.slots(self.order)
 
     @property
     def k_slot(self) -> int:
-        return self.kv_local // layouts.slots(self.layout)
+        return self.kv_local // layouts.slots(self.order)
 
     # --- who sees what ----------------------------------------------------------------------------------------------
 
@@ -127,6 +132,27 @@ class RingPlan:
         """Most work of a rank over the mean: 1 is perfect, and the ring's time grows with it."""
         work = [self.work(rank) for rank in range(self.ranks)]
         return max(work) * self.ranks / sum(work) if sum(work) else 1.0
+
+    @cached_property
+    def blanks(self) -> bool:
+        """Whether some query, padding included, sees nothing."""
+        return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
+
+    @cached_property
+    def blank_keys(self) -> bool:
+        """Whether some key, padding included, is seen by no query."""
+        of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
+        return self.kv_length < self.kv_local * self.ranks or not self._all_meet(of_keys, self.kv_length, self.length)
+
+    @staticmethod
+    def _all_meet(band: Band, tokens: int, others: int) -> bool:
+        """Whether every one of ``tokens`` positions has one of ``others`` positions within the band: the first and last do."""
+        return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
+
+    @cached_property
+    def keys_in_fours(self) -> bool:
+        """Whether every run of keys is consecutive and begins at a multiple of 4, in position and in the shard."""
+        return all(not base % 4 and not start % 4 and stride == 1 for runs in self.k_runs for base, _, start, stride in runs)
 
     # --- what travels -----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import Band
 
 from . import ring
-from .keys import pack
+from .keys import apart, pack
+from .launch import capability
 from .score import Draw, Score, draw_of
 from .varying import described, dtype_names, ring_size, vary_alike
 
@@ -111,11 +112,11 @@ def ring_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attention(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
-    return ring.forward(q, pack(k, v, key_mask), plan, axis, score)
+    return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
 
 
 def _forward(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
-    out, lse = ring.forward(q, pack(k, v, key_mask), plan, axis, score)
+    out, lse = ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, key_mask, score, out, lse)
 
@@ -128,8 +129,9 @@ def _backward(plan, axis, residuals, cotangents):  # type: ignore[no-untyped-def
 
 @partial(jax.custom_vjp, nondiff_argnums=(9, 10))
 def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, plan, axis):  # type: ignore[no-untyped-def]
-    dq, dkv, dsinks = ring.backward(q, pack(k, v, key_mask), out, lse, dout, dlse, plan, axis, score)
-    dk, dv = jnp.split(dkv, [k.shape[-1]], -1)
+    keys = pack(k, v, key_mask, apart(plan, score))
+    dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, axis, score)
+    dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
     dsinks = None if dsinks is None else dsinks.astype(score.sinks.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
@@ -177,6 +179,7 @@ def checked(
         dropout_rate,
         given,
         backend,
+        capability(),
     )
     plan = problem.check()
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -185,4 +188,5 @@ def checked(
     slopes = None if slopes is None else lax.stop_gradient(slopes)
     extents, sinks = arrays["extents"], arrays.get("sinks")
     draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
-    return plan, Score(factor, cap, float(dropout_rate), select(problem, backend), extents, sinks, slopes, draw)
+    static = factor, cap, float(dropout_rate), select(problem, backend), plan.keys_in_fours, problem.blanks, plan.blank_keys
+    return plan, Score(*static, extents, sinks, slopes, draw)

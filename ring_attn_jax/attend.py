@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import blockwise
-from .blockwise import State
+from . import blockwise, fused
 from .keys import Keys
-from .score import Score
+from .score import Cotangents, Gradients, Score, State
 from .tiles import accumulation_dtype, valid_queries
 
-BACKENDS = {"blockwise": blockwise}
+
+def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
+    """``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
+    if score.backend != "blockwise":
+        return fused.attend(q, keys, rows, score, total, last)
+    out, lse = blockwise.attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+    return (out.astype(q.dtype) if last else out), lse
 
 
 def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
@@ -26,41 +33,47 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
     return out, lse
 
 
-def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, last: bool) -> State:
-    """``total`` with the visible ones of ``keys`` merged in; the last step casts out to q's dtype."""
-    out, lse = BACKENDS[score.backend].attend(q, keys, rows, score, total)
-    return (out.astype(q.dtype) if last else out), lse
-
-
-def seen_only(dout: jax.Array, dlse: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cotangents, 0 for queries that see nothing: whatever reaches those, NaN of a merge too, concerns no key."""
+def cotangents(
+    q: jax.Array, keys: Keys, rows: jax.Array, score: Score, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
+) -> Cotangents:
+    """What the backward needs of every query; 0 for those that see nothing: what reaches them, NaN too, concerns no key."""
+    if score.backend != "blockwise":
+        return fused.cotangents(q, keys, rows, score, out, lse, dout, dlse)
     seen = lse > -jnp.inf
-    return jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
-
-
-def row_delta(out: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
-    """[b s h] of ``sum_e dout * out - dlse``: what the softmax takes off every score's gradient."""
+    dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
     # As a product: XLA's sum on a CPU sets aside five arrays of out's size and takes 35 times as long (jax 0.10.2).
-    return jnp.einsum("bshe,bshe->bsh", dout.astype(dlse.dtype), out.astype(dlse.dtype), precision=lax.Precision.HIGHEST) - dlse
-
-
-def zero_gradient(x: jax.Array) -> jax.Array:
-    """Zeros like ``x`` in the accumulation dtype."""
-    return jnp.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+    of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
+    return Cotangents(q, dout, lse, of_out - dlse)
 
 
 def attend_backward(
-    q: jax.Array, keys: Keys, rows: jax.Array, score: Score, lse: jax.Array, delta: jax.Array, dout: jax.Array, dq: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(dq with the part of these keys added, dkv of these keys), both in the accumulation dtype."""
-    return BACKENDS[score.backend].attend_backward(q, keys, rows, score, lse, delta, dout, dq)
+    of_q: Cotangents,
+    keys: Keys,
+    rows: jax.Array,
+    score: Score,
+    dq: jax.Array | None,
+    arrived: Callable[[], jax.Array | None],
+    last: bool,
+) -> tuple[jax.Array, Gradients]:
+    """``dq`` (None: nothing yet) with the part of these keys added, and dkv of these keys added to what ``arrived`` for them.
+
+    In the accumulation dtype, or in q's where nothing will be added any more.
+    """
+    if score.backend != "blockwise":
+        dq = fused.attend_dq(of_q, keys, rows, score, dq, last)
+        return dq, fused.attend_dkv(of_q, keys, rows, score, arrived(), last)
+    dq = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
+    dq, dkv = blockwise.attend_backward(of_q, keys, rows, score, dq)
+    before = arrived()
+    return dq, dkv if before is None else before + dkv
 
 
-def sink_gradient(score: Score, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
+def sink_gradient(score: Score, lse: jax.Array, of_q: Cotangents) -> jax.Array | None:
     """[h] of ``-sum_bs exp(sink - lse) delta``: a sink is a key whose value is 0. None without sinks."""
     if score.sinks is None:
         return None
     if lse.size == 0:  # zeros, made of the sinks: XLA (jax 0.10, 0.11) fails on a shard_map that uses only empty arrays
         return jnp.where(score.sinks == 0, score.sinks, 0)
+    delta = of_q.delta if score.backend == "blockwise" else of_q.delta.swapaxes(1, 2)
     p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype) - lse))
     return -jnp.sum(p * delta, (0, 1))

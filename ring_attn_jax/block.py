@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +15,7 @@ from ring_attn_core.numbers import check_dropout_rate
 from ring_attn_core.runs import Band, Run, row
 
 from .api import checked, refuse_second_derivative
-from .attend import attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
+from .attend import attend, attend_backward, cotangents
 from .keys import pack
 from .score import draw_of
 from .varying import dtype_names, vary_alike
@@ -64,6 +65,7 @@ def attend_block(
     of_q, of_k = ((0, run.length, run.start, run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
+    score = replace(score, aligned=False, blanks=True, blank_keys=True)  # the block may stand anywhere
     return _attention(*vary_alike((), q, k, v, key_mask, score, rows))
 
 
@@ -91,8 +93,8 @@ def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
 
 @jax.custom_vjp
 def _attention(q, k, v, key_mask, score, rows):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask)
-    return attend(q, keys, rows, score, nothing(q, keys, rows, score), last=False)
+    keys = pack(k, v, key_mask, score.backend != "blockwise")
+    return attend(q, keys, rows, score, None, last=False)
 
 
 def _forward(q, k, v, key_mask, score, rows):  # type: ignore[no-untyped-def]
@@ -106,10 +108,10 @@ def _backward(residuals, cotangents):  # type: ignore[no-untyped-def]
 
 @jax.custom_vjp
 def _gradients(q, k, v, key_mask, score, rows, out, lse, dout, dlse):  # type: ignore[no-untyped-def]
-    dout, dlse = seen_only(dout, dlse, lse)
-    delta = row_delta(out, dout, dlse)
-    dq, dkv = attend_backward(q, pack(k, v, key_mask), rows, score, lse, delta, dout, zero_gradient(q))
-    dk, dv = jnp.split(dkv, [k.shape[-1]], -1)
+    keys = pack(k, v, key_mask, score.backend != "blockwise")
+    of_q = cotangents(q, keys, rows, score, out, lse, dout, dlse)
+    dq, dkv = attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+    dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 

@@ -22,10 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .keys import Keys, unpack
-from .score import Score
+from .score import Cotangents, Score, State
 from .tiles import Call, Pair, dot
-
-State = tuple[jax.Array, jax.Array]
 
 
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
@@ -57,14 +55,13 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     return lax.fori_loop(0, call.query_tiles, query_tile, total)
 
 
-def attend_backward(
-    q: jax.Array, keys: Keys, rows: jax.Array, score: Score, lse: jax.Array, delta: jax.Array, dout: jax.Array, dq: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One pass over the tiles: (dq with these keys' part added, dkv of these keys from this rank's queries).
 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
     """
+    q, dout, lse, delta, _ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv

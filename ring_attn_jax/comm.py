@@ -13,6 +13,7 @@ from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import row
 
 from .keys import Keys
+from .score import Gradients
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def circulate(keys: Keys, plan: RingPlan, axis: str) -> Iterator[Step]:
 class Step:
     """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
 
-    def __init__(self, keys: Keys, travelling: jax.Array | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
+    def __init__(self, keys: Keys, travelling: Gradients | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
         self.keys = keys
         self.last = shift == plan.shifts[-1]
         self.rows = rows(plan, axis, shift)
@@ -48,12 +49,16 @@ class Step:
             state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
         return state
 
-    def send_home(self, dkv: jax.Array) -> None:
-        """Add this rank's part to the gradients that arrived for ``keys`` and send them on; after the last step, home."""
-        total = dkv if self.travelling is None else self.travelling + dkv
-        self.travelling = send(total, self._onward, self._axis, self._ranks) if self._onward else total
+    def arrived(self) -> jax.Array | None:
+        """The gradients of ``keys`` from the ranks that they have passed; None at the first step."""
+        assert not isinstance(self.travelling, tuple), "what travels is packed"
+        return self.travelling
 
-    def home(self) -> jax.Array:
+    def send_home(self, dkv: Gradients) -> None:
+        """Send on the gradients of ``keys``, what arrived and this rank's part; after the last step, home."""
+        self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
+
+    def home(self) -> Gradients:
         """The gradients of this rank's own k/v, from every rank that saw them."""
         assert self.last and self.travelling is not None
         return self.travelling

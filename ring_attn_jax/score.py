@@ -12,6 +12,25 @@ import numpy as np
 
 from ring_attn_core.dropout import LANES, WORD, check_draw, philox, seed_words, threshold
 
+State = tuple[jax.Array, jax.Array]
+"""(out [b s h e], lse [b s h]) over the keys seen so far."""
+
+Gradients = jax.Array | tuple[jax.Array, ...]
+"""Of keys: dkv packed like k and v, or dk and dv where they are apart."""
+
+
+class Cotangents(NamedTuple):
+    """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
+
+    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``bounds``: of the extents of a kernel's query tiles.
+    """
+
+    q: jax.Array
+    dout: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    bounds: jax.Array | None = None
+
 
 class Draw(NamedTuple):
     """What dropout draws by, each a 0-d uint32: both words of the seed, the global index of the first batch row and head."""
@@ -24,7 +43,7 @@ class Draw(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    meta_fields=["scale", "softcap", "dropout_rate", "backend"],
+    meta_fields=["scale", "softcap", "dropout_rate", "backend", "aligned", "blanks", "blank_keys"],
     data_fields=["extents", "sinks", "slopes", "draw"],
 )
 @dataclass(frozen=True)
@@ -35,6 +54,12 @@ class Score:
     softcap: float | None
     dropout_rate: float
     backend: str
+    aligned: bool = False
+    """Keys come in fours of consecutive positions from a multiple of 4 on, so that dropout draws for four at a time."""
+    blanks: bool = True
+    """Some query, padding included, may see nothing."""
+    blank_keys: bool = True
+    """Some key, padding included, may be seen by no query, for the mask's and the lengths' sake."""
     extents: jax.Array | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: jax.Array | None = None

@@ -21,8 +21,9 @@ from . import ring
 from .agreement import agree, agreed, refuse
 from .comm import Group, rank_in, ranks_of
 from .groups import check_inputs, group_name, group_of, refuse_forward_mode
-from .keys import pack
-from .score import Score, draw_of
+from .keys import apart, pack
+from .launch import capability
+from .score import Gradients, Score, draw_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -151,7 +152,7 @@ def _forward(
     agree(problem, group, again=look)
     score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
-        return ring.forward(q, pack(k, v, key_mask), plan, group, score)
+        return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, group, score)
 
 
 @_forward.register_fake
@@ -185,21 +186,33 @@ def _backward(
     softcap: float | None,
     dropout_rate: float,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     group = group_of(group_name)
     arrays = extents, key_mask, sinks, alibi_slopes, draw
     problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
     plan, score = checked(problem)
     score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(q.device.type, enabled=False):
-        dq, dkv, dsinks = ring.backward(q, pack(k, v, key_mask), out, lse, dout, dlse, plan, group, score)
-    return dq.to(q.dtype), dkv.to(k.dtype), q.new_empty(0) if dsinks is None else dsinks.to(sinks.dtype)  # type: ignore[union-attr]
+        keys = pack(k, v, key_mask, apart(plan, score))
+        dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, group, score)
+    dk, dv = gradients_apart(dkv, k, v)
+    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(sinks.dtype)  # type: ignore[union-attr]
+    return dq.to(q.dtype), dk, dv, dsinks
 
 
 @_backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, extents, key_mask, sinks, *arguments):  # type: ignore[no-untyped-def]
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3])), dsinks
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv in k's dtype, contiguous and of separate memory, as an op's outputs must be."""
+    if isinstance(dkv, tuple):
+        dk, dv = dkv
+        return dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
+    return k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
 
 
 ARRAYS = "extents", "key_mask", "sinks", "alibi_slopes", "draw"
@@ -214,8 +227,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, *arrays = ctx.saved_tensors
-    dq, dkv, dsinks = torch.ops.ring_attn.backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
-    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
+    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
     of_arrays = [dsinks if name == "sinks" and array is not None else None for name, array in zip(ARRAYS, arrays, strict=True)]
     return dq, dk, dv, *of_arrays, *[None] * len(ctx.arguments)
 
@@ -264,6 +276,7 @@ def problem_of(
         dropout_rate,
         tuple(given),
         backend,
+        capability(q.device),
     )
 
 
@@ -272,4 +285,5 @@ def checked(problem: Problem) -> tuple[RingPlan, Score]:
     """The plan and score of a problem, checked once for every problem that this process meets."""
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    return plan, Score(scale, problem.softcap, problem.dropout_rate, select(problem, problem.backend))
+    backend = select(problem, problem.backend)
+    return plan, Score(scale, problem.softcap, problem.dropout_rate, backend, plan.keys_in_fours, problem.blanks, plan.blank_keys)

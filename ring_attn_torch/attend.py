@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import blockwise
-from .blockwise import State
+from . import blockwise, fused
 from .keys import Keys
-from .score import Score
+from .score import Cotangents, Gradients, Score, State
 from .tiles import Rows, accumulation_dtype
 
-BACKENDS = {"blockwise": blockwise}
+
+def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+    """``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
+    if score.backend != "blockwise":
+        return fused.attend(q, keys, rows, score, total, last)
+    out, lse = blockwise.attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+    return (out.to(q.dtype) if last else out), lse
 
 
 def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
@@ -27,38 +33,43 @@ def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
     return out, lse
 
 
-def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, last: bool) -> State:
-    """``total`` with the visible ones of ``keys`` merged in; the last step casts out to q's dtype."""
-    out, lse = BACKENDS[score.backend].attend(q, keys, rows, score, total)
-    return (out.to(q.dtype) if last else out), lse
-
-
-def seen_only(dout: Tensor, dlse: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The cotangents, 0 for queries that see nothing: whatever reaches those, NaN of a merge too, concerns no key."""
+def cotangents(
+    q: Tensor, keys: Keys, rows: Rows, score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
+) -> Cotangents:
+    """What the backward needs of every query; 0 for those that see nothing: what reaches them, NaN too, concerns no key."""
+    if score.backend != "blockwise":
+        return fused.cotangents(q, keys, rows, score, out, lse, dout, dlse)
     unseen = lse == -math.inf
-    return dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
-
-
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
-    """[b s h] of ``sum_e dout * out - dlse``: what the softmax takes off every score's gradient."""
-    return torch.sum(dout.to(dlse.dtype) * out.to(dlse.dtype), -1) - dlse
-
-
-def zero_gradient(x: Tensor) -> Tensor:
-    """Zeros like ``x`` in the accumulation dtype."""
-    return x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))
+    dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
+    return Cotangents(q, dout, lse, torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse)
 
 
 def attend_backward(
-    q: Tensor, keys: Keys, rows: Rows, score: Score, lse: Tensor, delta: Tensor, dout: Tensor, dq: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(dq with the part of these keys added, dkv of these keys), both in the accumulation dtype."""
-    return BACKENDS[score.backend].attend_backward(q, keys, rows, score, lse, delta, dout, dq)
+    of_q: Cotangents,
+    keys: Keys,
+    rows: Rows,
+    score: Score,
+    dq: Tensor | None,
+    arrived: Callable[[], Tensor | None],
+    last: bool,
+) -> tuple[Tensor, Gradients]:
+    """``dq`` (None: nothing yet) with the part of these keys added, and dkv of these keys added to what ``arrived`` for them.
+
+    In the accumulation dtype, or in q's where nothing will be added any more.
+    """
+    if score.backend != "blockwise":
+        dq = fused.attend_dq(of_q, keys, rows, score, dq, last)
+        return dq, fused.attend_dkv(of_q, keys, rows, score, arrived(), last)
+    dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
+    dq, dkv = blockwise.attend_backward(of_q, keys, rows, score, dq)
+    before = arrived()
+    return dq, dkv if before is None else dkv.add_(before)
 
 
-def sink_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor | None:
+def sink_gradient(score: Score, lse: Tensor, of_q: Cotangents) -> Tensor | None:
     """[h] of ``-sum_bs exp(sink - lse) delta``: a sink is a key whose value is 0. None without sinks."""
     if score.sinks is None:
         return None
+    delta = of_q.delta if score.backend == "blockwise" else of_q.delta.transpose(1, 2)
     p = torch.where(lse == -math.inf, 0, torch.exp(score.sinks.to(lse.dtype) - lse))
     return -torch.sum(p * delta, (0, 1))

@@ -14,8 +14,8 @@ from ring_attn_core.kernels.problem import FARTHEST, check_extents, check_runs
 from ring_attn_core.masks import causal
 from ring_attn_core.runs import Band, Row, Run, row
 
-from .api import checked, problem_of, refuse_second_derivative
-from .attend import attend, attend_backward, nothing, row_delta, seen_only, zero_gradient
+from .api import checked, gradients_apart, problem_of, refuse_second_derivative
+from .attend import attend, attend_backward, cotangents
 from .groups import check_inputs, refuse_forward_mode
 from .keys import pack
 from .score import Score, draw_of
@@ -108,9 +108,9 @@ def _forward(
     score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
     if extents is not None and extents.device.type == "cpu":
         check_extents(extents.long(), [(0, runs[1], runs[0], runs[4])], FARTHEST)
-    keys, rows = pack(k, v, key_mask), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    keys, rows = pack(k, v, key_mask, score.backend != "blockwise"), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
-        return attend(q, keys, rows, score, nothing(q, keys, rows, score), last=False)
+        return attend(q, keys, rows, score, None, last=False)
 
 
 @_forward.register_fake
@@ -139,18 +139,18 @@ def _backward(
     softcap: float | None,
     dropout_rate: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
-    keys, rows = pack(k, v, key_mask), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    keys, rows = pack(k, v, key_mask, score.backend != "blockwise"), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
-        dout, dlse = seen_only(dout, dlse, lse)
-        dq, dkv = attend_backward(q, keys, rows, score, lse, row_delta(out, dout, dlse), dout, zero_gradient(q))
-    return dq.to(q.dtype), dkv.to(k.dtype)
+        of_q = cotangents(q, keys, rows, score, out, lse, dout, dlse)
+        dq, dkv = attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+    return dq.to(q.dtype), *gradients_apart(dkv, k, v)
 
 
 @_backward.register_fake
 def _(dout, dlse, q, k, v, *arguments):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty((*k.shape[:3], k.shape[3] + v.shape[3]))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -161,8 +161,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, *arrays = ctx.saved_tensors
-    dq, dkv = torch.ops.ring_attn.attend_block_backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
-    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
+    dq, dk, dv = torch.ops.ring_attn.attend_block_backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
     return dq, dk, dv, *[None] * (len(arrays) + len(ctx.arguments))
 
 
@@ -173,7 +172,7 @@ _backward.register_autograd(refuse_second_derivative)
 def _score(q, k, v, extents, key_mask, slopes, draw, lo, hi, scale, softcap, rate, backend) -> Score:  # type: ignore[no-untyped-def]
     arrays = extents, key_mask, None, slopes, draw
     problem = problem_of(q, k, v, arrays, None, "contiguous", lo, hi, None, None, scale, softcap, rate, backend)
-    return replace(checked(problem)[1], extents=extents, slopes=slopes, draw=draw)
+    return replace(checked(problem)[1], extents=extents, slopes=slopes, draw=draw, aligned=False, blanks=True, blank_keys=True)
 
 
 def _rows(runs: Sequence[int], lo: int | None, hi: int | None, queries: int, keys: int) -> list[list[Row]]:

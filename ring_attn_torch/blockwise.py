@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from .keys import Keys
-from .score import Score
+from .score import Cotangents, Score, State
 from .tiles import Part, Rows
 
-State = tuple[Tensor, Tensor]
 LOG2E = math.log2(math.e)
 
 
@@ -55,14 +54,13 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
     return total
 
 
-def attend_backward(
-    q: Tensor, keys: Keys, rows: Rows, score: Score, lse: Tensor, delta: Tensor, dout: Tensor, dq: Tensor
-) -> tuple[Tensor, Tensor]:
+def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """One pass over the tiles: (dq with these keys' part added in place, dkv of these keys from this rank's queries).
 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
     """
+    q, dout, lse, delta, _ = of_q
     d = q.shape[-1]
     dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
     for part in Part.all(q, keys, rows, score):

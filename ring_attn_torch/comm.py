@@ -13,6 +13,7 @@ from ring_attn_core.plan import RingPlan
 from ring_attn_core.runs import Row
 
 from .keys import Keys
+from .score import Gradients
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
@@ -50,21 +51,22 @@ class Step:
         """Return ``state``: eager execution is ordered already."""
         return state
 
-    def send_home(self, dkv: Tensor) -> None:
-        """Add this rank's part to the gradients that arrived for ``keys`` and send them on; after the last step, home."""
-        if self.travelling is not None:
-            (arrived,) = self.travelling.wait()
-            dkv.add_(arrived)
+    def arrived(self) -> Tensor | None:
+        """The gradients of ``keys`` from the ranks that they have passed, waited for; None at the first step."""
+        return None if self.travelling is None else self.travelling.wait()[0]
+
+    def send_home(self, dkv: Gradients) -> None:
+        """Send on the gradients of ``keys``, what arrived and this rank's part; after the last step, home."""
         self.travelling = send((dkv,), self._onward, self._group)
 
-    def home(self) -> Tensor:
+    def home(self) -> Gradients:
         """The gradients of this rank's own k/v, from every rank that saw them."""
         assert self.last and self.travelling is not None
         (arrived,) = self.travelling.wait()
         return arrived
 
 
-Arrays = tuple[Tensor | None, ...]
+Arrays = tuple[Any, ...]
 
 
 class Transfer:

@@ -7,23 +7,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn_core.plan import RingPlan
+
+from .score import Score
+
 
 class Keys(NamedTuple):
-    """``kv`` [b t g d+e]: k, then v on the last dimension. ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 says whether
-    key j may be attended; None where all may."""
+    """``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, where nothing travels, and ``v`` [b t g e] apart.
+
+    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 says whether key j may be attended; None where all may.
+    """
 
     kv: Tensor
     bits: Tensor | None = None
+    v: Tensor | None = None
 
 
-def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Keys:
-    """k [b t g d], v [b t g e], key_mask bool [b t]."""
-    kv = torch.cat([k, v], -1).contiguous()  # it takes over the order of dimensions in memory that k and v share
-    if key_mask is None:
-        return Keys(kv)
-    b, t = key_mask.shape
-    whole = torch.cat([key_mask, key_mask.new_zeros(b, -t % 8)], 1).unflatten(1, (-(-t // 8), 8))
-    return Keys(kv, (whole << _bit(whole)).sum(-1).to(torch.uint8))
+def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = False) -> Keys:
+    """k [b t g d], v [b t g e], key_mask bool [b t]: keys that may not be attended become 0, whatever stands there."""
+    # Made contiguous: cat takes over the order of dimensions in memory that k and v share.
+    arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
+    bits = None
+    if key_mask is not None:
+        arrays = [x.masked_fill(~key_mask[..., None, None], 0) for x in arrays]
+        whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
+        whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
+        bits = (whole << _bit(whole)).sum(-1).to(torch.uint8)
+    return Keys(arrays[0], bits, *arrays[1:])
 
 
 def unpack(keys: Keys) -> Tensor | None:
@@ -36,3 +46,8 @@ def unpack(keys: Keys) -> Tensor | None:
 
 def _bit(x: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=x.device)
+
+
+def apart(plan: RingPlan, score: Score) -> bool:
+    """Whether k and v may stay two arrays: nothing travels, and kernels read both as they are."""
+    return not plan.hops and score.backend != "blockwise"

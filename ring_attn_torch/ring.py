@@ -9,17 +9,18 @@ from torch import Tensor
 
 from ring_attn_core.plan import RingPlan
 
-from .attend import attend, attend_backward, nothing, row_delta, seen_only, sink_gradient, zero_gradient
+from .attend import attend, attend_backward, cotangents, sink_gradient
 from .comm import Group, circulate, rows
 from .keys import Keys
-from .score import Score
+from .score import Gradients, Score
 
 
 def forward(q: Tensor, keys: Keys, plan: RingPlan, group: Group, score: Score) -> tuple[Tensor, Tensor]:
     """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
-    total = nothing(q, keys, rows(plan, group, 0), score)
+    total = None
     for step in circulate(keys, plan, group):
         total = step.settle(attend(q, step.keys, step.rows, score, total, last=step.last))
+    assert total is not None
     return total
 
 
@@ -33,15 +34,16 @@ def backward(
     plan: RingPlan,
     group: Group,
     score: Score,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] of this rank's own shards, in float32.
+) -> tuple[Tensor, Gradients, Tensor | None]:
+    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] or (dk, dv) of this rank's own shards.
 
-    And the part of the gradient of the sinks [h] that this rank's queries make, None without sinks.
+    In float32, or q's dtype where no other rank adds to them. And the part of the gradient of the sinks [h] that this rank's
+    queries make, None without sinks.
     """
-    dout, dlse = seen_only(dout, dlse, lse)
-    delta = row_delta(out, dout, dlse)
-    dq = zero_gradient(q)
+    of_q = cotangents(q, keys, rows(plan, group, 0), score, out, lse, dout, dlse)
+    dq = None
     for step in circulate(keys, plan, group):
-        dq, dkv = step.settle(attend_backward(q, step.keys, step.rows, score, lse, delta, dout, dq))
+        dq, dkv = step.settle(attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
         step.send_home(dkv)
-    return dq, step.home(), sink_gradient(score, lse, delta)
+    assert dq is not None
+    return dq, step.home(), sink_gradient(score, lse, of_q)

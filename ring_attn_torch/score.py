@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ring_attn_core.dropout import LANES, WORD, check_draw, philox, seed_words, threshold
+
+State = tuple[Tensor, Tensor]
+"""(out [b s h e], lse [b s h]) over the keys seen so far."""
+
+Gradients = Tensor | tuple[Tensor, ...]
+"""Of keys: dkv packed like k and v, or dk and dv where they are apart."""
+
+
+class Cotangents(NamedTuple):
+    """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
+
+    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``bounds``: of the extents of a kernel's query tiles.
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    bounds: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,12 @@ class Score:
     softcap: float | None
     dropout_rate: float
     backend: str
+    aligned: bool = False
+    """Keys come in fours of consecutive positions from a multiple of 4 on, so that dropout draws for four at a time."""
+    blanks: bool = True
+    """Some query, padding included, may see nothing."""
+    blank_keys: bool = True
+    """Some key, padding included, may be seen by no query, for the mask's and the lengths' sake."""
     extents: Tensor | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -21,17 +22,20 @@ def options(plan: RingPlan) -> dict[str, Any]:
     return {"layout": plan.layout, "mask": plan.mask, "length": plan.length, "kv_length": plan.kv_length}
 
 
-def run(pool: Ranks, case: Case) -> Attention:
-    """out, lse, dq, dk, dv as whole arrays in natural order, padding included; dsinks summed over the ranks."""
-    results = pool(case.ranks, on_rank, replace(case), *(PerRank(*shards) for shards in case.inputs()))
+def run(pool: Ranks, case: Case, function: Callable[..., list[np.ndarray]] | None = None) -> Attention:
+    """out, lse, dq, dk, dv as whole arrays in natural order, padding included; dsinks summed over the ranks.
+
+    ``function``: what every rank runs, ``on_rank`` unless told otherwise.
+    """
+    results = pool(case.ranks, function or on_rank, replace(case), *(PerRank(*shards) for shards in case.inputs()))
     dsinks = np.sum([r[5] for r in results], 0) if case.sinks else None
     return Attention(*(case.gather([r[i] for r in results], of) for i, of in enumerate("qqqkk")), dsinks=dsinks)
 
 
-def run_or_restart(pool: Ranks, case: Case) -> Attention:
+def run_or_restart(pool: Ranks, case: Case, function: Callable[..., list[np.ndarray]] | None = None) -> Attention:
     """``run``; after an error the pool is closed, so that ranks which still wait for one another spoil no later case."""
     try:
-        return run(pool, case)
+        return run(pool, case, function)
     except Exception:
         pool.close()
         raise

@@ -18,7 +18,7 @@ from parity_tests.spawn import PerRank
 from parity_tests.torch.ring import on_rank, options
 from ring_attn_core import LAYOUTS, sliding_window
 from ring_attn_core.oracle import Attention
-from ring_attn_torch import attend, comm, ring_attention
+from ring_attn_torch import blockwise, comm, ring_attention
 
 WINDOWS = {**MASKS, "hopless": sliding_window(0), "skips the middle": sliding_window(3, offset=-40)}
 
@@ -84,7 +84,7 @@ def test_the_key_mask_travels_as_bits_in_the_batch_of_k_and_v(gloo):
 
 def trace_events(group, case, *shards):
     events: list[str] = []
-    batch, compute = dist.batch_isend_irecv, attend.BACKENDS["blockwise"].attend
+    batch, compute = dist.batch_isend_irecv, blockwise.attend
 
     def batched(operations):
         assert [operation.op for operation in operations] == [dist.isend, dist.irecv]
@@ -95,7 +95,7 @@ def trace_events(group, case, *shards):
         events.append("attend")
         return compute(*arguments)
 
-    with patch.object(dist, "batch_isend_irecv", batched), patch.object(attend.BACKENDS["blockwise"], "attend", attending):
+    with patch.object(dist, "batch_isend_irecv", batched), patch.object(blockwise, "attend", attending):
         ring_attention(*(torch.from_numpy(x) for x in shards[:3]), group=group, **options(case.plan))
     return events
 

@@ -4,19 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from .problem import Problem
+
+WIDEST = 256
+OLDEST_GPU = 80
 
 
 @dataclass(frozen=True)
 class Backend:
-    """``objection(problem)`` is None where the backend can solve it, else the reason in words."""
+    """``objection(problem)`` is None where the backend can solve it, else the reason in words.
+
+    ``automatic``: "auto" may choose it; one that computes with less precision than its inputs have is chosen by name only.
+    """
 
     name: str
     objection: Callable[[Problem], str | None]
+    automatic: bool = True
 
 
-BACKENDS: tuple[Backend, ...] = (Backend("blockwise", lambda problem: None),)
+def _triton(problem: Problem) -> str | None:
+    if not problem.capability:
+        return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
+    if problem.capability < OLDEST_GPU:
+        return f"its kernels need a GPU of compute capability 8.0 (sm_80), and this one is sm_{problem.capability}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton"
+    if problem.dtypes[0] == "float64":
+        return "its kernels take bfloat16, float16 and float32, not float64"
+    for name, width in (("head_dim", problem.q_shape[-1]), ("v_dim", problem.v_shape[-1])):
+        if width > WIDEST:
+            return f"its kernels take head sizes of at most {WIDEST}, and {name} is {width}"
+    return None
+
+
+def _triton_tf32(problem: Problem) -> str | None:
+    if problem.dtypes[0] != "float32":
+        return f'tf32 is for float32 inputs, and these are {problem.dtypes[0]}: use "triton"'
+    return _triton(problem)
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("triton", _triton),
+    Backend("triton_tf32", _triton_tf32, automatic=False),
+    Backend("blockwise", lambda problem: None),
+)
 
 
 def select(problem: Problem, backend: str = "auto") -> str:
@@ -29,7 +62,7 @@ def select(problem: Problem, backend: str = "auto") -> str:
         raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
     objections = []
     for candidate in BACKENDS:
-        if backend in ("auto", candidate.name):
+        if backend == candidate.name or (backend == "auto" and candidate.automatic):
             objection = candidate.objection(problem)
             if objection is None:
                 return candidate.name

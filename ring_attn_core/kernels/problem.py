@@ -31,7 +31,8 @@ class Problem:
 
     Shapes are the shards': q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
-    ``arrays``: the optional ones that were given, in the order of the signature.
+    ``arrays``: the optional ones that were given, in the order of the signature. ``capability``: of the NVIDIA GPU, such as 90,
+    0 where there is none.
     """
 
     q_shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Problem:
     dropout_rate: float
     arrays: tuple[Given, ...]
     backend: str
+    capability: int = 0
 
     @cached_property
     def plan(self) -> RingPlan:
@@ -71,6 +73,11 @@ class Problem:
                 "every step"
             )
         return self.plan
+
+    @property
+    def blanks(self) -> bool:
+        """Whether some query, padding included, may see nothing."""
+        return self.plan.blanks or any(array.name in ("extents", "key_mask") for array in self.arrays)
 
     def fingerprint(self) -> dict[str, Any]:
         """What every rank of a ring must have in common, by name, as JSON can carry it."""

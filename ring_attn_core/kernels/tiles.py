@@ -2,9 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ..runs import clamp
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tiles of ``block_q`` queries and ``block_k`` keys, worked on by ``warps`` warps, ``stages`` tiles in flight.
+
+    ``tma``: tiles are read by TMA where the arrays allow it.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+def padded(width: int) -> int:
+    """Columns of a tile that holds ``width``: a power of two, of at least 64.
+
+    A product would take 16, but Triton 3.6 gives wrong numbers on Hopper where a tile of 16-bit rows shorter than 128 bytes goes
+    from registers to shared memory and is read there as the second factor (v of a tile in which something is hidden).
+    """
+    return max(64, 1 << (width - 1).bit_length())
+
+
+def choose_tiles(kernel: str, dtype: str, head_dim: int, v_dim: int, capability: int) -> TileConfig:
+    """The tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head sizes on a GPU, such as 90."""
+    width = max(head_dim, v_dim)
+    if kernel == "delta":
+        return TileConfig(32 if width > 128 else 64, 0, 4, 1)
+    if dtype == "float32":
+        return TileConfig(16, 16, 4, 1) if width > 128 else TileConfig(32, 32, 4, 1)
+    hopper = capability >= 90
+    if width > 128:
+        return {
+            "forward": TileConfig(128, 64, 8, 2, hopper),
+            "dq": TileConfig(64, 32, 4, 1, hopper),
+            "dkv": TileConfig(32, 64, 8, 1, hopper),
+        }[kernel]
+    if width > 64:
+        return {
+            "forward": TileConfig(128, 128, 8, 3 if capability == 90 else 2, True) if hopper else TileConfig(128, 64, 8, 3),
+            "dq": TileConfig(128, 64, 8, 3, hopper),
+            "dkv": TileConfig(64, 64, 4, 2, hopper),
+        }[kernel]
+    return {
+        "forward": TileConfig(64, 128, 4, 2, hopper),
+        "dq": TileConfig(64, 64, 4, 2, hopper),
+        "dkv": TileConfig(128, 64, 4, 2, hopper),
+    }[kernel]
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:

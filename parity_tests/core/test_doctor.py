@@ -1,0 +1,144 @@
+"""``ring-attn doctor``: what it finds on a machine without a GPU, on one that pretends to have some, and on a broken one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from ring_attn_core.cli import app
+from ring_attn_core.doctor import Choice, choices, findings, typical, versions
+from ring_attn_core.kernels.backends import BACKENDS
+
+GPUS, NAMES = 2, {"torch": "PyTorch", "jax": "JAX"}
+Pretend = Callable[[str, int], None]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Let a framework report the capability of an NVIDIA GPU, or 0 for a machine without; Triton is installed."""
+
+    def patch(framework: str, capability: int) -> None:
+        pytest.importorskip(framework)
+        monkeypatch.setattr("ring_attn_core.kernels.backends.find_spec", lambda name: name)
+        monkeypatch.setattr(f"ring_attn_{framework}.launch.capability", lambda *device: capability)
+        if framework == "torch":
+            monkeypatch.setattr("torch.cuda.is_available", lambda: capability > 0)
+            monkeypatch.setattr("torch.cuda.device_count", lambda: GPUS)
+            monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
+
+    return patch
+
+
+def doctor(framework: str, *arguments: str) -> dict[str, list[str]]:
+    """The cells of every row of the table, by backend; the rest of what is printed under ""."""
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["doctor", "--framework", framework, *arguments])
+    assert done.exit_code == 0, done.output
+    assert not done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == [each.name for each in BACKENDS]
+    return {name: rest for name, *rest in rows} | {"": [line for line in done.stdout.splitlines() if line[:1] not in "│┃┏┡└"]}
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_without_a_gpu_triton_says_why_not_and_auto_takes_blockwise(framework: str, pretend: Pretend):
+    pretend(framework, 0)
+    said = doctor(framework)
+    assert said["triton"][0].startswith("its kernels run on NVIDIA GPUs, and these arrays are on ")
+    assert said["triton"][1] == ""
+    assert said["triton_tf32"] == ['tf32 is for float32 inputs, and these are bfloat16: use "triton"', "never"]
+    assert said["blockwise"] == ["runs", "takes it"]
+    assert any(line.startswith(f"{NAMES[framework]}: ") for line in said[""])
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_on_a_hopper_gpu_auto_takes_triton(framework: str, pretend: Pretend):
+    pretend(framework, 90)
+    said = doctor(framework)
+    assert said["triton"] == ["runs", "takes it"]
+    assert said["blockwise"] == ["runs", ""]
+    assert any("compute capability 9.0" in line for line in said[""])
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_tf32_runs_in_float32_and_auto_never_takes_it(framework: str, pretend: Pretend):
+    pretend(framework, 90)
+    said = doctor(framework, "--dtype", "float32")
+    assert said["triton_tf32"] == ["runs", "never"]
+    assert said["triton"] == ["runs", "takes it"]
+
+
+@pytest.mark.parametrize("framework", NAMES)
+@pytest.mark.parametrize(
+    ("capability", "arguments", "reason"),
+    [
+        (90, ("--dtype", "float64"), "its kernels take bfloat16, float16 and float32, not float64"),
+        (90, ("--head-dim", "257", "--v-dim", "8"), "head_dim is 257"),
+        (90, ("--v-dim", "264"), "v_dim is 264"),
+        (75, (), "and this one is sm_75"),
+    ],
+    ids=("float64", "head_dim", "v_dim", "capability"),
+)
+def test_what_the_kernels_cannot_do_falls_to_blockwise(
+    framework: str, capability: int, arguments: tuple[str, ...], reason: str, pretend: Pretend
+):
+    pretend(framework, capability)
+    said = doctor(framework, *arguments)
+    assert reason in said["triton"][0] and said["triton"][1] == ""
+    assert said["blockwise"] == ["runs", "takes it"]
+
+
+def test_every_gpu_of_a_kind_is_counted(pretend: Pretend):
+    pretend("torch", 90)
+    (found,) = findings(typical("bfloat16", 128), "torch")
+    assert found.words == (f"{GPUS} x a GPU, compute capability 9.0",)
+
+
+def test_choices_follow_the_order_of_auto():
+    listed = choices(typical("float32", 64))
+    assert [choice.backend for choice in listed] == [each.name for each in BACKENDS]
+    assert listed[-1] == Choice("blockwise", None, True, True)
+    assert [choice.taken for choice in listed].count(True) == 1
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_a_framework_that_is_not_installed_is_one_line(framework: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, framework, None)
+    done = CliRunner().invoke(app, ["doctor", "--framework", framework])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == f'{NAMES[framework]}: not installed: pip install "ring-attn[{framework}]"'
+    assert versions()[framework] == "not installed"
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch: pytest.MonkeyPatch):
+    def broken():
+        raise OSError("libcudart.so: cannot open shared object file\nand more")
+
+    pytest.importorskip(framework)
+    monkeypatch.setattr(f"ring_attn_core.doctor._{framework}", broken)
+    (found,) = findings(typical("bfloat16", 128), framework)
+    assert found.words == ("installed, but does not start: libcudart.so: cannot open shared object file",)
+    assert found.choices == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dtype", "bf16"), "q, k and v must be one of bfloat16, float16, float32, float64, got bf16"),
+        (("--head-dim", "0"), "head_dim must be at least 1, got 0"),
+        (("--v-dim", "-1"), "v_dim must be at least 1, got -1"),
+        (("--framework", "numpy"), "unknown framework 'numpy': choose one of both, torch, jax"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: tuple[str, ...], message: str):
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("ring-attn: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,110 @@
+"""Rings of any size on one GPU, rank by rank without communication, in both frameworks: what every rank would have launched."""
+
+# pyright: reportOptionalSubscript=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from parity_tests.cases import Case
+from ring_attn_core.oracle import Attention
+from ring_attn_core.plan import RingPlan
+from ring_attn_jax import api as jax_api
+from ring_attn_jax import attend as jax_attend
+from ring_attn_jax import keys as jax_keys
+from ring_attn_jax.score import draw_of as jax_draw_of
+from ring_attn_torch import api as torch_api
+from ring_attn_torch import attend as torch_attend
+from ring_attn_torch import keys as torch_keys
+from ring_attn_torch.score import draw_of as torch_draw_of
+
+
+def on_torch(case: Case, backend: str = "triton") -> Attention:
+    """out, lse, dq, dk, dv, dsinks as whole float32 arrays in natural order, padding included."""
+    dtype = getattr(torch, case.dtype)
+    q, k, v, dout, *_ = [[torch.from_numpy(x).to("cuda", dtype) for x in shards] for shards in case.inputs()[:4]]
+    dlse, *features = [[torch.from_numpy(x).cuda() for x in shards] for shards in case.inputs()[4:]]
+    of_rank = [
+        dict(zip(case.features, each, strict=True)) for each in (zip(*features, strict=True) if features else [()] * len(q))
+    ]
+    scores = [_torch_score(case, backend, q[0], k[0], v[0], arrays) for arrays in of_rank]
+    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), torch_keys.apart(case.plan, scores[r]))
+    rows = case.plan.rows
+    results = _ring(case.plan, scores, q, make_keys, dout, dlse, torch_attend, rows)
+    wide = [[x.float().cpu().numpy() for x in each] for each in results[:-1]]
+    return _gathered(case, wide, [np.zeros(1) if x is None else x.float().cpu().numpy() for x in results[-1]])
+
+
+def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+    seed = case.scalars["dropout_seed"]
+    draw = None if seed is None else torch_draw_of(seed, (0, 0)).cuda()
+    given = *(arrays.get(name) for name in ("extents", "key_mask", "sinks", "alibi_slopes")), draw
+    plan = case.plan
+    numbers = case.scale, case.softcap, case.dropout_rate
+    where = None, plan.layout, plan.mask.lo, plan.mask.hi, plan.length, plan.kv_length
+    problem = torch_api.problem_of(q, k, v, given, *where, *numbers, backend)  # type: ignore[arg-type]
+    _, score = torch_api.checked(replace(problem, ranks=plan.ranks))
+    return replace(score, extents=given[0], sinks=given[2], slopes=given[3], draw=draw)
+
+
+def on_jax(case: Case, backend: str = "triton") -> Attention:
+    """The same from JAX, in one jitted program."""
+    shards = case.inputs()
+    arrays = [[jnp.asarray(x, case.dtype) for x in each] for each in shards[:4]]
+    dlse, *features = [[jnp.asarray(x) for x in each] for each in shards[4:]]
+    results = jax.jit(lambda *a: _jax_ring(case, backend, *a))(*arrays, dlse, features)
+    wide = [[np.asarray(x.astype(jnp.float32)) for x in each] for each in results[:-1]]
+    return _gathered(case, wide, [np.zeros(1) if x is None else np.asarray(x, np.float32) for x in results[-1]])
+
+
+def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse: Any, features: Any) -> Any:
+    plan = case.plan
+    of_rank = [
+        dict(zip(case.features, each, strict=True)) for each in (zip(*features, strict=True) if features else [()] * len(q))
+    ]
+    seed = case.scalars["dropout_seed"]
+    draw = None if seed is None else jax_draw_of(seed, (0, 0))
+    where = plan.ranks, plan.layout, plan.mask, plan.length, plan.kv_length
+    numbers = case.scale, case.softcap, case.dropout_rate
+    names = "extents", "key_mask", "sinks", "alibi_slopes"
+    given = [{name: arrays.get(name) for name in names} for arrays in of_rank]
+    scores = [jax_api.checked(q[0], k[0], v[0], arrays, draw, *where, *numbers, backend)[1] for arrays in given]
+    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r]["key_mask"], jax_keys.apart(plan, scores[r]))
+    rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
+    return _ring(plan, scores, q, make_keys, dout, dlse, jax_attend, rows)
+
+
+def _ring(
+    plan: RingPlan, scores: Any, q: Any, make_keys: Callable[[int], Any], dout: Any, dlse: Any, package: Any, rows: Any
+) -> tuple[list[Any], ...]:
+    """out, lse, dq, dk, dv and dsinks of every rank: the loop of ring.py, its ranks one after the other at every shift."""
+    every = range(plan.ranks)
+    keys, total, dq, dkv = [make_keys(r) for r in every], [None] * plan.ranks, [None] * plan.ranks, [None] * plan.ranks
+    for shift in plan.shifts:
+        last = shift == plan.shifts[-1]
+        for r in every:
+            total[r] = package.attend(q[r], keys[r - shift], rows(r, shift), scores[r], total[r], last)
+    out, lse = zip(*total, strict=True)
+    start = lambda r: package.cotangents(q[r], keys[r], rows(r, 0), scores[r], out[r], lse[r], dout[r], dlse[r])
+    of_q = [start(r) for r in every]
+    for shift in plan.shifts:
+        last = shift == plan.shifts[-1]
+        for r in every:
+            arrived = dkv[r - shift]
+            arguments = of_q[r], keys[r - shift], rows(r, shift), scores[r], dq[r], lambda arrived=arrived: arrived, last
+            dq[r], dkv[r - shift] = package.attend_backward(*arguments)
+    d = q[0].shape[-1]
+    dk, dv = zip(*(x if isinstance(x, tuple) else (x[..., :d], x[..., d:]) for x in dkv), strict=True)  # type: ignore[index]
+    return [*out], [*lse], dq, [*dk], [*dv], [package.sink_gradient(scores[r], lse[r], of_q[r]) for r in every]
+
+
+def _gathered(case: Case, sharded: list[list[np.ndarray]], dsinks: list[np.ndarray]) -> Attention:
+    whole = [case.gather(x, of) for x, of in zip(sharded, "qqqkk", strict=True)]
+    return Attention(*whole, dsinks=np.sum(dsinks, 0) if case.sinks else None)

@@ -1,0 +1,117 @@
+"""The kernels on one GPU: every feature at sizes that fill tiles, exact in both frameworks, and equal in them to the bit."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalSubscript=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, check_kept, grid, one_hot, pairs
+from parity_tests.combinations import COMBINATIONS, EVERYTHING
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.oracle import Attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LONG = [
+    replace(case, length=length, kv_length=None, head_dim=64)
+    for case, length in zip(COMBINATIONS, (307, 512, 611) * 99, strict=False)
+]
+"""The combinations at sizes of several tiles, an extent's and a window's edges within them."""
+
+WIDE = [
+    Case(length=391, ranks=2, head_dim=head_dim, v_dim=v_dim, dtype=dtype, heads=2, kv_heads=1, mask=mask)
+    for head_dim, v_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (17, 33), (128, 64))
+    for dtype, mask in (("bfloat16", causal()), ("float16", sliding_window(100, 30)), ("float32", full()))
+]
+CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid())] if case.dtype != "float64"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(case):
+    from parity_tests.gpu.emulate import on_jax, on_torch
+
+    case = replace(case, poison=True)
+    ours, theirs = on_torch(case), on_jax(case)
+    check(case, ours)
+    assert differing(ours, theirs) == []
+
+
+def differing(a: Attention, b: Attention) -> list[str]:
+    """Which arrays differ in a bit; dsinks are sums of the frameworks' own."""
+    named = zip(Attention._fields, a, b, strict=True)
+    return [name for name, x, y in named if name != "dsinks" and not np.array_equal(x, y, equal_nan=True)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_dropout_keeps_the_set_of_the_truth(layout):
+    from parity_tests.gpu.emulate import on_torch
+
+    case = one_hot(Case(layout, full(), ranks=2, length=244, v_dim=244, heads=2, dropout_rate=0.4))
+    check_kept(case, on_torch(case).out)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_future_changes_nothing(ranks):
+    from parity_tests.gpu.emulate import on_torch
+
+    case = Case(ranks=ranks, length=500, dtype="bfloat16", head_dim=64)
+    check_future_unseen(on_torch(case), on_torch(case.with_other_future(201)), 201, case.length)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_is_the_single_launch(ranks):
+    from parity_tests.gpu.emulate import on_torch
+    from ring_attn_core.tolerance import relative_error
+
+    case = Case(length=1200, dtype="bfloat16", head_dim=128, v_dim=128)
+    one, ring = on_torch(replace(case, ranks=1)), on_torch(replace(case, ranks=ranks))
+    for name, a, b in zip(Attention._fields, one, ring, strict=True):
+        assert a is None or relative_error(a[:, :1200], b[:, :1200]) <= 3e-3, name
+
+
+def arrays(length=4096, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    make = lambda h: torch.randn(1, length, h, dim, device="cuda").to(dtype)
+    return make(heads), make(kv_heads), make(kv_heads), make(heads)
+
+
+def gradients(attend, q, k, v, dout):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def test_the_same_bits_100_times_of_100():
+    from ring_attn_torch import ring_attention
+
+    once = gradients(partial(ring_attention, backend="triton"), *arrays())
+    for _ in range(99):
+        again = gradients(partial(ring_attention, backend="triton"), *arrays())
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal_", [True, False])
+def test_no_more_error_than_flash_attention_2(dim, causal_, record_property):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from ring_attn_torch import ring_attention
+
+    given = arrays(dim=dim, kv_heads=8, length=2048)
+    heads_first = lambda f: lambda q, k, v: f(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    ours = gradients(partial(ring_attention, backend="triton", mask=causal() if causal_ else full()), *given)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = gradients(heads_first(partial(scaled_dot_product_attention, is_causal=causal_)), *given)
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = gradients(heads_first(partial(scaled_dot_product_attention, is_causal=causal_)), *(x.double() for x in given))
+    for name, a, b, c in zip(("out", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
+        mine, other = ((x.double() - c).norm().item() for x in (a, b))
+        record_property(name, mine / other)
+        assert mine <= 1.0 * other * 1.005, (name, mine / other)

@@ -1,0 +1,98 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, on rings of real processes, every feature against float64.
+
+A process of the pool reads TRITON_INTERPRET when it first imports Triton, and is told that its CPU is a GPU. Tiles are cut small,
+so that short sequences have whole, partly seen and unseen ones.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from parity_tests.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
+from parity_tests.combinations import COMBINATIONS, EVERYTHING
+from parity_tests.spawn import Ranks
+from parity_tests.torch import ring
+from ring_attn_core.kernels import calls
+from ring_attn_core.kernels.tiles import TileConfig
+from ring_attn_core.oracle import Attention
+from ring_attn_torch import api, fused
+
+pytest.importorskip("triton")
+
+SMALL = {
+    "forward": TileConfig(32, 16, 1, 1, tma=True),
+    "delta": TileConfig(32, 0, 1, 1),
+    "dq": TileConfig(16, 16, 1, 1, tma=True),
+    "dkv": TileConfig(16, 32, 1, 1, tma=True),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=4)
+    yield pool
+    pool.close()
+
+
+def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
+    launched = []
+    launch, gpu = fused.launch, lambda device: 80
+    with (
+        patch.object(api, "capability", gpu),
+        patch.object(fused, "capability", gpu),
+        patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
+        patch.object(fused, "launch", lambda what, arrays: launched.append(what.kernel) or launch(what, arrays)),
+    ):
+        results = ring.on_rank(group, case, *shards)
+    assert {"forward", "dq", "dkv"} <= {*launched} or case.dtype == "float64"
+    return results
+
+
+def run(pool: Ranks, case: Case) -> Attention:
+    return ring.run_or_restart(pool, case, on_rank)
+
+
+def on_few_ranks(cases: list[Case]) -> list[Case]:
+    """Rings of at most 3: the interpreter takes 10 ms a program. And no bfloat16, of which it multiplies the bits as integers."""
+    halves = lambda dtype: "float16" if dtype == "bfloat16" else dtype
+    return [replace(case, ranks=min(case.ranks, 3), dtype=halves(case.dtype)) for case in cases]
+
+
+@pytest.mark.parametrize("case", on_few_ranks(COMBINATIONS), ids=str)
+def test_any_two_features_together_are_exact(interpreter, case):
+    check(case, run(interpreter, replace(case, poison=True)))
+
+
+@pytest.mark.parametrize("case", [replace(case, ranks=2) for case in EVERYTHING], ids=str)
+def test_every_feature_at_once_is_exact(interpreter, case):
+    check(case, run(interpreter, case))
+
+
+@pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100]), ids=str)
+def test_special_cases_are_exact(interpreter, case):
+    check(case, run(interpreter, case))
+
+
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(16, 16), (48, 16), (192, 128), (5, 40)])
+def test_head_sizes_are_padded_inside_the_kernel(interpreter, head_dim, v_dim):
+    case = Case(head_dim=head_dim, v_dim=v_dim, ranks=2, batch=1)
+    check(case, run(interpreter, case))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_dropout_keeps_the_set_of_the_truth(interpreter, layout):
+    case = one_hot(Case(layout, MASKS["full"], ranks=2, length=56, v_dim=56, heads=2, dropout_rate=0.4))
+    check_kept(case, run(interpreter, case).out)
+
+
+def test_a_ring_of_four_hides_the_future(interpreter):
+    case = Case(ranks=4, length=61, batch=1)
+    token = 23
+    check_future_unseen(run(interpreter, case), run(interpreter, case.with_other_future(token)), token, case.length)

@@ -1,0 +1,130 @@
+"""What this machine runs: versions, the devices that each framework sees, and its backends, or in words why one cannot."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+
+from . import __version__
+from .masks import causal
+
+if TYPE_CHECKING:
+    from .kernels.problem import Problem
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and a problem: ``objection`` is None where it can solve it; "auto" takes the one that is ``taken``."""
+
+    backend: str
+    objection: str | None
+    automatic: bool
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of a framework: ``words`` say what it sees, or why it does not start, and then there are no choices."""
+
+    name: str
+    words: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of this library and of what it can use, by name."""
+    packages = ("jax", "jaxlib", "flax", "torch", "triton")
+    return {"python": platform.python_version(), "ring-attn": __version__} | {name: _version(name) for name in packages}
+
+
+def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
+    """One causal sequence on one rank, 16 query heads on 4 kv heads. ValueError for what no backend takes."""
+    from .kernels.problem import Problem
+
+    q, k, v = (1, 4096, 16, head_dim), (1, 4096, 4, head_dim), (1, 4096, 4, head_dim if v_dim is None else v_dim)
+    problem = Problem(q, k, v, (dtype, dtype, dtype), "cpu", 1, "zigzag", causal(), None, None, None, None, 0.0, (), "auto")
+    problem.check()
+    return problem
+
+
+def findings(problem: Problem, framework: str = "both") -> list[Finding]:
+    """What each framework sees, and what its backends say to ``problem`` there. ValueError for an unknown framework."""
+    torch, jax = ("PyTorch", "torch", _torch), ("JAX", "jax", _jax)
+    asked = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
+    if framework not in asked:
+        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(asked)}")
+    found = []
+    for name, package, look in asked[framework]:
+        if find_spec(package) is None:
+            found.append(Finding(name, (f'not installed: pip install "ring-attn[{package}]"',)))
+            continue
+        try:
+            device, capability, words = look()
+        except (ImportError, OSError, RuntimeError) as error:  # a broken installation is what a doctor is called for
+            found.append(Finding(name, (f"installed, but does not start: {error}".partition("\n")[0],)))
+        else:
+            found.append(Finding(name, words, choices(replace(problem, device=device, capability=capability))))
+    return found
+
+
+def choices(problem: Problem) -> tuple[Choice, ...]:
+    """Every backend, in the order in which "auto" tries them."""
+    from .kernels.backends import BACKENDS, select
+
+    return tuple(Choice(x.name, x.objection(problem), x.automatic, x.name == select(problem)) for x in BACKENDS)
+
+
+def report(problem: Problem, found: Iterable[Finding]) -> Group:
+    """All of it, for a console without markup."""
+    asked = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
+    parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", asked]
+    for each in found:
+        parts += ["", *(f"{each.name}: {line}" for line in each.words)]
+        table = Table("backend", "on the first device", '"auto"')
+        for choice in each.choices:
+            auto = "takes it" if choice.taken else "" if choice.automatic else "never"
+            table.add_row(choice.backend, choice.objection or "runs", auto)
+        parts += [table] if each.choices else []
+    return Group(*parts)
+
+
+def _version(package: str) -> str:
+    try:
+        return "not installed" if find_spec(package) is None else version(package)
+    except PackageNotFoundError:  # Triton also comes as pytorch-triton-rocm
+        return "installed under another name"
+
+
+def _torch() -> tuple[str, int, tuple[str, ...]]:
+    """The kind of device that arrays lie on, the first one's capability, and all devices in words."""
+    import torch
+
+    from ring_attn_torch.launch import capability
+
+    if not torch.cuda.is_available():
+        return "cpu", capability(torch.device("cpu")), ("CPU only",)
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return "cuda", capability(gpus[0]), _counted((torch.cuda.get_device_name(gpu), capability(gpu)) for gpu in gpus)
+
+
+def _jax() -> tuple[str, int, tuple[str, ...]]:
+    import jax
+
+    from ring_attn_jax.launch import capability, makes_descriptors
+
+    devices = _counted((f"{device.device_kind} ({device.platform})", capability()) for device in jax.devices())
+    tma = f"this jaxlib makes {'' if makes_descriptors() else 'no '}TMA descriptors"
+    return jax.default_backend(), capability(), (*devices, tma)
+
+
+def _counted(devices: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    found = Counter(f"{name}, {f'compute capability {of / 10}' if of else 'no NVIDIA GPU'}" for name, of in devices)
+    return tuple(f"{count} x {device}" for device, count in found.items())

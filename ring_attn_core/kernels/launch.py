@@ -1,0 +1,176 @@
+"""A kernel launch as data, the same for both frameworks: which kernel, how many programs, which arguments. And compiling it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+TRITON_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int32": "i32",
+    "uint32": "u32",
+    "uint8": "u8",
+}
+
+
+@dataclass(frozen=True)
+class Array:
+    """A pointer to the first element of a contiguous array, aligned to 16 bytes."""
+
+    name: str
+    dtype: str
+
+    @property
+    def type(self) -> str:
+        return "*" + TRITON_TYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A host TMA descriptor of blocks ``block`` of a contiguous array of that shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @property
+    def type(self) -> str:
+        return f"tensordesc<{TRITON_TYPES[self.dtype]}[{', '.join(map(str, self.block))}]>"
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In elements."""
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.append(strides[-1] * size)
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that the compiled kernel does not depend on, but for whether 16 divides it."""
+
+    value: int | float
+    type: str
+
+
+Argument = Array | Descriptor | Scalar
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a launch returns: an array of its own, or the given array ``over``, overwritten in place."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``arguments`` and ``constants`` by the kernel's parameters; one that is in neither is None in the kernel.
+
+    Arrays that are outputs come last among the kernel's arrays, in the order of ``outputs``.
+    """
+
+    kernel: str
+    grid: int
+    arguments: tuple[tuple[str, Argument], ...]
+    constants: tuple[tuple[str, Any], ...]
+    outputs: tuple[Output, ...]
+    warps: int
+    stages: int
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
+        made = {output.name for output in self.outputs}
+        return tuple(x.name for _, x in self.arguments if not isinstance(x, Scalar) and x.name not in made)
+
+    @property
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        """The type of every argument by its parameter."""
+        return tuple((parameter, argument.type) for parameter, argument in self.arguments)
+
+    @property
+    def divisible(self) -> frozenset[str]:
+        """The parameters that 16 divides: arrays by contract, integers by their value."""
+        return frozenset(
+            parameter
+            for parameter, x in self.arguments
+            if isinstance(x, Array) or (isinstance(x, Scalar) and x.type == "i32" and x.value % 16 == 0)
+        )
+
+
+def kernel_function(name: str) -> Any:
+    """The Triton function of a kernel, imported at the first launch."""
+    from . import triton_backward, triton_forward
+
+    return getattr(triton_forward if name == "forward" else triton_backward, name)
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """``triton.compile`` of a launch for a GPU of compute capability ``capability``, such as 90; needs no GPU.
+
+    Launches that differ in array sizes only share it.
+    """
+    return _compiled(launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages, capability)
+
+
+@cache
+def _compiled(
+    kernel: str,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    divisible: frozenset[str],
+    warps: int,
+    stages: int,
+    capability: int,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = kernel_function(kernel)
+    types, values = dict(signature), dict(constants)
+    source = ASTSource(
+        function,
+        signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},
+        constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
+        attrs={(function.arg_names.index(parameter),): [["tt.divisibility", 16]] for parameter in sorted(divisible)},
+    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+def host_descriptor(array: Any, x: Descriptor) -> Any:
+    """What a launch from Python takes for a Descriptor of ``array``."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))
+
+
+def encodings(kernel: Any) -> list[dict[str, Any]]:
+    """How the driver is to encode each TMA descriptor of a compiled kernel: elem_type, swizzle and block_shape."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return [
+        {
+            "elem_type": TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]],
+            "swizzle": made["swizzle"],
+            "block_shape": list(made["block_size"]),
+        }
+        for made in kernel.metadata.tensordesc_meta or ()
+    ]

@@ -1,0 +1,221 @@
+"""What the Triton kernels share: a run pair's row, the keys a query sees, tiles of an array, scores, dropout.
+
+Index tensors come broadcast, ``i`` of queries and ``j`` of keys against each other, so that every function here serves tiles of
+scores in either orientation, [queries, keys] and [keys, queries].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROW_FIELDS = tl.constexpr(10)
+NOTHING_BEGINS = tl.constexpr(2**30)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_row(rows_ptr, pair):
+    """lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride of a pair of runs: the fields of ``runs.Row``."""
+    at = rows_ptr + pair * ROW_FIELDS
+    return (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+        tl.load(at + 7),
+        tl.load(at + 8),
+    )
+
+
+@triton.jit
+def keys_seen(i, extents_ptr, batch, q_tokens, lo, hi, q_base, q_len, k_len, k_start, stride):
+    """begin, end of the keys j of a run that each query i of a run sees: band, extent and length make one interval.
+
+    begin = max(0, i - hi, ceil((first - k_start) / stride)); end = min(k_len, i - lo + 1, ceil((end - k_start) / stride)).
+    A query that sees nothing, or is padding, has begin >= end.
+    """
+    begin = tl.maximum(i - hi, 0)
+    end = tl.minimum(i - lo + 1, k_len)
+    if extents_ptr is not None:
+        at = extents_ptr + (batch.to(tl.int64) * q_tokens + q_base + i) * 2
+        first = tl.load(at, mask=i < q_len, other=0)
+        last = tl.load(at + 1, mask=i < q_len, other=0)
+        begin = tl.maximum(begin, (tl.maximum(first - k_start, 0) + stride - 1) // stride)
+        end = tl.minimum(end, (tl.maximum(last - k_start, 0) + stride - 1) // stride)
+    nothing = (i >= q_len) | (begin >= end)
+    return tl.where(nothing, NOTHING_BEGINS, begin), tl.where(nothing, 0, end)
+
+
+@triton.jit
+def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
+    """Tiles of y in 0 .. others - 1 that x0 .. x1 - 1 meet by lo <= x - y <= hi: first, last, whole_first, whole_last.
+
+    Ends are exclusive. The whole ones are those of which every x meets every y. x are queries and y keys, or with (-hi, -lo) the
+    other way round.
+    """
+    some = (x0 < x1) & (lo <= hi)
+    first = tl.maximum(x0 - hi, 0) // BLOCK
+    last = (tl.minimum(x1 - lo, others) + BLOCK - 1) // BLOCK
+    whole_first = (tl.maximum(x1 - 1 - hi, 0) + BLOCK - 1) // BLOCK
+    whole_last = tl.minimum(x0 - lo + 1, others) // BLOCK
+    return in_order(first, tl.where(some, last, first), whole_first, whole_last)
+
+
+@triton.jit
+def tiles_in_extents(first, last, whole_first, whole_last, begin, end, valid, BLOCK: tl.constexpr):
+    """The part of such a range of key tiles that the intervals of a tile of queries meet, and that all of them cover."""
+    first = tl.maximum(first, tl.min(begin, 0) // BLOCK)
+    last = tl.minimum(last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
+    whole_first = tl.maximum(whole_first, (tl.max(tl.where(valid, begin, 0), 0) + BLOCK - 1) // BLOCK)
+    whole_last = tl.minimum(whole_last, tl.min(tl.where(valid, end, NOTHING_BEGINS), 0) // BLOCK)
+    return in_order(first, last, whole_first, whole_last)
+
+
+@triton.jit
+def in_order(first, last, whole_first, whole_last):
+    """The same with first <= whole_first <= whole_last <= last."""
+    last = tl.maximum(last, first)
+    whole_first = tl.minimum(tl.maximum(whole_first, first), last)
+    whole_last = tl.minimum(tl.maximum(whole_last, whole_first), last)
+    return first, last, whole_first, whole_last
+
+
+@triton.jit
+def partly_seen(t, first, whole_first, whole_last):
+    """The t-th tile of those that need a mask: the ones before the whole tiles, then the ones behind them."""
+    before = whole_first - first
+    return tl.where(t < before, first + t, whole_last + t - before)
+
+
+@triton.jit
+def load_tile(
+    source,
+    batch,
+    tokens,
+    token,
+    head,
+    limit,
+    HEADS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[ROWS, COLUMNS] of an array [batch, tokens, HEADS, STRIDE]: tokens from ``token`` on, WIDTH columns from COLUMN on.
+
+    Beyond WIDTH stands 0, and under LIMITED from row ``limit`` on. By TMA ``source`` is a descriptor, WIDTH is COLUMNS, and
+    behind the limit stands what follows in the array, or 0.
+    """
+    if TMA:
+        tile = source.load([batch, token, head, COLUMN]).reshape([ROWS, COLUMNS])
+    else:
+        row = tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, COLUMNS)[None, :]
+        offset = (batch.to(tl.int64) * tokens + token) * (HEADS * STRIDE) + head * STRIDE + COLUMN
+        at = source + offset + row * (HEADS * STRIDE) + column
+        if LIMITED:
+            tile = tl.load(at, mask=(row < limit) & (column < WIDTH), other=0.0)
+        elif WIDTH < COLUMNS:
+            tile = tl.load(at, mask=column < WIDTH, other=0.0)
+        else:
+            tile = tl.load(at)
+    return tile
+
+
+@triton.jit
+def load_own_tile(
+    source,
+    batch,
+    tokens,
+    token,
+    head,
+    limit,
+    HEADS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The tile that a program works on all the while, as ``load_tile`` gives it. By TMA from an array [batch * tokens, columns].
+
+    Of two dimensions, since only then Triton (3.6, 3.7) leaves it in shared memory, where a product can read it: with the 32
+    registers a thread that it takes else, the loops spill. Rows behind the limit may hold the next batch row's tokens.
+    """
+    if TMA:
+        tile = source.load([batch * tokens + token, head * STRIDE + COLUMN])
+    else:
+        tile = load_tile(source, batch, tokens, token, head, limit, HEADS, STRIDE, COLUMN, WIDTH, ROWS, COLUMNS, True, False)
+    return tile
+
+
+@triton.jit
+def keep_seen(tile, visible):
+    """A tile of keys or values, 0 where no query sees the key by ``visible`` [queries, keys]: 0 times NaN would be NaN."""
+    return tl.where(tl.max(visible.to(tl.int32), 0)[:, None] > 0, tile, 0.0)
+
+
+@triton.jit
+def load_key_mask(bits_ptr, batch, kv_tokens, token, inside):
+    """bool: which tokens of a k/v shard may be attended: bit j % 8 of byte j // 8; not those that are not ``inside``."""
+    byte = tl.load(bits_ptr + batch.to(tl.int64) * ((kv_tokens + 7) // 8) + token // 8, mask=inside, other=0)
+    return ((byte.to(tl.int32) >> (token % 8)) & 1) != 0
+
+
+@triton.jit
+def tanh(x, ACCURATE: tl.constexpr):
+    """From one exponential, accurate to 1e-7 absolutely; ACCURATE to a rounding, near 0 too, where that one cancels."""
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    t = (1.0 - e) / (1.0 + e) if ACCURATE else tl.fdiv(1.0 - e, 1.0 + e)
+    if ACCURATE:
+        square = x * x
+        series = 1.0 + square * (-0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * 0.0218694885)))
+        return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -t, t))
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def scores(products, i, j, slope, inner, cap, q_start, k_start, stride, ACCURATE: tl.constexpr):
+    """(scores in base 2, the tanh in them or without softcap the scores again) of products q . k.
+
+    ``inner`` is scale log2(e), or under softcap scale / softcap with ``cap`` softcap log2(e): rounded once, on the host.
+    """
+    if cap is None:
+        s = products * inner
+        t = s
+    else:
+        t = tanh(products * inner, ACCURATE)
+        s = t * cap
+    if slope is not None:
+        ahead = (k_start - q_start - stride * i).to(tl.float32) + (stride * j).to(tl.float32)
+        s += (slope * LOG2E) * ahead
+    return s, t
+
+
+@triton.jit
+def kept(draw_ptr, threshold, batch, head, q_pos, k_pos, KEYS: tl.constexpr, QUERIES: tl.constexpr, ALIGNED: tl.constexpr):
+    """bool [QUERIES, KEYS]: which probabilities dropout keeps (ring_attn_core.dropout).
+
+    ``q_pos`` [QUERIES], ``k_pos`` [KEYS]: positions. ALIGNED: four keys from every multiple of 4 on have consecutive
+    positions from a multiple of 4 on, so that one counter serves four of them; else every key pays for a counter.
+    """
+    seed = tl.load(draw_ptr).to(tl.uint64) | (tl.load(draw_ptr + 1).to(tl.uint64) << 32)
+    row = (tl.load(draw_ptr + 2) + batch).to(tl.uint32)
+    column = (tl.load(draw_ptr + 3) + head).to(tl.uint32)
+    if ALIGNED:
+        group = tl.min(tl.reshape(k_pos, [KEYS // 4, 4]), 1) // 4
+        a, b, c, d = tl.philox(seed, group[None, :], q_pos[:, None], column, row)
+        even = tl.join(a >= threshold, c >= threshold)
+        odd = tl.join(b >= threshold, d >= threshold)
+        return tl.reshape(tl.join(even, odd), [QUERIES, KEYS])
+    a, b, c, d = tl.philox(seed, (k_pos // 4)[None, :], q_pos[:, None], column, row)
+    lane = (k_pos % 4)[None, :]
+    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d)) >= threshold

@@ -1,0 +1,110 @@
+"""The backends made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ring_attn_core.kernels import calls
+from ring_attn_core.kernels.calls import Call
+
+from .keys import Keys
+from .launch import capability, launch, makes_descriptors
+from .score import Cotangents, Gradients, Score, State
+
+
+def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
+    """``total`` (None: nothing seen yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
+    arrays = _arrays(q, keys, rows, score)
+    if total is not None:
+        arrays["out_in"], arrays["lse_in"] = total
+    out, lse = launch(calls.forward(_call(q, keys, rows, score), total is None, last), arrays)
+    return out, lse
+
+
+def cotangents(
+    q: jax.Array, keys: Keys, rows: jax.Array, score: Score, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
+) -> Cotangents:
+    """The sums of every query; q and dout 0 where a query sees nothing."""
+    call = _call(q, keys, rows, score)
+    dout = dout.astype(q.dtype)
+    if score.blanks:
+        unseen = (lse == -jnp.inf)[..., None]
+        q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
+        if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+            q = jnp.where((lse == score.sinks.astype(lse.dtype))[..., None] & ~jnp.isfinite(q), 0, q)
+    arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    lse2, delta = launch(calls.delta(call, str(out.dtype)), arrays)
+    bounds = None
+    if score.extents is not None:
+        (bounds,) = launch(calls.extent_bounds(call), _arrays(q, keys, rows, score))
+    return Cotangents(q, dout, lse2, delta, bounds)
+
+
+def attend_dq(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool) -> jax.Array:
+    """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    if dq is not None:
+        arrays["dq_in"] = dq
+    (dq,) = launch(calls.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
+    return dq
+
+
+def attend_dkv(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool) -> Gradients:
+    """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    if of_q.bounds is not None:
+        arrays["bounds"] = of_q.bounds
+    if arrived is not None:
+        arrays["dkv_in"] = arrived
+    dkv = launch(calls.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
+    return dkv[0] if len(dkv) == 1 else dkv
+
+
+def _call(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Call:
+    optional = {"extents": score.extents, "bits": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
+    b, s, h, d = q.shape
+    t, g, width = keys.kv.shape[1:]
+    return Call(
+        batch=b,
+        seq_local=s,
+        kv_local=t,
+        heads=h,
+        kv_heads=g,
+        head_dim=d,
+        v_dim=width - d if keys.v is None else keys.v.shape[-1],
+        q_runs=rows.shape[0],
+        k_runs=rows.shape[1],
+        dtype=str(q.dtype),
+        scale=score.scale,
+        softcap=score.softcap,
+        dropout_rate=score.dropout_rate,
+        given=frozenset(name for name, x in optional.items() if x is not None),
+        packed=keys.v is None,
+        aligned=score.aligned,
+        clean=score.blank_keys or score.extents is not None,
+        tf32=score.backend == "triton_tf32",
+        capability=capability(),
+        tma=makes_descriptors(),
+    )
+
+
+def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
+    arrays = {"q": q, "rows": rows}
+    if keys.v is None:
+        arrays["kv"] = keys.kv
+    else:
+        arrays["k"], arrays["v"] = keys.kv, keys.v
+    if score.extents is not None:
+        extents = jnp.maximum(score.extents, 0)
+        wide = extents.dtype.itemsize >= 4
+        arrays["extents"] = (jnp.minimum(extents, jnp.iinfo(jnp.int32).max) if wide else extents).astype(jnp.int32)
+    if keys.bits is not None:
+        arrays["bits"] = keys.bits
+    if score.sinks is not None:
+        arrays["sinks"] = score.sinks.astype(jnp.float32)
+    if score.slopes is not None:
+        arrays["slopes"] = score.slopes.astype(jnp.float32)
+    if score.draw is not None:
+        arrays["draw"] = jnp.stack(score.draw)
+    return arrays

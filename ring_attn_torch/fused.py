@@ -1,0 +1,119 @@
+"""The backends made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.dropout import WORD
+from ring_attn_core.kernels import calls
+from ring_attn_core.kernels.calls import Call
+from ring_attn_core.runs import Row
+
+from .keys import Keys
+from .launch import aligned, capability, launch
+from .score import Cotangents, Gradients, Score, State
+from .tiles import Rows
+
+
+def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+    """``total`` (None: nothing seen yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
+    arrays = _arrays(q, keys, rows, score)
+    if total is not None:
+        arrays["out_in"], arrays["lse_in"] = total
+    out, lse = launch(calls.forward(_call(q, keys, rows, score), total is None, last), arrays)
+    return out, lse
+
+
+def cotangents(
+    q: Tensor, keys: Keys, rows: Rows, score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
+) -> Cotangents:
+    """The sums of every query; q and dout 0 where a query sees nothing."""
+    call = _call(q, keys, rows, score)
+    q, dout = aligned(q), aligned(dout.to(q.dtype))
+    if score.blanks:
+        unseen = (lse == -math.inf)[..., None]
+        q, dout = q.masked_fill(unseen, 0), dout.masked_fill(unseen, 0)
+        if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+            q = q.masked_fill((lse == score.sinks)[..., None] & ~q.isfinite(), 0)
+    arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
+    lse2, delta = launch(calls.delta(call, str(out.dtype).removeprefix("torch.")), arrays)
+    bounds = None
+    if score.extents is not None:
+        (bounds,) = launch(calls.extent_bounds(call), _arrays(q, keys, rows, score))
+    return Cotangents(q, dout, lse2, delta, bounds)
+
+
+def attend_dq(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
+    """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    if dq is not None:
+        arrays["dq_in"] = dq
+    (dq,) = launch(calls.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
+    return dq
+
+
+def attend_dkv(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool) -> Gradients:
+    """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    if of_q.bounds is not None:
+        arrays["bounds"] = of_q.bounds
+    if arrived is not None:
+        arrays["dkv_in"] = arrived
+    dkv = launch(calls.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
+    return dkv[0] if len(dkv) == 1 else dkv
+
+
+def _call(q: Tensor, keys: Keys, rows: Rows, score: Score) -> Call:
+    optional = {"extents": score.extents, "bits": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
+    b, s, h, d = q.shape
+    t, g, width = keys.kv.shape[1:]
+    return Call(
+        batch=b,
+        seq_local=s,
+        kv_local=t,
+        heads=h,
+        kv_heads=g,
+        head_dim=d,
+        v_dim=width - d if keys.v is None else keys.v.shape[-1],
+        q_runs=len(rows),
+        k_runs=len(rows[0]),
+        dtype=str(q.dtype).removeprefix("torch."),
+        scale=score.scale,
+        softcap=score.softcap,
+        dropout_rate=score.dropout_rate,
+        given=frozenset(name for name, x in optional.items() if x is not None),
+        packed=keys.v is None,
+        aligned=score.aligned,
+        clean=score.blank_keys or score.extents is not None,
+        tf32=score.backend == "triton_tf32",
+        capability=capability(q.device),
+    )
+
+
+def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
+    arrays = {"q": aligned(q), "rows": on_device(tuple(map(tuple, rows)), q.device)}
+    if keys.v is None:
+        arrays["kv"] = aligned(keys.kv)
+    else:
+        arrays["k"], arrays["v"] = aligned(keys.kv), aligned(keys.v)
+    if score.extents is not None:
+        arrays["extents"] = aligned(score.extents.clamp(-(2**31), 2**31 - 1).to(torch.int32))
+    if keys.bits is not None:
+        arrays["bits"] = aligned(keys.bits)
+    if score.sinks is not None:
+        arrays["sinks"] = aligned(score.sinks.float())
+    if score.slopes is not None:
+        arrays["slopes"] = aligned(score.slopes.float())
+    if score.draw is not None:
+        arrays["draw"] = (score.draw.to(q.device) & WORD).to(torch.uint32)
+    return arrays
+
+
+@lru_cache(maxsize=4096)
+def on_device(rows: tuple[tuple[Row, ...], ...], device: torch.device) -> Tensor:
+    """int32 [q_runs, k_runs, fields], kept: a copy to the GPU for every step would wait for it."""
+    return torch.tensor(rows, dtype=torch.int32, device=device)
