@@ -1,0 +1,160 @@
+"""Who computes attention on one GPU in benchmarks/kernel.py: each gives a forward and a backward to be timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import ring_attn_jax
+import ring_attn_torch
+from ring_attn_core import Band, causal
+
+Work = Callable[[], Any]
+CAUSAL = causal()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem: batch, query heads, key heads, tokens, head dim; the mask, and features by name (see ``arguments``)."""
+
+    batch: int = 1
+    heads: int = 16
+    kv_heads: int = 16
+    tokens: int = 16384
+    dim: int = 128
+    mask: Band = CAUSAL
+    features: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Of a forward pass over the visible pairs: 4 a pair, head and dim; a backward pass counts 2.5 times as many."""
+        return 4.0 * self.batch * self.heads * self.dim * self.mask.area(self.tokens, self.tokens)
+
+    def __str__(self) -> str:
+        mask = "causal" if self.mask == causal() else "full" if self.mask == Band() else str(self.mask)
+        text = f"{self.batch} x {self.tokens:,}, {self.heads}/{self.kv_heads} heads of {self.dim}, {mask}"
+        return text + "".join(f", {name}" for name, _ in self.features)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v and the cotangent of out, [b s h d] in bfloat16, random normal."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = lambda heads: (self.batch, self.tokens, heads, self.dim)
+        make = lambda heads: torch.randn(shape(heads), device="cuda", generator=generator).bfloat16()
+        return make(self.heads), make(self.kv_heads), make(self.kv_heads), make(self.heads)
+
+    def arguments(self) -> dict[str, Any]:
+        """The features as tensors and numbers that ring_attention takes."""
+        b, s, h = self.batch, self.tokens, self.heads
+        generator = torch.Generator("cuda").manual_seed(1)
+        made = {
+            "softcap": lambda x: {"softcap": x},
+            "sinks": lambda _: {"sinks": torch.randn(h, device="cuda", generator=generator)},
+            "alibi": lambda _: {"alibi_slopes": torch.tensor([2.0 ** -(i + 1) for i in range(h)], device="cuda")},
+            "key_mask": lambda share: {"key_mask": torch.rand(b, s, device="cuda", generator=generator) < share},
+            "extents": lambda _: {"extents": torch.tensor([0, s], device="cuda", dtype=torch.int32).expand(b, s, 2).contiguous()},
+            "documents": lambda length: {"extents": _documents(b, s, length)},
+            "dropout": lambda rate: {"dropout_rate": rate, "dropout_seed": 7},
+        }
+        return {name: x for feature, value in self.features for name, x in made[feature](value).items()}
+
+
+def _documents(batch: int, tokens: int, length: int) -> torch.Tensor:
+    first = torch.arange(tokens, device="cuda", dtype=torch.int32) // length * length
+    return torch.stack([first, (first + length).clamp(max=tokens)], -1).expand(batch, tokens, 2).contiguous()
+
+
+def of_torch(attend: Callable[..., torch.Tensor], case: Case, heads_first: bool = False) -> tuple[Work, Work, Work]:
+    """(out, forward, backward) of an attention in PyTorch; ``heads_first``: it takes [b h s d]."""
+    order = (lambda x: x.transpose(1, 2).contiguous()) if heads_first else (lambda x: x)
+    *leaves, dout = (order(x) for x in case.tensors())
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attend(*leaves)
+    grads = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    back = (lambda x: x.transpose(1, 2)) if heads_first else (lambda x: x)
+    detached = [x.detach() for x in leaves]
+    return lambda: [back(x.detach()) for x in (out, *grads())], lambda: attend(*detached), grads
+
+
+def of_jax(attend: Callable[..., jax.Array], case: Case) -> tuple[Work, Work, Work]:
+    """The same in JAX, each pass one jitted program."""
+    q, k, v, dout = (jax.dlpack.from_dlpack(x) for x in case.tensors())
+    forward = jax.jit(attend)
+    out, vjp = jax.vjp(forward, q, k, v)
+    backward = jax.jit(lambda vjp, dout: vjp(dout))
+    as_torch = lambda: [torch.from_dlpack(x) for x in (out, *backward(vjp, dout))]
+    return as_torch, lambda: forward(q, k, v), lambda: backward(vjp, dout)
+
+
+def ours_in_torch(case: Case, backend: str = "triton") -> tuple[Work, Work, Work]:
+    return of_torch(partial(ring_attn_torch.ring_attention, mask=case.mask, backend=backend, **case.arguments()), case)
+
+
+def ours_in_jax(case: Case, backend: str = "triton") -> tuple[Work, Work, Work]:
+    given = case.arguments()
+    arrays = {name: jax.dlpack.from_dlpack(x.byte() if x.dtype == torch.bool else x) for name, x in given.items() if _is_array(x)}
+    arrays = {name: x.astype(bool) if name == "key_mask" else x for name, x in arrays.items()}
+    numbers = {name: x for name, x in given.items() if not _is_array(x)}
+    mesh = Mesh(np.array(jax.devices()[:1]), ("seq",))
+    attend = partial(ring_attn_jax.ring_attention, mask=case.mask, backend=backend, **numbers)
+    inside = lambda q, k, v, arrays: attend(q, k, v, **arrays)
+    ring = jax.shard_map(inside, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    return of_jax(lambda q, k, v: ring(q, k, v, arrays), case)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def sdpa(which: SDPBackend, case: Case) -> tuple[Work, Work, Work]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(which):
+            is_causal, grouped = case.mask == causal(), case.heads != case.kv_heads
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+    return of_torch(attend, case, heads_first=True)
+
+
+def cudnn_in_jax(case: Case) -> tuple[Work, Work, Work]:
+    is_causal = case.mask == causal()
+    return of_jax(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn"), case)
+
+
+CANDIDATES: dict[str, Callable[[Case], tuple[Work, Work, Work]]] = {
+    "ring_attn_torch": ours_in_torch,
+    "ring_attn_jax": ours_in_jax,
+    "FlashAttention-2": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "cuDNN in JAX": cudnn_in_jax,
+}
+
+
+def truth(case: Case) -> list[torch.Tensor]:
+    """out, dq, dk, dv in float64, a head at a time."""
+    q, k, v, dout = (x.double() for x in case.tensors())
+    group = case.heads // case.kv_heads
+    i, j = (torch.arange(case.tokens, device="cuda") for _ in range(2))
+    lag = i[:, None] - j
+    hidden = torch.zeros_like(lag, dtype=torch.bool)
+    for bound, beyond in ((case.mask.lo, torch.lt), (case.mask.hi, torch.gt)):
+        hidden |= beyond(lag, bound) if bound is not None else False
+    out, dq, dk, dv = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for head in range(case.heads):
+        of_kv = head // group
+        leaves = [x.clone().requires_grad_() for x in (q[:, :, head], k[:, :, of_kv], v[:, :, of_kv])]
+        scores = (leaves[0] @ leaves[1].mT / math.sqrt(case.dim)).masked_fill(hidden, -math.inf)
+        mine = scores.softmax(-1) @ leaves[2]
+        gradients = torch.autograd.grad(mine, leaves, dout[:, :, head])
+        out[:, :, head], dq[:, :, head] = mine.detach(), gradients[0]
+        dk[:, :, of_kv] += gradients[1]
+        dv[:, :, of_kv] += gradients[2]
+    return [out, dq, dk, dv]
