@@ -62,7 +62,7 @@ def attend_dkv(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arri
 
 
 def _call(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Call:
-    optional = {"extents": score.extents, "bits": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
+    optional = {"extents": score.extents, "ceiling": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
     b, s, h, d = q.shape
     t, g, width = keys.kv.shape[1:]
     return Call(
@@ -100,7 +100,7 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
         wide = extents.dtype.itemsize >= 4
         arrays["extents"] = (jnp.minimum(extents, jnp.iinfo(jnp.int32).max) if wide else extents).astype(jnp.int32)
     if keys.bits is not None:
-        arrays["bits"] = keys.bits
+        (arrays["ceiling"],) = launch(calls.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
     if score.sinks is not None:
         arrays["sinks"] = score.sinks.astype(jnp.float32)
     if score.slopes is not None:

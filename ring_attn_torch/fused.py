@@ -68,7 +68,7 @@ def attend_dkv(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: 
 
 
 def _call(q: Tensor, keys: Keys, rows: Rows, score: Score) -> Call:
-    optional = {"extents": score.extents, "bits": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
+    optional = {"extents": score.extents, "ceiling": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
     b, s, h, d = q.shape
     t, g, width = keys.kv.shape[1:]
     return Call(
@@ -103,7 +103,7 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     if score.extents is not None:
         arrays["extents"] = aligned(score.extents.clamp(-(2**31), 2**31 - 1).to(torch.int32))
     if keys.bits is not None:
-        arrays["bits"] = aligned(keys.bits)
+        (arrays["ceiling"],) = launch(calls.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
     if score.sinks is not None:
         arrays["sinks"] = aligned(score.sinks.float())
     if score.slopes is not None:

@@ -45,7 +45,8 @@ class Call:
     tma: bool = True
 
     def tiles(self, kernel: str) -> TileConfig:
-        return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability)
+        features = self.given if self.softcap is None else self.given | {"softcap"}
+        return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, features)
 
     def q_tiles(self, block: int) -> int:
         """How many tiles of queries a shard has."""
@@ -72,7 +73,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
         **_inputs(call, tiles, "q", "q_BSHD"),
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
-        "bits_ptr": call.array("bits", "uint8"),
+        "ceiling_BT": call.array("ceiling"),
         "sinks_ptr": call.array("sinks") if first else None,
         "slopes_ptr": call.array("slopes"),
         "draw_ptr": call.array("draw", "uint32"),
@@ -121,6 +122,14 @@ def extent_bounds(call: Call) -> Launch:
     q_tiles = call.q_tiles(tiles.block_q)
     outputs = (Output("bounds", (call.batch, q_tiles, 4), "int32"),)
     return _launch("extent_bounds", q_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def key_ceiling(batch: int, kv_local: int) -> Launch:
+    """The key mask as the most that scores may be: output ``ceiling`` [b t] in float32, from ``bits``."""
+    arguments = {"bits_ptr": Array("bits", "uint8"), "ceiling_BT": Array("ceiling", "float32"), "T": Scalar(kv_local, "i32")}
+    outputs = (Output("ceiling", (batch, kv_local), "float32"),)
+    return _launch("key_ceiling", -(-kv_local // 1024) * batch, arguments, {"BLOCK_K": 1024}, outputs, TileConfig(0, 1024, 4, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -215,7 +224,7 @@ def _backward_inputs(call: Call) -> dict[str, Argument | None]:
         "delta_BHS": Array("delta", "float32"),
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
-        "bits_ptr": call.array("bits", "uint8"),
+        "ceiling_BT": call.array("ceiling"),
         "slopes_ptr": call.array("slopes"),
         "draw_ptr": call.array("draw", "uint32"),
     }

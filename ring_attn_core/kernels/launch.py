@@ -109,9 +109,9 @@ class Launch:
 
 def kernel_function(name: str) -> Any:
     """The Triton function of a kernel, imported at the first launch."""
-    from . import triton_backward, triton_forward
+    from . import triton_backward, triton_common, triton_forward
 
-    return getattr(triton_forward if name == "forward" else triton_backward, name)
+    return getattr({"forward": triton_forward, "key_ceiling": triton_common}.get(name, triton_backward), name)
 
 
 def compiled(launch: Launch, capability: int) -> Any:

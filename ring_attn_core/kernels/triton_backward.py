@@ -26,10 +26,10 @@ from .triton_common import (
     LOG2E,
     NOTHING_BEGINS,
     ROW_FIELDS,
+    add_product,
     keep_seen,
     kept,
     keys_seen,
-    load_key_mask,
     load_own_tile,
     load_row,
     load_tile,
@@ -88,7 +88,7 @@ def dq(
     delta_BHS,
     rows_ptr,
     extents_ptr,
-    bits_ptr,
+    ceiling_BT,
     slopes_ptr,
     draw_ptr,
     dq_in_BSHD,
@@ -152,7 +152,7 @@ def dq(
         visited += last - first
         for t in range(last - first - (whole_last - whole_first)):
             acc = visit_keys(
-                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, bits_ptr, draw_ptr,
+                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr,
                 slope, inner, cap, threshold, rescale,
                 partly_seen(t, first, whole_first, whole_last) * BLOCK_K, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
@@ -161,7 +161,7 @@ def dq(
             )  # fmt: skip
         for t in range(whole_first, whole_last):
             acc = visit_keys(
-                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, bits_ptr, draw_ptr,
+                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr,
                 slope, inner, cap, threshold, rescale,
                 t * BLOCK_K, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
@@ -181,7 +181,7 @@ def dq(
 
 @triton.jit
 def visit_keys(
-    acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, bits_ptr, draw_ptr,
+    acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr,
     slope, inner, cap, threshold, rescale,
     key, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -197,25 +197,28 @@ def visit_keys(
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
     )
+    if draw_ptr is not None:
+        q_pos, k_pos = q_start + stride * i, k_start + stride * j
+        keep = kept(draw_ptr, threshold, batch, head, q_pos, k_pos, BLOCK_K, BLOCK_Q, ALIGNED)
+    if ceiling_BT is not None:
+        ceiling = tl.load(ceiling_BT + batch.to(tl.int64) * T + k_base + j, mask=j < k_len, other=float("-inf"))
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     s, t = scores(products, i[:, None], j[None, :], slope, inner, cap, q_start, k_start, stride, ACCURATE)
+    if ceiling_BT is not None:
+        s = tl.minimum(s, ceiling[None, :])
     p = tl.exp2(s - lse2[:, None])
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     if draw_ptr is not None:
-        keep = kept(draw_ptr, threshold, batch, head, q_start + stride * i, k_start + stride * j, BLOCK_K, BLOCK_Q, ALIGNED)
         dp = tl.where(keep, dp * rescale, 0.0)
     ds = p * (dp - delta_tile[:, None])
     if cap is not None:
         ds *= 1.0 - t * t
-    if bits_ptr is not None:
-        seen = load_key_mask(bits_ptr, batch, T, k_base + j, j < k_len)
-        ds = tl.where(seen[None, :], ds, 0.0)
     if MASKED:
         visible = (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
         ds = tl.where(visible, ds, 0.0)
         if CLEAN:
             k_tile = keep_seen(k_tile, visible)
-    return tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return add_product(acc, ds.to(k_tile.dtype), k_tile, T, PRECISION)
 
 
 @triton.jit
@@ -228,7 +231,7 @@ def dkv(
     delta_BHS,
     rows_ptr,
     extents_ptr,
-    bits_ptr,
+    ceiling_BT,
     slopes_ptr,
     draw_ptr,
     bounds_ptr,
@@ -310,8 +313,8 @@ def dkv(
     dv *= rescale
     inside = j < slot
     seen = j < tl.load(rows_ptr + k_run * ROW_FIELDS + K_LEN)
-    if bits_ptr is not None:
-        seen = load_key_mask(bits_ptr, batch, T, k_run * slot + j, seen)
+    if ceiling_BT is not None:
+        seen &= tl.load(ceiling_BT + batch.to(tl.int64) * T + k_run * slot + j, mask=seen, other=0.0) > 0.0
     dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
     at = (batch.to(tl.int64) * T + k_run * slot + j)[:, None] * G + group
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
@@ -345,6 +348,9 @@ def visit_queries(
     lse2 = tl.load(lse2_BHS + at_sums, mask=i < q_len, other=float("inf"))
     delta_tile = tl.load(delta_BHS + at_sums, mask=i < q_len, other=0.0)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head).to(tl.float32)
+    if draw_ptr is not None:
+        q_pos, k_pos = q_start + stride * i, k_start + stride * j
+        keep = tl.trans(kept(draw_ptr, threshold, batch, head, q_pos, k_pos, BLOCK_K, BLOCK_Q, ALIGNED))
     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
     s, t = scores(products, i[None, :], j[:, None], slope, inner, cap, q_start, k_start, stride, ACCURATE)
     p = tl.exp2(s - lse2[None, :])
@@ -354,11 +360,8 @@ def visit_queries(
         p = tl.where(visible, p, 0.0)
     dropped = p
     if draw_ptr is not None:
-        keep = tl.trans(
-            kept(draw_ptr, threshold, batch, head, q_start + stride * i, k_start + stride * j, BLOCK_K, BLOCK_Q, ALIGNED)
-        )
         dropped = tl.where(keep, p, 0.0)
-    dv = tl.dot(dropped.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+    dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, S, PRECISION)
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
     if draw_ptr is not None:
         dp = tl.where(keep, dp * rescale, 0.0)
@@ -367,7 +370,7 @@ def visit_queries(
         ds *= 1.0 - t * t
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    dk = add_product(dk, ds.to(q_tile.dtype), q_tile, S, PRECISION)
     return dk, dv
 
 

@@ -158,28 +158,56 @@ def load_own_tile(
 
 
 @triton.jit
+def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
+    """total + a b. In float32 the product is summed by itself first: one long chain of additions would lose half a digit.
+
+    The condition, true wherever there is a tile, keeps the compiler from making one chain of it again.
+    """
+    if a.dtype == tl.float32:
+        total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def keep_seen(tile, visible):
     """A tile of keys or values, 0 where no query sees the key by ``visible`` [queries, keys]: 0 times NaN would be NaN."""
     return tl.where(tl.max(visible.to(tl.int32), 0)[:, None] > 0, tile, 0.0)
 
 
 @triton.jit
-def load_key_mask(bits_ptr, batch, kv_tokens, token, inside):
-    """bool: which tokens of a k/v shard may be attended: bit j % 8 of byte j // 8; not those that are not ``inside``."""
-    byte = tl.load(bits_ptr + batch.to(tl.int64) * ((kv_tokens + 7) // 8) + token // 8, mask=inside, other=0)
-    return ((byte.to(tl.int32) >> (token % 8)) & 1) != 0
+def key_ceiling(bits_ptr, ceiling_BT, T, BLOCK_K: tl.constexpr):
+    """The key mask as the most that a score may be, inf or -inf: bit j % 8 of byte j // 8 says whether key j may be attended.
+
+    Once a step: a minimum is one instruction a score, and -inf for NaN too; testing bits cost the forward half as much again.
+    """
+    tiles = tl.cdiv(T, BLOCK_K)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    j = tl.program_id(0) % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    byte = tl.load(bits_ptr + batch * ((T + 7) // 8) + j // 8, mask=j < T, other=0)
+    seen = ((byte.to(tl.int32) >> (j % 8)) & 1) != 0
+    tl.store(ceiling_BT + batch * T + j, tl.where(seen, float("inf"), float("-inf")), mask=j < T)
 
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
     """From one exponential, accurate to 1e-7 absolutely; ACCURATE to a rounding, near 0 too, where that one cancels."""
-    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    t = (1.0 - e) / (1.0 + e) if ACCURATE else tl.fdiv(1.0 - e, 1.0 + e)
     if ACCURATE:
+        e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+        t = (1.0 - e) / (1.0 + e)
         square = x * x
         series = 1.0 + square * (-0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * 0.0218694885)))
-        return tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -t, t))
-    return tl.where(x < 0, -t, t)
+        t = tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -t, t))
+    else:
+        t = 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))
+    return t
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to 1 ulp, in one instruction where there is a GPU."""
+    return tl.fdiv(1.0, x)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.0
 epilogue, with the (out, lse) of the keys seen so far: with weights exp(lse - lse_both) it is exactly what one softmax over all of
 them would give.
 
-Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bits uint8 [B, ceil(T / 8)],
-           sinks, slopes f32 [H], draw uint32 [4] -> out_BSHE, lse_BSH f32
+Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], ceiling_BT f32 of the
+           key mask, sinks, slopes f32 [H], draw uint32 [4] -> out_BSHE, lse_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
            heaviest; a q tile lies within one run
@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 
 from .triton_common import (
+    add_product,
     keep_seen,
     kept,
     keys_seen,
-    load_key_mask,
     load_own_tile,
     load_row,
     load_tile,
@@ -49,7 +49,7 @@ def forward(
     v_BTGE,
     rows_ptr,
     extents_ptr,
-    bits_ptr,
+    ceiling_BT,
     sinks_ptr,
     slopes_ptr,
     draw_ptr,
@@ -114,7 +114,7 @@ def forward(
         visited += last - first
         for t in range(last - first - (whole_last - whole_first)):
             acc, m, l = visit(
-                acc, m, l, q_tile, k_BTGD, v_BTGE, bits_ptr, draw_ptr, slope, inner, cap, threshold,
+                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr, slope, inner, cap, threshold,
                 partly_seen(t, first, whole_first, whole_last) * BLOCK_K, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
                 H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
@@ -122,7 +122,7 @@ def forward(
             )  # fmt: skip
         for t in range(whole_first, whole_last):
             acc, m, l = visit(
-                acc, m, l, q_tile, k_BTGD, v_BTGE, bits_ptr, draw_ptr, slope, inner, cap, threshold,
+                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr, slope, inner, cap, threshold,
                 t * BLOCK_K, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
                 H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
@@ -165,7 +165,7 @@ def forward(
 
 @triton.jit
 def visit(
-    acc, m, l, q_tile, k_BTGD, v_BTGE, bits_ptr, draw_ptr, slope, inner, cap, threshold,
+    acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr, slope, inner, cap, threshold,
     key, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
@@ -178,6 +178,12 @@ def visit(
     j = key + tl.arange(0, BLOCK_K)
     group = head // (H // G)
     k_tile = load_tile(k_BTGD, batch, T, k_base + key, group, k_len - key, G, K_STRIDE, 0, D, BLOCK_K, BLOCK_D, MASKED, TMA)
+    # Both know nothing of the scores: here they fill the wait for the last tile's product with v.
+    if draw_ptr is not None:
+        q_pos, k_pos = q_start + stride * i, k_start + stride * j
+        keep = kept(draw_ptr, threshold, batch, head, q_pos, k_pos, BLOCK_K, BLOCK_Q, ALIGNED)
+    if ceiling_BT is not None:
+        ceiling = tl.load(ceiling_BT + batch.to(tl.int64) * T + k_base + j, mask=j < k_len, other=float("-inf"))
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
     if FOLDED and cap is None and slope is None:
@@ -188,11 +194,10 @@ def visit(
     if MASKED:
         visible = (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
         s = tl.where(visible, s, float("-inf"))
-    if bits_ptr is not None:
-        seen = load_key_mask(bits_ptr, batch, T, k_base + j, j < k_len)
-        s = tl.where(seen[None, :], s, float("-inf"))
+    if ceiling_BT is not None:
+        s = tl.minimum(s, ceiling[None, :])
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
-    if MASKED or bits_ptr is not None:
+    if MASKED or ceiling_BT is not None:
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         shift = m_new
@@ -200,12 +205,11 @@ def visit(
     decay = tl.exp2(m - shift)
     l = l * decay + tl.sum(p, 1)
     if draw_ptr is not None:
-        keep = kept(draw_ptr, threshold, batch, head, q_start + stride * i, k_start + stride * j, BLOCK_K, BLOCK_Q, ALIGNED)
         p = tl.where(keep, p, 0.0)
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
     )
     if MASKED and CLEAN:
         v_tile = keep_seen(v_tile, visible)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=PRECISION)
+    acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, T, PRECISION)
     return acc, m_new, l

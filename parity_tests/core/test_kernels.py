@@ -1,0 +1,162 @@
+"""The kernels' launches and what the compiler makes of them, for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ring_attn_core.kernels import calls
+from ring_attn_core.kernels.calls import Call
+from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar, compiled, kernel_function
+from ring_attn_core.kernels.tiles import choose_tiles, padded
+
+triton = pytest.importorskip("triton")
+
+PLAIN = Call(
+    batch=1,
+    seq_local=16384,
+    kv_local=16384,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    v_dim=128,
+    q_runs=1,
+    k_runs=1,
+    dtype="bfloat16",
+    scale=128**-0.5,
+    softcap=None,
+    dropout_rate=0.0,
+    given=frozenset(),
+    packed=False,
+    aligned=True,
+    clean=False,
+    tf32=False,
+    capability=90,
+)
+EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "draw"})
+MOST_SHARED = {80: 166912, 90: 232448, 100: 232448}
+"""Bytes of shared memory that a block may have, by compute capability."""
+
+
+def launches(call: Call) -> list[Launch]:
+    """Every launch of a ring: of the first, a middle and the last step, and of a ring of one."""
+    steps = [(True, True), (True, False), (False, False), (False, True)]
+    made = [
+        calls.delta(call, call.dtype),
+        *(calls.forward(call, *step) for step in steps),
+        *(calls.dq(call, *step) for step in steps),
+    ]
+    made += [calls.dkv(call, *step) for step in ((True, True), (True, False), (False, False))]
+    if "ceiling" in call.given:
+        made.append(calls.key_ceiling(call.batch, call.kv_local))
+    if "extents" in call.given:
+        made.append(calls.extent_bounds(call))
+    return made
+
+
+EVERY_FEATURE = replace(PLAIN, given=EVERYTHING, clean=True, softcap=30.0, dropout_rate=0.1)
+VARIED = [PLAIN, replace(PLAIN, packed=True, q_runs=2, k_runs=2), EVERY_FEATURE]
+
+
+@pytest.mark.parametrize("call", VARIED, ids=["plain", "packed", "everything"])
+def test_arguments_are_the_kernels_parameters_in_their_order(call):
+    """A JAX launch hands buffers over by order: inputs as the parameters come, then the outputs."""
+    for launch in launches(call):
+        parameters = [name for name, _ in launch.arguments]
+        names = kernel_function(launch.kernel).arg_names
+        assert sorted(parameters, key=names.index) == [name for name in names if name in parameters]
+        buffers = [
+            x.name for name, x in sorted(launch.arguments, key=lambda each: names.index(each[0])) if not isinstance(x, Scalar)
+        ]
+        assert buffers == [*launch.inputs, *(output.name for output in launch.outputs)]
+        assert {*names} >= {name for name, _ in launch.constants}
+
+
+def test_state_is_overwritten_in_place_until_the_last_step():
+    over = lambda launch: [output.over for output in launch.outputs]
+    assert over(calls.forward(PLAIN, True, False)) == [None, None]
+    assert over(calls.forward(PLAIN, False, False)) == ["out_in", "lse_in"]
+    assert over(calls.forward(PLAIN, False, True)) == [None, "lse_in"], "out changes its dtype"
+    assert over(calls.forward(replace(PLAIN, dtype="float32"), False, True)) == ["out_in", "lse_in"]
+    assert over(calls.dq(PLAIN, False, False)) == ["dq_in"]
+    assert over(calls.dkv(replace(PLAIN, packed=True), False, False)) == ["dkv_in"]
+
+
+def test_lengths_are_no_part_of_a_compiled_kernel():
+    assert compiled(calls.forward(PLAIN, True, True), 90) is compiled(
+        calls.forward(replace(PLAIN, seq_local=8192), True, True), 90
+    )
+
+
+@pytest.mark.parametrize("width", [1, 16, 63, 64, 65, 96, 128, 192, 256])
+def test_a_tile_holds_a_head_in_a_power_of_two(width):
+    assert padded(width) >= width
+    assert padded(width).bit_count() == 1
+    assert padded(width) >= 64, "Triton 3.6 multiplies shorter rows wrongly on Hopper"
+
+
+SIZED = [
+    (80, EVERY_FEATURE),
+    (100, EVERY_FEATURE),
+    *((90, replace(EVERY_FEATURE, head_dim=dim, v_dim=dim)) for dim in (64, 128, 256)),
+]
+
+
+@pytest.mark.parametrize(("capability", "call"), SIZED, ids=["sm_80", "sm_100", "sm_90, 64", "sm_90, 128", "sm_90, 256"])
+def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
+    call = replace(call, capability=capability)
+    for launch in (calls.forward(call, True, True), calls.dq(call, True, True), calls.dkv(call, True, True)):
+        assert compiled(launch, capability).metadata.shared <= MOST_SHARED[capability], launch.kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dim", "stack", "reloads"),
+    [("forward", 128, 8, 0), ("forward", 64, 0, 0), ("dq", 128, 0, 0), ("dq", 64, 0, 0), ("dkv", 128, 48, 3), ("dkv", 64, 64, 4)],
+)
+def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):
+    """At most so many bytes of stack a thread on Hopper, and reloads in the loop without a mask, of some 500 instructions."""
+    call = replace(PLAIN, head_dim=dim, v_dim=dim)
+    used, reloaded, products = resources(compiled(getattr(calls, kernel)(call, True, True), 90))
+    assert used <= stack
+    assert reloaded <= reloads
+    assert products > 0, "no wgmma in the binary"
+
+
+def resources(kernel) -> tuple[int, int, int]:
+    """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        run = lambda option: subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout
+        used, code = run("-res-usage"), run("-sass")
+    instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    loops = []
+    for at, text in instructions:
+        jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            body = [other for place, other in instructions if int(jump[1], 16) <= place <= at]
+            loops.append(body) if any("HGMMA" in other for other in body) else None
+    whole = min(loops, key=len)
+    return int(re.search(r"STACK:(\d+)", used)[1]), sum("LDL" in x for x in whole), code.count("HGMMA")  # type: ignore[index]
+
+
+def test_a_head_that_fills_its_tile_is_read_by_tma():
+    by = lambda call: {type(x) for name, x in calls.forward(call, True, True).arguments if name in ("q_BSHD", "k_BTGD", "v_BTGE")}
+    assert by(PLAIN) == {Descriptor}
+    assert by(replace(PLAIN, head_dim=96)) == {Array}
+    assert by(replace(PLAIN, capability=80)) == {Array}
+    assert by(replace(PLAIN, tma=False)) == {Array}
+
+
+def test_tiles_are_chosen_for_every_kernel_dtype_and_size():
+    for kernel in ("forward", "dq", "dkv", "delta"):
+        for dtype in ("bfloat16", "float16", "float32"):
+            for width in (64, 128, 256):
+                for capability in (80, 86, 90, 100, 120):
+                    assert choose_tiles(kernel, dtype, width, width, capability).warps in (4, 8)

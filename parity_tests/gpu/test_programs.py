@@ -1,0 +1,71 @@
+"""What frameworks make of the kernels on a GPU: CUDA graphs, torch.compile, and XLA's programs without copies."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def qkv(length=512, heads=4, kv_heads=2, dim=64, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    make = lambda h: torch.randn(1, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
+    return make(heads), make(kv_heads), make(kv_heads)
+
+
+def step(attention, leaves):
+    out = attention(*leaves)
+    return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+
+def test_a_cuda_graph_of_forward_and_backward_replays_with_other_inputs():
+    from ring_attn_torch import ring_attention
+
+    attention = partial(ring_attention, backend="triton", dropout_rate=0.2, dropout_seed=torch.tensor(5, device="cuda"))
+    leaves = qkv()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(attention, leaves)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(attention, leaves)
+    others = qkv(seed=1)
+    with torch.no_grad():
+        for mine, other in zip(leaves, others, strict=True):
+            mine.copy_(other)
+    graph.replay()
+    for mine, expected in zip(captured, step(attention, others), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_torch_compile_gives_the_same_bits():
+    from ring_attn_torch import ring_attention
+
+    attention = partial(ring_attention, backend="triton")
+    compiled = torch.compile(attention, fullgraph=True)
+    for mine, expected in zip(step(compiled, qkv()), step(attention, qkv()), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_xla_copies_no_state_between_launches():
+    """Three ranks emulated in one program: their out, lse, dq, dk and dv go from launch to launch in place."""
+    import jax
+    import jax.numpy as jnp
+
+    from parity_tests.cases import Case
+    from parity_tests.gpu.emulate import _jax_ring
+
+    case = Case(ranks=3, length=1536, dtype="bfloat16", head_dim=64, v_dim=64)
+    shards = case.inputs()
+    arrays = [[jnp.asarray(x, case.dtype) for x in each] for each in shards[:4]]
+    dlse = [jnp.asarray(x) for x in shards[4]]
+    program = jax.jit(lambda *a: _jax_ring(case, "triton", *a)).lower(*arrays, dlse, []).compile().as_text()
+    assert "triton_kernel_call_ffi" in program
+    copied = re.findall(r"= (f32\[[\d,]+\])\S* copy(?:-start)?\(", program)
+    assert [shape for shape in copied if shape.count(",") >= 2] == []

@@ -1,0 +1,77 @@
+"""The Triton kernels in a JAX program for a GPU, lowered and exported on a host that has none."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from ring_attn_core import causal
+from ring_attn_jax import ring_attention
+from ring_attn_jax.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
+
+pytest.importorskip("triton")
+SEQ = PartitionSpec(None, "seq")
+
+
+def ring(ranks: int, check_vma: bool = True, **arguments):
+    mesh = jax.make_mesh((ranks,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+    attention = lambda q, k, v: ring_attention(q, k, v, backend="triton", **arguments)
+    return jax.shard_map(attention, mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=check_vma)
+
+
+def shapes(heads=4, kv_heads=2, tokens=512, dim=64, dtype=jnp.bfloat16):
+    shape = lambda h: jax.ShapeDtypeStruct((1, tokens, h, dim), dtype)
+    return shape(heads), shape(kv_heads), shape(kv_heads)
+
+
+def lowered(function, *arguments) -> str:
+    with compile_for(90):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradient(function):
+    return lambda q, k, v: jax.grad(lambda *qkv: function(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_step_is_one_launch_forward_and_two_backward(ranks):
+    text = lowered(gradient(ring(ranks)), *shapes())
+    assert text.count(f"@{CUSTOM_CALL}") == ranks + 1 + 2 * ranks, "forward steps, the sums, dq and dkv of every step"
+    assert text.count("collective_permute") >= (ranks - 1) * 2
+
+
+def test_the_state_is_handed_on_in_place():
+    """A step that is neither first nor last overwrites the out and the lse it is given."""
+    text = lowered(ring(4), *shapes())
+    aliases = re.findall(r"output_operand_aliases = \[(.*?)\]", text)
+    assert sum(found.count("output_operand_alias<") for found in aliases) == 2 * 2 + 1, "out and lse twice, lse at the last step"
+
+
+def test_it_lowers_under_remat_and_without_check_vma():
+    assert CUSTOM_CALL in lowered(gradient(jax.checkpoint(ring(2))), *shapes())
+    assert CUSTOM_CALL in lowered(gradient(ring(2, check_vma=False)), *shapes())
+
+
+def test_under_vmap_it_is_one_call_after_the_other():
+    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shapes()]
+    assert CUSTOM_CALL in lowered(jax.vmap(ring(1)), *batched)
+
+
+def test_it_is_exported_for_cuda_from_a_cpu():
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(CUSTOM_CALL)]
+    with compile_for(90):
+        exported = jax.export.export(jax.jit(ring(1, mask=causal())), platforms=("cuda",), disabled_checks=allowed)(*shapes())
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert CUSTOM_CALL in again.mlir_module()
+
+
+def test_without_a_gpu_the_kernels_say_what_runs_instead():
+    assert capability() == 0
+    with pytest.raises(ValueError, match="run on NVIDIA GPUs, and these arrays are on cpu"):
+        jax.eval_shape(ring(1), *shapes())
+    assert isinstance(makes_descriptors(), bool)
