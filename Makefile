@@ -51,6 +51,8 @@ plan-picture: $(STAMP) ## draw who holds and computes what, here and in demo-out
 	@mkdir -p demo-output
 	@$(BIN)/ring-attn plan --save demo-output/plan.png $(ARGS)
 
+# jaxlib's CUDA plugin (8 MB, no CUDA with it) builds the launches that the tests lower for a GPU; where there is none for this
+# system, they are skipped.
 # An interpreter of another version begins afresh; a changed list of packages is installed over the old one.
 $(STAMP): pyproject.toml $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "ring-attn needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
@@ -65,4 +67,5 @@ ifeq ($(VERSION),3.11)
 else
 	@$(PIP) -e '.[dev]'
 endif
+	-@$(BIN)/python -c 'import jaxlib; print("jax-cuda12-plugin==" + jaxlib.__version__)' | xargs $(PIP) --no-deps
 	@touch $@

@@ -161,7 +161,7 @@ def show(cells: list[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=report.first_line(__doc__))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--part", nargs="*", default=["cases", "lengths", "features", "window"])
+    parser.add_argument("--part", nargs="*", default=["cases", "features", "window", "lengths"])
     parser.add_argument("--out", default="kernel-h200", help="name of the result file")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"question": report.first_line(__doc__), **report.environment()}
@@ -175,7 +175,8 @@ def main() -> None:
             result[part] = {"features": features, "window": window}[part](arguments.rounds)
             Console(width=150).print(result[part])
         torch.cuda.empty_cache()
-    print(report.save(arguments.out, result))
+        path = report.save(arguments.out, result)
+    print(path)
 
 
 if __name__ == "__main__":

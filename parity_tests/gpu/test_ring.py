@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -39,9 +40,11 @@ def test_rings_are_exact_on_gpus_and_agree(nccl, case):
     ours, theirs = on_torch.run(nccl, case), on_jax.run(case)
     check(case, ours)
     check(case, theirs)
-    if case.dtype == "float32":
-        for name, mine, other in zip(Attention._fields, ours, theirs, strict=True):
+    for name, mine, other in zip(Attention._fields, ours, theirs, strict=True):
+        if case.dtype == "float64" or name == "dsinks":  # the frameworks' own sums
             assert mine is None or relative_error(mine, other) <= 1e-6, name
+        else:
+            assert np.array_equal(mine, other), name
 
 
 def test_xla_overlaps_every_hop_of_the_forward_pass():

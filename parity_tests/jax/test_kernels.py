@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from jaxlib import gpu_triton
 
 from ring_attn_core import causal
 from ring_attn_jax import ring_attention
 from ring_attn_jax.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
 
 pytest.importorskip("triton")
+needs_plugin = pytest.mark.skipif(
+    not hasattr(gpu_triton, "create_array_parameter"),
+    reason="needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin",
+)
 SEQ = PartitionSpec(None, "seq")
 
 
@@ -37,6 +40,7 @@ def gradient(function):
     return lambda q, k, v: jax.grad(lambda *qkv: function(*qkv).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
 
 
+@needs_plugin
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_step_is_one_launch_forward_and_two_backward(ranks):
     text = lowered(gradient(ring(ranks)), *shapes())
@@ -44,30 +48,32 @@ def test_a_step_is_one_launch_forward_and_two_backward(ranks):
     assert text.count("collective_permute") >= (ranks - 1) * 2
 
 
+@needs_plugin
 def test_the_state_is_handed_on_in_place():
     """A step that is neither first nor last overwrites the out and the lse it is given."""
     text = lowered(ring(4), *shapes())
-    aliases = re.findall(r"output_operand_aliases = \[(.*?)\]", text)
-    assert sum(found.count("output_operand_alias<") for found in aliases) == 2 * 2 + 1, "out and lse twice, lse at the last step"
+    assert text.count("output_operand_alias<") == 2 * 2 + 1, "out and lse at two steps, lse at the last, where out is cast"
 
 
+@needs_plugin
 def test_it_lowers_under_remat_and_without_check_vma():
     assert CUSTOM_CALL in lowered(gradient(jax.checkpoint(ring(2))), *shapes())
     assert CUSTOM_CALL in lowered(gradient(ring(2, check_vma=False)), *shapes())
 
 
+@needs_plugin
 def test_under_vmap_it_is_one_call_after_the_other():
     batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shapes()]
     assert CUSTOM_CALL in lowered(jax.vmap(ring(1)), *batched)
 
 
+@needs_plugin
 def test_it_is_exported_for_cuda_from_a_cpu():
     allowed = [jax.export.DisabledSafetyCheck.custom_call(CUSTOM_CALL)]
     with compile_for(90):
         exported = jax.export.export(jax.jit(ring(1, mask=causal())), platforms=("cuda",), disabled_checks=allowed)(*shapes())
-    again = jax.export.deserialize(exported.serialize())
-    assert again.platforms == ("cuda",)
-    assert CUSTOM_CALL in again.mlir_module()
+    assert exported.platforms == ("cuda",)
+    assert CUSTOM_CALL in exported.mlir_module()
 
 
 def test_without_a_gpu_the_kernels_say_what_runs_instead():
