@@ -38,8 +38,8 @@ BREAKS = [
     Break(
         "torch: dk and dv swapped",
         "ring_attn_torch/api.py",
-        "return dq, dk, dv,",
-        "return dq, dv, dk,",
+        "    return dq, dk, dv, *of_arrays",
+        "    return dq, dv, dk, *of_arrays",
         TORCH,
     ),
     Break(
@@ -51,23 +51,23 @@ BREAKS = [
     ),
     Break(
         "torch: another rank's gradient dropped",
-        "ring_attn_torch/comm.py",
-        "dkv.add_(arrived)",
-        "dkv.copy_(arrived)",
+        "ring_attn_torch/attend.py",
+        "dkv.add_(before)",
+        "dkv.copy_(before)",
         TORCH,
     ),
     Break(
         "jax: another rank's gradient dropped",
-        "ring_attn_jax/comm.py",
-        "self.travelling + dkv",
-        "self.travelling",
+        "ring_attn_jax/attend.py",
+        "before + dkv",
+        "before",
         JAX,
     ),
     Break(
         "torch: a zero gradient",
         "ring_attn_torch/api.py",
-        "return dq.to(q.dtype), dkv",
-        "return torch.zeros_like(q), dkv",
+        "return dq.to(q.dtype), dk",
+        "return torch.zeros_like(q), dk",
         TORCH,
     ),
     Break(

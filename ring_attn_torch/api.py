@@ -88,8 +88,8 @@ def ring_attention(
         dropout_offset: the global index of the first batch row and of the first head, where these are sharded too.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto" or "blockwise". strategy: "auto" or "ring". deterministic: gradients repeat to the bit (blockwise:
-            always).
+        backend: "auto": the first that can, of "triton" (NVIDIA GPUs) and "blockwise" (everywhere); "triton_tf32" multiplies
+            float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as all of these always do.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,

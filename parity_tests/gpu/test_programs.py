@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_xla_copies_no_state_between_launches():
     shards = case.inputs()
     arrays = [[jnp.asarray(x, case.dtype) for x in each] for each in shards[:4]]
     dlse = [jnp.asarray(x) for x in shards[4]]
-    program = jax.jit(lambda *a: _jax_ring(case, "triton", *a)).lower(*arrays, dlse, []).compile().as_text()
+    program: Any = jax.jit(lambda *a: _jax_ring(case, "triton", *a)).lower(*arrays, dlse, []).compile().as_text()
     assert "triton_kernel_call_ffi" in program
     copied = re.findall(r"= (f32\[[\d,]+\])\S* copy(?:-start)?\(", program)
     assert [shape for shape in copied if shape.count(",") >= 2] == []

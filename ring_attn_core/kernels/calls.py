@@ -83,7 +83,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
         "lse_BSH": Array("lse", "float32"),
         **_numbers(call),
     }
-    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": call.clean}
+    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     return _launch("forward", grid, arguments, constants, (out, lse), tiles)
 
@@ -147,7 +147,7 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
         "scale": Scalar(call.scale, "fp32"),
         **_numbers(call),
     }
-    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": call.clean}
+    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     return _launch("dq", grid, arguments, constants, (out,), tiles)
 
@@ -262,6 +262,11 @@ def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
         "TMA": tiles.tma and tma_fits(call),
         "PRECISION": "tf32" if call.tf32 else "ieee",
     }
+
+
+def _clean(call: Call) -> int:
+    """Whether kernels look for keys that nobody sees: 0 not, 1 by truth values, 2 by bits (triton_common.keep_seen)."""
+    return 0 if not call.clean else 1 if call.capability >= 90 else 2
 
 
 def _launch(

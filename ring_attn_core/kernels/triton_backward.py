@@ -216,8 +216,8 @@ def visit_keys(
     if MASKED:
         visible = (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
         ds = tl.where(visible, ds, 0.0)
-        if CLEAN:
-            k_tile = keep_seen(k_tile, visible)
+        if CLEAN > 0:
+            k_tile = keep_seen(k_tile, visible, CLEAN == 2)
     return add_product(acc, ds.to(k_tile.dtype), k_tile, T, PRECISION)
 
 

@@ -171,9 +171,19 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def keep_seen(tile, visible):
-    """A tile of keys or values, 0 where no query sees the key by ``visible`` [queries, keys]: 0 times NaN would be NaN."""
-    return tl.where(tl.max(visible.to(tl.int32), 0)[:, None] > 0, tile, 0.0)
+def keep_seen(tile, visible, BY_BITS: tl.constexpr):
+    """A tile of keys or values, 0 where no query sees the key by ``visible`` [queries, keys]: 0 times NaN would be NaN.
+
+    BY_BITS: without a tensor of truth values, which Triton 3.9 fails to lay out for the products of GPUs before Hopper.
+    """
+    some = tl.max(visible.to(tl.int32), 0)[:, None]
+    if BY_BITS:
+        INTEGER: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16  # pyright: ignore[reportAssignmentType]
+        kept_bits = tile.to(INTEGER, bitcast=True) & (-some).to(INTEGER)
+        kept_tile = kept_bits.to(tile.dtype, bitcast=True)
+    else:
+        kept_tile = tl.where(some > 0, tile, 0.0)
+    return kept_tile
 
 
 @triton.jit
@@ -240,10 +250,10 @@ def kept(draw_ptr, threshold, batch, head, q_pos, k_pos, KEYS: tl.constexpr, QUE
     column = (tl.load(draw_ptr + 3) + head).to(tl.uint32)
     if ALIGNED:
         group = tl.min(tl.reshape(k_pos, [KEYS // 4, 4]), 1) // 4
-        a, b, c, d = tl.philox(seed, group[None, :], q_pos[:, None], column, row)
+        a, b, c, d = tl.philox(seed, group[None, :], q_pos[:, None], column, row)  # pyright: ignore[reportGeneralTypeIssues]
         even = tl.join(a >= threshold, c >= threshold)
         odd = tl.join(b >= threshold, d >= threshold)
         return tl.reshape(tl.join(even, odd), [QUERIES, KEYS])
-    a, b, c, d = tl.philox(seed, (k_pos // 4)[None, :], q_pos[:, None], column, row)
+    a, b, c, d = tl.philox(seed, (k_pos // 4)[None, :], q_pos[:, None], column, row)  # pyright: ignore[reportGeneralTypeIssues]
     lane = (k_pos % 4)[None, :]
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d)) >= threshold

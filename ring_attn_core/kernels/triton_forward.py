@@ -209,7 +209,7 @@ def visit(
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
     )
-    if MASKED and CLEAN:
-        v_tile = keep_seen(v_tile, visible)
+    if MASKED and CLEAN > 0:
+        v_tile = keep_seen(v_tile, visible, CLEAN == 2)
     acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, T, PRECISION)
     return acc, m_new, l
