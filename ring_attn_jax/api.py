@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ring_attn_core.kernels.backends import select
+from ring_attn_core.kernels.backends import runnable
 from ring_attn_core.kernels.problem import Given, Problem, check_strategy
 from ring_attn_core.masks import causal
 from ring_attn_core.numbers import check_dropout_rate
@@ -20,7 +20,7 @@ from ring_attn_core.runs import Band
 
 from . import ring
 from .keys import apart, pack
-from .launch import capability
+from .launch import capability, makes_descriptors
 from .score import Draw, Score, draw_of
 from .varying import described, dtype_names, ring_size, vary_alike
 
@@ -159,8 +159,12 @@ def checked(
     softcap: float | None,
     dropout_rate: float,
     backend: str,
+    anywhere: bool = False,
 ) -> tuple[RingPlan, Score]:
-    """The plan and score of a call, once every check has passed. ``arrays``: the optional ones by name, None where not given."""
+    """The plan and score of a call, once every check has passed. ``arrays``: the optional ones by name, None where not given.
+
+    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
+    """
     dtypes = dtype_names(q, k, v)
     given = described(arrays) + (() if draw is None else (Given("dropout_seed", (), "uint32"),))
     problem = Problem(
@@ -188,5 +192,6 @@ def checked(
     slopes = None if slopes is None else lax.stop_gradient(slopes)
     extents, sinks = arrays["extents"], arrays.get("sinks")
     draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
-    static = factor, cap, float(dropout_rate), select(problem, backend), plan.keys_in_fours, problem.blanks, plan.blank_keys
-    return plan, Score(*static, extents, sinks, slopes, draw)
+    able = runnable(problem, makes_descriptors(), anywhere)
+    place = plan.keys_in_fours and not anywhere, problem.blanks or anywhere, plan.blank_keys or anywhere
+    return plan, Score(factor, cap, float(dropout_rate), able, *place, extents, sinks, slopes, draw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -61,11 +60,10 @@ def attend_block(
     check_dropout_rate(dropout_rate)
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = 1, "contiguous", mask, None, None
-    _, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
+    _, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend, anywhere=True)
     of_q, of_k = ((0, run.length, run.start, run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
-    score = replace(score, aligned=False, blanks=True, blank_keys=True)  # the block may stand anywhere
     return _attention(*vary_alike((), q, k, v, key_mask, score, rows))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.kernels.backends import select
+from ring_attn_core.kernels.backends import runnable
 from ring_attn_core.kernels.problem import Given, Problem, check_extents, check_strategy
 from ring_attn_core.masks import causal
 from ring_attn_core.plan import RingPlan
@@ -281,9 +281,13 @@ def problem_of(
 
 
 @lru_cache(maxsize=1024)
-def checked(problem: Problem) -> tuple[RingPlan, Score]:
-    """The plan and score of a problem, checked once for every problem that this process meets."""
+def checked(problem: Problem, anywhere: bool = False) -> tuple[RingPlan, Score]:
+    """The plan and score of a problem, checked, and its kernels compiled, once for every problem that this process meets.
+
+    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
+    """
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    backend = select(problem, problem.backend)
-    return plan, Score(scale, problem.softcap, problem.dropout_rate, backend, plan.keys_in_fours, problem.blanks, plan.blank_keys)
+    backend = runnable(problem, tma=True, anywhere=anywhere)
+    place = plan.keys_in_fours and not anywhere, problem.blanks or anywhere, plan.blank_keys or anywhere
+    return plan, Score(scale, problem.softcap, problem.dropout_rate, backend, *place)

@@ -172,7 +172,7 @@ _backward.register_autograd(refuse_second_derivative)
 def _score(q, k, v, extents, key_mask, slopes, draw, lo, hi, scale, softcap, rate, backend) -> Score:  # type: ignore[no-untyped-def]
     arrays = extents, key_mask, None, slopes, draw
     problem = problem_of(q, k, v, arrays, None, "contiguous", lo, hi, None, None, scale, softcap, rate, backend)
-    return replace(checked(problem)[1], extents=extents, slopes=slopes, draw=draw, aligned=False, blanks=True, blank_keys=True)
+    return replace(checked(problem, anywhere=True)[1], extents=extents, slopes=slopes, draw=draw)
 
 
 def _rows(runs: Sequence[int], lo: int | None, hi: int | None, queries: int, keys: int) -> list[list[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,6 +51,27 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("triton_tf32", _triton_tf32, automatic=False),
     Backend("blockwise", lambda problem: None),
 )
+
+
+def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> str:
+    """The backend that ``select`` takes, its kernels compiled; the arguments are those of ``calls.call_of``.
+
+    Where they cannot run, "auto" warns and takes blockwise; asked for by name the backend raises ValueError.
+    """
+    chosen = select(problem, problem.backend)
+    if chosen == "blockwise":
+        return chosen
+    from .calls import call_of, of_ring
+    from .launch import obstacle
+
+    reason = obstacle(of_ring(call_of(problem, chosen, tma, anywhere), len(problem.plan.shifts)), problem.capability)
+    if reason is None:
+        return chosen
+    of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
+    if problem.backend != "auto":
+        raise ValueError(f'backend={chosen!r} cannot run this: {reason} ({of}). backend="blockwise" can')
+    warnings.warn(f'{chosen}: {reason} ({of}). backend="blockwise" runs this instead, much slower', stacklevel=2)
+    return "blockwise"
 
 
 def select(problem: Problem, backend: str = "auto") -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ..dropout import threshold
 from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
+from .problem import Problem
 from .tiles import TileConfig, choose_tiles, padded
 
 LOG2E = math.log2(math.e)
@@ -58,6 +60,57 @@ class Call:
     def array(self, name: str, dtype: str = "float32") -> Array | None:
         """An optional array, where it was given."""
         return Array(name, dtype) if name in self.given else None
+
+
+def call_of(problem: Problem, backend: str, tma: bool, anywhere: bool = False) -> Call:
+    """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
+    plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
+    names = {array.name for array in problem.arrays}
+    return Call(
+        batch=b,
+        seq_local=s,
+        kv_local=t,
+        heads=h,
+        kv_heads=g,
+        head_dim=d,
+        v_dim=problem.v_shape[-1],
+        q_runs=len(plan.q_runs[0]),
+        k_runs=len(plan.k_runs[0]),
+        dtype=problem.dtypes[0],
+        scale=d**-0.5 if problem.scale is None else problem.scale,
+        softcap=problem.softcap,
+        dropout_rate=problem.dropout_rate,
+        given=frozenset(_GIVEN[name] for name in names),
+        packed=bool(plan.hops),
+        aligned=plan.keys_in_fours and not anywhere,
+        clean=plan.blank_keys or "extents" in names or anywhere,
+        tf32=backend == "triton_tf32",
+        capability=problem.capability,
+        tma=tma,
+    )
+
+
+_GIVEN = {
+    "extents": "extents",
+    "key_mask": "ceiling",
+    "sinks": "sinks",
+    "alibi_slopes": "slopes",
+    "dropout_seed": "draw",
+}
+"""What a kernel calls the optional arrays of a call."""
+
+
+def of_ring(call: Call, steps: int) -> Iterator[Launch]:
+    """Every launch of a ring of so many steps, forward and backward."""
+    yield delta(call, call.dtype)
+    if "ceiling" in call.given:
+        yield key_ceiling(call.batch, call.kv_local)
+    if "extents" in call.given:
+        yield extent_bounds(call)
+    for first, last in sorted({(step == 0, step == steps - 1) for step in range(steps)}):
+        yield forward(call, first, last)
+        yield dq(call, first, last)
+        yield dkv(call, first, first and last)
 
 
 @lru_cache(maxsize=4096)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from .tiles import shared_memory
 
 TRITON_TYPES = {
     "bfloat16": "bf16",
@@ -120,6 +123,21 @@ def compiled(launch: Launch, capability: int) -> Any:
     Launches that differ in array sizes only share it.
     """
     return _compiled(launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages, capability)
+
+
+def obstacle(launches: Iterable[Launch], capability: int) -> str | None:
+    """Why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can."""
+    if interpreted():
+        return None
+    most = shared_memory(capability)
+    for launch in launches:
+        try:
+            needed = compiled(launch, capability).metadata.shared
+        except Exception as error:  # whatever Triton, LLVM or ptxas have to say
+            return f"its kernel {launch.kernel} does not compile: {str(error).strip().splitlines()[-1]}"
+        if needed > most:
+            return f"its kernel {launch.kernel} needs {needed} bytes of shared memory, and sm_{capability} has {most}"
+    return None
 
 
 @cache

@@ -22,6 +22,11 @@ class TileConfig:
     tma: bool = False
 
 
+def shared_memory(capability: int) -> int:
+    """Bytes that a block may have on a GPU, such as 90 (CUDA C++ Programming Guide, technical specifications)."""
+    return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}.get(capability, 101376)
+
+
 def padded(width: int) -> int:
     """Columns of a tile that holds ``width``: a power of two, of at least 64.
 
@@ -46,6 +51,10 @@ def choose_tiles(
         return TileConfig(32 if width > 128 else 64, 0, 4, 1)
     if dtype == "float32":
         return TileConfig(16, 16, 4, 1) if width > 128 else TileConfig(32, 32, 4, 1)
+    if shared_memory(capability) < 128 * 1024:  # workstation GPUs: what fits, measured on none
+        if width > 128:
+            return TileConfig(64, 64, 4, 1) if kernel == "forward" else TileConfig(32, 32, 4, 1)
+        return TileConfig(32, 64, 4, 2) if kernel == "dkv" else TileConfig(64, 64, 4, 2)
     if width > 128:
         wide = {"forward": (128, 64, 8, 2), "dq": (64, 32, 4, 1), "dkv": (32, 64, 8, 1)}
         return TileConfig(*wide[kernel], tma)
