@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.kernels import calls
+from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.calls import Call
 
 from .keys import Keys
@@ -18,7 +18,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     arrays = _arrays(q, keys, rows, score)
     if total is not None:
         arrays["out_in"], arrays["lse_in"] = total
-    out, lse = launch(calls.forward(_call(q, keys, rows, score), total is None, last), arrays)
+    out, lse = launch(steps.forward(_call(q, keys, rows, score), total is None, last), arrays)
     return out, lse
 
 
@@ -34,10 +34,10 @@ def cotangents(
         if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
             q = jnp.where((lse == score.sinks.astype(lse.dtype))[..., None] & ~jnp.isfinite(q), 0, q)
     arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    lse2, delta = launch(calls.delta(call, str(out.dtype)), arrays)
+    lse2, delta = launch(steps.delta(call, str(out.dtype)), arrays)
     bounds = None
     if score.extents is not None:
-        (bounds,) = launch(calls.extent_bounds(call), _arrays(q, keys, rows, score))
+        (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
     return Cotangents(q, dout, lse2, delta, bounds)
 
 
@@ -46,7 +46,7 @@ def attend_dq(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: j
     arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
     if dq is not None:
         arrays["dq_in"] = dq
-    (dq,) = launch(calls.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
+    (dq,) = launch(steps.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
     return dq
 
 
@@ -57,7 +57,7 @@ def attend_dkv(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arri
         arrays["bounds"] = of_q.bounds
     if arrived is not None:
         arrays["dkv_in"] = arrived
-    dkv = launch(calls.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
+    dkv = launch(steps.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
     return dkv[0] if len(dkv) == 1 else dkv
 
 
@@ -100,7 +100,7 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
         wide = extents.dtype.itemsize >= 4
         arrays["extents"] = (jnp.minimum(extents, jnp.iinfo(jnp.int32).max) if wide else extents).astype(jnp.int32)
     if keys.bits is not None:
-        (arrays["ceiling"],) = launch(calls.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
+        (arrays["ceiling"],) = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
     if score.sinks is not None:
         arrays["sinks"] = score.sinks.astype(jnp.float32)
     if score.slopes is not None:

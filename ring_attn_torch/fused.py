@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.dropout import WORD
-from ring_attn_core.kernels import calls
+from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.calls import Call
 from ring_attn_core.runs import Row
 
@@ -24,7 +24,7 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None,
     arrays = _arrays(q, keys, rows, score)
     if total is not None:
         arrays["out_in"], arrays["lse_in"] = total
-    out, lse = launch(calls.forward(_call(q, keys, rows, score), total is None, last), arrays)
+    out, lse = launch(steps.forward(_call(q, keys, rows, score), total is None, last), arrays)
     return out, lse
 
 
@@ -40,10 +40,10 @@ def cotangents(
         if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
             q = q.masked_fill((lse == score.sinks)[..., None] & ~q.isfinite(), 0)
     arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
-    lse2, delta = launch(calls.delta(call, str(out.dtype).removeprefix("torch.")), arrays)
+    lse2, delta = launch(steps.delta(call, str(out.dtype).removeprefix("torch.")), arrays)
     bounds = None
     if score.extents is not None:
-        (bounds,) = launch(calls.extent_bounds(call), _arrays(q, keys, rows, score))
+        (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
     return Cotangents(q, dout, lse2, delta, bounds)
 
 
@@ -52,7 +52,7 @@ def attend_dq(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor
     arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
     if dq is not None:
         arrays["dq_in"] = dq
-    (dq,) = launch(calls.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
+    (dq,) = launch(steps.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
     return dq
 
 
@@ -63,7 +63,7 @@ def attend_dkv(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: 
         arrays["bounds"] = of_q.bounds
     if arrived is not None:
         arrays["dkv_in"] = arrived
-    dkv = launch(calls.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
+    dkv = launch(steps.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
     return dkv[0] if len(dkv) == 1 else dkv
 
 
@@ -103,7 +103,7 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     if score.extents is not None:
         arrays["extents"] = aligned(score.extents.clamp(-(2**31), 2**31 - 1).to(torch.int32))
     if keys.bits is not None:
-        (arrays["ceiling"],) = launch(calls.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
+        (arrays["ceiling"],) = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
     if score.sinks is not None:
         arrays["sinks"] = aligned(score.sinks.float())
     if score.slopes is not None:

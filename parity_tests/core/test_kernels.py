@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ring_attn_core import causal
-from ring_attn_core.kernels import calls
+from ring_attn_core.kernels import calls, steps
 from ring_attn_core.kernels.backends import runnable
 from ring_attn_core.kernels.calls import Call, call_of
 from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar, compiled, kernel_function
@@ -46,17 +46,14 @@ EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "draw"})
 
 def launches(call: Call) -> list[Launch]:
     """Every launch of a ring: of the first, a middle and the last step, and of a ring of one."""
-    steps = [(True, True), (True, False), (False, False), (False, True)]
-    made = [
-        calls.delta(call, call.dtype),
-        *(calls.forward(call, *step) for step in steps),
-        *(calls.dq(call, *step) for step in steps),
-    ]
-    made += [calls.dkv(call, *step) for step in ((True, True), (True, False), (False, False))]
+    places = [(True, True), (True, False), (False, False), (False, True)]
+    made = [steps.delta(call, call.dtype)]
+    made += [make(call, *place) for make in (steps.forward, steps.dq) for place in places]
+    made += [steps.dkv(call, *place) for place in places[:3]]
     if "ceiling" in call.given:
-        made.append(calls.key_ceiling(call.batch, call.kv_local))
+        made.append(steps.key_ceiling(call.batch, call.kv_local))
     if "extents" in call.given:
-        made.append(calls.extent_bounds(call))
+        made.append(steps.extent_bounds(call))
     return made
 
 
@@ -80,17 +77,17 @@ def test_arguments_are_the_kernels_parameters_in_their_order(call):
 
 def test_state_is_overwritten_in_place_until_the_last_step():
     over = lambda launch: [output.over for output in launch.outputs]
-    assert over(calls.forward(PLAIN, True, False)) == [None, None]
-    assert over(calls.forward(PLAIN, False, False)) == ["out_in", "lse_in"]
-    assert over(calls.forward(PLAIN, False, True)) == [None, "lse_in"], "out changes its dtype"
-    assert over(calls.forward(replace(PLAIN, dtype="float32"), False, True)) == ["out_in", "lse_in"]
-    assert over(calls.dq(PLAIN, False, False)) == ["dq_in"]
-    assert over(calls.dkv(replace(PLAIN, packed=True), False, False)) == ["dkv_in"]
+    assert over(steps.forward(PLAIN, True, False)) == [None, None]
+    assert over(steps.forward(PLAIN, False, False)) == ["out_in", "lse_in"]
+    assert over(steps.forward(PLAIN, False, True)) == [None, "lse_in"], "out changes its dtype"
+    assert over(steps.forward(replace(PLAIN, dtype="float32"), False, True)) == ["out_in", "lse_in"]
+    assert over(steps.dq(PLAIN, False, False)) == ["dq_in"]
+    assert over(steps.dkv(replace(PLAIN, packed=True), False, False)) == ["dkv_in"]
 
 
 def test_lengths_are_no_part_of_a_compiled_kernel():
-    assert compiled(calls.forward(PLAIN, True, True), 90) is compiled(
-        calls.forward(replace(PLAIN, seq_local=8192), True, True), 90
+    assert compiled(steps.forward(PLAIN, True, True), 90) is compiled(
+        steps.forward(replace(PLAIN, seq_local=8192), True, True), 90
     )
 
 
@@ -112,7 +109,7 @@ SIZED = [
 @pytest.mark.parametrize(("capability", "call"), SIZED, ids=["sm_80", "sm_89", "sm_100", "sm_90, 64", "sm_90, 128", "sm_90, 256"])
 def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
     call = replace(call, capability=capability)
-    for launch in (calls.forward(call, True, True), calls.dq(call, True, True), calls.dkv(call, True, True)):
+    for launch in (steps.forward(call, True, True), steps.dq(call, True, True), steps.dkv(call, True, True)):
         assert compiled(launch, capability).metadata.shared <= shared_memory(capability), launch.kernel
 
 
@@ -129,7 +126,7 @@ def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
 def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):
     """At most so many bytes of stack a thread on Hopper, and reloads in the loop without a mask, of some 500 instructions."""
     call = replace(PLAIN, head_dim=dim, v_dim=dim)
-    used, reloaded, products = resources(compiled(getattr(calls, kernel)(call, True, True), 90))
+    used, reloaded, products = resources(compiled(getattr(steps, kernel)(call, True, True), 90))
     assert used <= stack
     assert reloaded <= reloads
     assert products > 0, "no wgmma in the binary"
@@ -155,7 +152,7 @@ def resources(kernel) -> tuple[int, int, int]:
 
 
 def test_a_head_that_fills_its_tile_is_read_by_tma():
-    by = lambda call: {type(x) for name, x in calls.forward(call, True, True).arguments if name in ("q_BSHD", "k_BTGD", "v_BTGE")}
+    by = lambda call: {type(x) for name, x in steps.forward(call, True, True).arguments if name in ("q_BSHD", "k_BTGD", "v_BTGE")}
     assert by(PLAIN) == {Descriptor}
     assert by(replace(PLAIN, head_dim=96)) == {Array}
     assert by(replace(PLAIN, capability=80)) == {Array}
@@ -191,11 +188,11 @@ def test_kernels_that_compile_are_taken():
 def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, reason):
     """The problem and the reason are named, once; ranks learn of it before anything is sent."""
     monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
-    for make in (calls.delta, calls.forward, calls.dq, calls.dkv):
+    for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
         make.cache_clear()
     with pytest.warns(UserWarning, match=f"triton: its kernel .*{reason}.*bfloat16 heads of 64 and 64.*blockwise"):
         assert runnable(on_a_gpu("auto"), tma=True) == "blockwise"
     with pytest.raises(ValueError, match=reason):
         runnable(on_a_gpu("triton"), tma=True)
-    for make in (calls.delta, calls.forward, calls.dq, calls.dkv):
+    for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
         make.cache_clear()

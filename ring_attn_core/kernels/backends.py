@@ -61,8 +61,9 @@ def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> str:
     chosen = select(problem, problem.backend)
     if chosen == "blockwise":
         return chosen
-    from .calls import call_of, of_ring
+    from .calls import call_of
     from .launch import obstacle
+    from .steps import of_ring
 
     reason = obstacle(of_ring(call_of(problem, chosen, tma, anywhere), len(problem.plan.shifts)), problem.capability)
     if reason is None:

@@ -1,0 +1,249 @@
+"""The launches that a step of the ring is made of: pure functions from what a call is to ``Launch``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from ..dropout import threshold
+from .calls import Call
+from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
+from .tiles import TileConfig, padded
+
+LOG2E = math.log2(math.e)
+
+
+def of_ring(call: Call, steps: int) -> Iterator[Launch]:
+    """Every launch of a ring of so many steps, forward and backward."""
+    yield delta(call, call.dtype)
+    if "ceiling" in call.given:
+        yield key_ceiling(call.batch, call.kv_local)
+    if "extents" in call.given:
+        yield extent_bounds(call)
+    for first, last in sorted({(step == 0, step == steps - 1) for step in range(steps)}):
+        yield forward(call, first, last)
+        yield dq(call, first, last)
+        yield dkv(call, first, first and last)
+
+
+@lru_cache(maxsize=4096)
+def forward(call: Call, first: bool, last: bool) -> Launch:
+    """(out, lse) with the keys of one shard: outputs ``out``, ``lse``, over the given ones where these stay in float32."""
+    tiles = call.tiles("forward")
+    out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
+    lse = Output("lse", (call.batch, call.seq_local, call.heads), "float32")
+    if not first:
+        lse = Output(*_fields(lse), over="lse_in")
+        out = out if last and call.dtype != "float32" else Output(*_fields(out), over="out_in")
+    arguments = {
+        **_inputs(call, tiles, "q", "q_BSHD"),
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": call.array("extents", "int32"),
+        "ceiling_BT": call.array("ceiling"),
+        "sinks_ptr": call.array("sinks") if first else None,
+        "slopes_ptr": call.array("slopes"),
+        "draw_ptr": call.array("draw", "uint32"),
+        "out_in_BSHE": None if first else Array("out_in", "float32"),
+        "lse_in_BSH": None if first else Array("lse_in", "float32"),
+        "out_BSHE": Array("out", out.dtype),
+        "lse_BSH": Array("lse", "float32"),
+        **_numbers(call),
+    }
+    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": _clean(call)}
+    grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
+    return _launch("forward", grid, arguments, constants, (out, lse), tiles)
+
+
+@lru_cache(maxsize=4096)
+def delta(call: Call, out_dtype: str) -> Launch:
+    """The sums over a query that the backward needs: outputs ``lse2`` and ``delta`` [b h s], from out in that dtype."""
+    tiles = call.tiles("delta")
+    shape = call.batch, call.heads, call.seq_local
+    arguments = {
+        "out_BSHE": Array("out", out_dtype),
+        "lse_BSH": Array("lse", "float32"),
+        "dout_BSHE": Array("dout", call.dtype),
+        "dlse_BSH": Array("dlse", "float32"),
+        "lse2_BHS": Array("lse2", "float32"),
+        "delta_BHS": Array("delta", "float32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {"H": call.heads, "E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": padded(call.v_dim)}
+    outputs = Output("lse2", shape, "float32"), Output("delta", shape, "float32")
+    grid = -(-call.seq_local // tiles.block_q) * call.heads * call.batch
+    return _launch("delta", grid, arguments, constants, outputs, tiles)
+
+
+@lru_cache(maxsize=4096)
+def extent_bounds(call: Call) -> Launch:
+    """What the queries of a tile may see by their extents: output ``bounds`` int32 [b, q tiles of dkv, 4]."""
+    tiles = call.tiles("dkv")
+    arguments = {
+        "extents_ptr": Array("extents", "int32"),
+        "rows_ptr": Array("rows", "int32"),
+        "bounds_ptr": Array("bounds", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": tiles.block_q}
+    q_tiles = call.q_tiles(tiles.block_q)
+    outputs = (Output("bounds", (call.batch, q_tiles, 4), "int32"),)
+    return _launch("extent_bounds", q_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def key_ceiling(batch: int, kv_local: int) -> Launch:
+    """The key mask as the most that scores may be: output ``ceiling`` [b t] in float32, from ``bits``."""
+    arguments = {"bits_ptr": Array("bits", "uint8"), "ceiling_BT": Array("ceiling", "float32"), "T": Scalar(kv_local, "i32")}
+    outputs = (Output("ceiling", (batch, kv_local), "float32"),)
+    return _launch("key_ceiling", -(-kv_local // 1024) * batch, arguments, {"BLOCK_K": 1024}, outputs, TileConfig(0, 1024, 4, 1))
+
+
+@lru_cache(maxsize=4096)
+def dq(call: Call, first: bool, last: bool) -> Launch:
+    """dq with the part of one shard of keys: output ``dq``, over the given one where it stays in float32."""
+    tiles = call.tiles("dq")
+    out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
+    if not first and out.dtype == "float32":
+        out = Output(*_fields(out), over="dq_in")
+    arguments = {
+        **_inputs(call, tiles, "q", "q_BSHD", "dout_BSHE"),
+        **_backward_inputs(call),
+        "dq_in_BSHD": None if first else Array("dq_in", "float32"),
+        "dq_BSHD": Array("dq", out.dtype),
+        "scale": Scalar(call.scale, "fp32"),
+        **_numbers(call),
+    }
+    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": _clean(call)}
+    grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
+    return _launch("dq", grid, arguments, constants, (out,), tiles)
+
+
+@lru_cache(maxsize=4096)
+def dkv(call: Call, first: bool, last: bool) -> Launch:
+    """The gradients of one shard of keys: ``dkv`` packed like k/v, else ``dk`` and ``dv``, over the given ones where there are.
+
+    ``last``: nothing will be added to them, so they come in the input's dtype.
+    """
+    tiles = call.tiles("dkv")
+    dtype = call.dtype if last else "float32"
+    shape = call.batch, call.kv_local, call.kv_heads
+    over = lambda name: name + "_in" if not first and dtype == "float32" else None
+    if call.packed:
+        outputs: tuple[Output, ...] = (Output("dkv", (*shape, call.head_dim + call.v_dim), dtype, over("dkv")),)
+        names = {"dk": "dkv"}
+    else:
+        outputs = Output("dk", (*shape, call.head_dim), dtype, over("dk")), Output("dv", (*shape, call.v_dim), dtype, over("dv"))
+        names = {"dk": "dk", "dv": "dv"}
+    suffix = {"dk": "_BTGD", "dv": "_BTGE"}
+    given = {} if first else {f"{p}_in{suffix[p]}": Array(name + "_in", "float32") for p, name in names.items()}
+    arguments = {
+        **_inputs(call, tiles, "kv", "q_BSHD", "dout_BSHE"),
+        **_backward_inputs(call),
+        "bounds_ptr": Array("bounds", "int32") if "extents" in call.given else None,
+        **given,
+        **{p + suffix[p]: Array(name, dtype) for p, name in names.items()},
+        "scale": Scalar(call.scale, "fp32"),
+        **_numbers(call),
+    }
+    constants = {**_constants(call, tiles), "FIRST": first}
+    grid = call.k_tiles(tiles.block_k) * call.kv_heads * call.batch
+    return _launch("dkv", grid, arguments, constants, outputs, tiles)
+
+
+def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
+    return output.name, output.shape, output.dtype
+
+
+def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
+    """q, and dout, by tiles of queries; k and v by tiles of keys. ``own``: "q" or "kv", of which a program has one tile."""
+    together = call.head_dim + call.v_dim
+    by_tma = tiles.tma and tma_fits(call)
+
+    def tiled(name: str, tokens: int, heads: int, stride: int, rows: int, width: int, whose: str) -> Argument:
+        if not by_tma:
+            return Array(name, call.dtype)
+        if whose == own:
+            return Descriptor(name, call.dtype, (call.batch * tokens, heads * stride), (rows, width))
+        return Descriptor(name, call.dtype, (call.batch, tokens, heads, stride), (1, rows, 1, width))
+
+    arguments: dict[str, Argument] = {}
+    for parameter in of_queries:
+        name, width = {"q_BSHD": ("q", call.head_dim), "dout_BSHE": ("dout", call.v_dim)}[parameter]
+        arguments[parameter] = tiled(name, call.seq_local, call.heads, width, tiles.block_q, width, "q")
+    for parameter, name, width in (("k_BTGD", "k", call.head_dim), ("v_BTGE", "v", call.v_dim)):
+        name, stride = ("kv", together) if call.packed else (name, width)
+        arguments[parameter] = tiled(name, call.kv_local, call.kv_heads, stride, tiles.block_k, width, "kv")
+    return arguments
+
+
+def tma_fits(call: Call) -> bool:
+    """Whether the arrays can be read by TMA: whole powers of two of columns, rows of whole 16 bytes."""
+    itemsize = 4 if call.dtype == "float32" else 2
+    widths = call.head_dim, call.v_dim
+    whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
+    return whole and min(call.batch, call.seq_local, call.kv_local) > 0
+
+
+def _backward_inputs(call: Call) -> dict[str, Argument | None]:
+    return {
+        "lse2_BHS": Array("lse2", "float32"),
+        "delta_BHS": Array("delta", "float32"),
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": call.array("extents", "int32"),
+        "ceiling_BT": call.array("ceiling"),
+        "slopes_ptr": call.array("slopes"),
+        "draw_ptr": call.array("draw", "uint32"),
+    }
+
+
+def _numbers(call: Call) -> dict[str, Argument | None]:
+    cap = call.softcap
+    return {
+        "inner": Scalar(call.scale * LOG2E if cap is None else call.scale / cap, "fp32"),
+        "cap": None if cap is None else Scalar(cap * LOG2E, "fp32"),
+        "threshold": Scalar(threshold(call.dropout_rate), "u32") if "draw" in call.given else None,
+        "rescale": Scalar(1 / (1 - call.dropout_rate), "fp32"),
+        "S": Scalar(call.seq_local, "i32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+
+
+def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
+    together = call.head_dim + call.v_dim
+    return {
+        "H": call.heads,
+        "G": call.kv_heads,
+        "D": call.head_dim,
+        "E": call.v_dim,
+        "K_STRIDE": together if call.packed else call.head_dim,
+        "V_STRIDE": together if call.packed else call.v_dim,
+        "V_COLUMN": call.head_dim if call.packed else 0,
+        "Q_RUNS": call.q_runs,
+        "K_RUNS": call.k_runs,
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_D": padded(call.head_dim),
+        "BLOCK_E": padded(call.v_dim),
+        "ALIGNED": call.aligned,
+        "TMA": tiles.tma and tma_fits(call),
+        "PRECISION": "tf32" if call.tf32 else "ieee",
+    }
+
+
+def _clean(call: Call) -> int:
+    """Whether kernels look for keys that nobody sees: 0 not, 1 by truth values, 2 by bits (triton_common.keep_seen)."""
+    return 0 if not call.clean else 1 if call.capability >= 90 else 2
+
+
+def _launch(
+    kernel: str,
+    grid: int,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    outputs: tuple[Output, ...],
+    tiles: TileConfig,
+) -> Launch:
+    given = tuple((parameter, argument) for parameter, argument in arguments.items() if argument is not None)
+    return Launch(kernel, grid, given, tuple(constants.items()), outputs, tiles.warps, tiles.stages)
