@@ -17,7 +17,8 @@ Prediction:
   ring-attention-pytorch computes every causal tile and masks it, and transposes into every product: 3 x.
 
 Measured (2 cores of an AMD EPYC; results/cpu.json):
-  16,384 causal, forward / forward+backward over torch's: PyTorch 1.23 / 1.15, JAX 1.25 / 1.35. Four ranks over one: PyTorch 1.00
+  16,384 causal, forward / forward+backward over torch's: PyTorch 1.23 / 1.15, JAX 1.25 / 1.35; later, with every feature in the
+  code, 1.36 / 1.31 and 1.25 / 1.54 ("again" in the file; runs differ by 10 %). Four ranks over one: PyTorch 1.00
   / 0.90, JAX 0.91 / 0.83: with a thread a rank nothing waits for the other core, where two threads meet after each product. That,
   and the passes over a tile's scores in eager PyTorch, is the gap to torch's fused kernel. ring-attention-pytorch takes 6 to 8
   times ours; its ring on 4 ranks is not timed, for its dk and dv are wrong.
