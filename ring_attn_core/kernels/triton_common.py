@@ -190,7 +190,8 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 def key_ceiling(bits_ptr, ceiling_BT, T, BLOCK_K: tl.constexpr):
     """The key mask as the most that a score may be, inf or -inf: bit j % 8 of byte j // 8 says whether key j may be attended.
 
-    Unpacked before each launch: a minimum is one instruction a score, and -inf for NaN too; testing bits cost the forward half as much again.
+    Unpacked before each launch: a minimum is one instruction a score, and -inf for NaN too; testing bits cost the forward half as
+    much again.
     """
     tiles = tl.cdiv(T, BLOCK_K)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
