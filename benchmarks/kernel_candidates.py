@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ring_attn_jax
 import ring_attn_torch
+from benchmarks.turns import Work
 from ring_attn_core import Band, causal
 
-Work = Callable[[], Any]
 CAUSAL = causal()
 
 
@@ -61,6 +61,7 @@ class Case:
             "sinks": lambda _: {"sinks": torch.randn(h, device="cuda", generator=generator)},
             "alibi": lambda _: {"alibi_slopes": torch.tensor([2.0 ** -(i + 1) for i in range(h)], device="cuda")},
             "key_mask": lambda share: {"key_mask": torch.rand(b, s, device="cuda", generator=generator) < share},
+            "padding": lambda share: {"key_mask": (torch.arange(s, device="cuda") < share * s).expand(b, s)},
             "extents": lambda _: {"extents": torch.tensor([0, s], device="cuda", dtype=torch.int32).expand(b, s, 2).contiguous()},
             "documents": lambda length: {"extents": _documents(b, s, length)},
             "dropout": lambda rate: {"dropout_rate": rate, "dropout_seed": 7},
@@ -95,11 +96,11 @@ def of_jax(attend: Callable[..., jax.Array], case: Case) -> tuple[Work, Work, Wo
     return as_torch, lambda: forward(q, k, v), lambda: backward(vjp, dout)
 
 
-def ours_in_torch(case: Case, backend: str = "triton") -> tuple[Work, Work, Work]:
+def ours_in_torch(case: Case, backend: str = "auto") -> tuple[Work, Work, Work]:
     return of_torch(partial(ring_attn_torch.ring_attention, mask=case.mask, backend=backend, **case.arguments()), case)
 
 
-def ours_in_jax(case: Case, backend: str = "triton") -> tuple[Work, Work, Work]:
+def ours_in_jax(case: Case, backend: str = "auto") -> tuple[Work, Work, Work]:
     given = case.arguments()
     arrays = {name: jax.dlpack.from_dlpack(x.byte() if x.dtype == torch.bool else x) for name, x in given.items() if _is_array(x)}
     arrays = {name: x.astype(bool) if name == "key_mask" else x for name, x in arrays.items()}
@@ -124,6 +125,16 @@ def sdpa(which: SDPBackend, case: Case) -> tuple[Work, Work, Work]:
     return of_torch(attend, case, heads_first=True)
 
 
+def flash_attention_4(case: Case) -> tuple[Work, Work, Work]:
+    """Of the package flash-attn-4, where it is installed."""
+    try:
+        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise RuntimeError(f"not installed (pip install flash-attn-4): {error}") from error
+
+    return of_torch(lambda q, k, v: flash_attn_func(q, k, v, causal=case.mask == causal())[0], case)
+
+
 def cudnn_in_jax(case: Case) -> tuple[Work, Work, Work]:
     is_causal = case.mask == causal()
     return of_jax(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn"), case)
@@ -132,7 +143,9 @@ def cudnn_in_jax(case: Case) -> tuple[Work, Work, Work]:
 CANDIDATES: dict[str, Callable[[Case], tuple[Work, Work, Work]]] = {
     "ring_attn_torch": ours_in_torch,
     "ring_attn_jax": ours_in_jax,
+    "ring_attn_torch, triton": partial(ours_in_torch, backend="triton"),
     "FlashAttention-2": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "FlashAttention-4": flash_attention_4,
     "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "cuDNN in JAX": cudnn_in_jax,
 }

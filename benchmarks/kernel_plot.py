@@ -15,6 +15,8 @@ from benchmarks.report import RESULTS
 STYLES = {
     "ring_attn_torch": ("#c2410c", "o-"),
     "ring_attn_jax": ("#1d4ed8", "s-"),
+    "ring_attn_torch, triton": ("#fb923c", "o:"),
+    "FlashAttention-4": ("#111827", "^-"),
     "FlashAttention-2": ("#6b7280", "^--"),
     "cuDNN": ("#15803d", "d--"),
     "cuDNN in JAX": ("#65a30d", "v--"),
