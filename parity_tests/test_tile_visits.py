@@ -39,7 +39,7 @@ def packed(equal: bool) -> np.ndarray:
 def visits_in_torch(extents: np.ndarray, rows: list) -> int:
     b, s, _ = extents.shape
     q, kv = torch.empty(b, s, 1, 1), torch.empty(b, s, 1, 2)
-    score = TorchScore(1.0, None, 0.0, "blockwise", extents=torch.from_numpy(extents))
+    score = TorchScore(1.0, None, 0.0, extents=torch.from_numpy(extents))
     parts = torch_tiles.Part.all(q, Keys(kv), rows, score)
     return sum(1 for part in parts for queries in part.query_tiles() for _ in part.pairs(queries))
 
@@ -47,7 +47,7 @@ def visits_in_torch(extents: np.ndarray, rows: list) -> int:
 @jax.jit
 def visits_in_jax(extents: jax.Array, rows: jax.Array) -> jax.Array:
     b, s, _ = extents.shape
-    score = JaxScore(1.0, None, 0.0, "blockwise", extents=extents)
+    score = JaxScore(1.0, None, 0.0, extents=extents)
     call = jax_tiles.Call(jnp.empty((b, s, 1, 1)), jnp.empty((b, s, 1, 2)), None, rows, score)
     visits = lambda index, n: call.over_keys(call.query_tile(index), lambda pair, n: n + 1, n)
     return jax.lax.fori_loop(0, call.query_tiles, visits, 0)

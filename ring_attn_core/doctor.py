@@ -26,7 +26,7 @@ class Choice:
 
     backend: str
     objection: str | None
-    automatic: bool
+    drawback: str | None
     taken: bool
 
 
@@ -79,7 +79,7 @@ def choices(problem: Problem) -> tuple[Choice, ...]:
     """Every backend, in the order in which "auto" tries them."""
     from .kernels.backends import BACKENDS, select
 
-    return tuple(Choice(x.name, x.objection(problem), x.automatic, x.name == select(problem)) for x in BACKENDS)
+    return tuple(Choice(x.name, x.objection(problem), x.drawback(problem), x.name == select(problem)) for x in BACKENDS)
 
 
 def report(problem: Problem, found: Iterable[Finding]) -> Group:
@@ -90,7 +90,7 @@ def report(problem: Problem, found: Iterable[Finding]) -> Group:
         parts += ["", *(f"{each.name}: {line}" for line in each.words)]
         table = Table("backend", "on the first device", '"auto"')
         for choice in each.choices:
-            auto = "takes it" if choice.taken else "" if choice.automatic else "never"
+            auto = "takes it" if choice.taken else f"never: {choice.drawback}" if choice.drawback else ""
             table.add_row(choice.backend, choice.objection or "runs", auto)
         parts += [table] if each.choices else []
     return Group(*parts)

@@ -1,9 +1,17 @@
 """Which attention probabilities dropout keeps: a pure function of (seed, batch, head, q_pos, k_pos), all of them global.
 
-The counter-based generator Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3), so
-that nothing is stored, and the kept set is the same for every layout, ring, framework and backend:
+The counter-based generators Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3), so that
+nothing is stored, and the kept set is the same for every layout, ring, framework and backend:
 
-    word = philox(counter = (k_pos // 4, q_pos, head, batch), key = seed)[k_pos % 4]          kept where word >= rate 2^32
+    stream = philox4x32(counter = (0, 0, head, batch), key = seed)[0]              one for every batch row and head
+    words  = philox2x32(counter = (of_q, of_k), key = stream)                      of_q, which = place(q_pos)
+    16 bits of words[which], the lower or upper half, are a number n               of_k, half  = place(k_pos)
+    kept where n >= rate 2^16
+
+So the rate is rounded to a multiple of 2^-16, and what is kept is scaled up by ``rescale``, which belongs to that. One counter
+serves queries q and q + 8 with keys k and k + 8: the four probabilities of 16 x 16 that one thread of a GPU holds in the result
+of a matrix product, whichever of the two runs along its rows. So a thread draws for what it has. Seven rounds are the fewest
+that pass BigCrush (table 2 of the paper).
 
 One function of ``+ & ^ >>`` works on numpy, torch and jnp; only the 64-bit product differs, so it is passed in.
 """
@@ -13,19 +21,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-LANES = 4
-"""Words of one counter: neighbouring key positions share it."""
+SPAN = 16
+"""Positions from a multiple of it on share eight counters, two each."""
 
-ROUNDS = 10
+ROUNDS = 7
+STREAM_ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+MULTIPLIER_OF_2 = 0xD256D193
 WEYL = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
+HALF = 0xFFFF
 
-Words = tuple[Any, Any, Any, Any]
+Words = tuple[Any, ...]
+Multiply = Callable[[Any, int], tuple[Any, Any]]
 
 
-def philox(
-    counter: Words, key: tuple[Any, Any], multiply: Callable[[Any, int], tuple[Any, Any]], word: Callable[[int], Any] = int
+def philox4x32(
+    counter: Words, key: Words, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = STREAM_ROUNDS
 ) -> Words:
     """The four 32-bit words of a counter of four and a key of two, elementwise.
 
@@ -34,7 +46,7 @@ def philox(
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         high0, low0 = multiply(c0, MULTIPLIERS[0])
         high1, low1 = multiply(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -42,9 +54,34 @@ def philox(
     return c0, c1, c2, c3
 
 
+def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = ROUNDS) -> Words:
+    """The two words of a counter of two and a key of one; otherwise like ``philox4x32``."""
+    c0, c1 = counter
+    for _ in range(rounds):
+        high, low = multiply(c0, MULTIPLIER_OF_2)
+        c0, c1 = high ^ key ^ c1, low
+        key = (key + word(WEYL[0])) & word(WORD)
+    return c0, c1
+
+
+def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callable[[int], Any] = int) -> Any:
+    """The key by which the probabilities of a batch row and head are drawn; ``seed``: its two words."""
+    return philox4x32((head * 0, head * 0, head, batch), seed, multiply, word)[0]
+
+
+def place(pos: Any) -> tuple[Any, Any]:
+    """A position's word of the counter, and which of the two that share it the position is, 0 or 1."""
+    return pos // SPAN * (SPAN // 2) + pos % (SPAN // 2), pos // (SPAN // 2) % 2
+
+
 def threshold(rate: float) -> int:
-    """The least word that is kept: a share ``rate`` of all words is below it."""
-    return min(round(rate * 2**32), WORD)
+    """The least number of 16 bits that is kept: a share ``rate`` of them is below it."""
+    return min(round(rate * 2**16), HALF)
+
+
+def rescale(rate: float) -> float:
+    """What kept probabilities are multiplied by: 1 over the share of numbers that are kept."""
+    return 2**16 / (2**16 - threshold(rate))
 
 
 def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
@@ -68,18 +105,15 @@ def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any,
     """
     import numpy as np
 
-    k_pos = np.asarray(k_pos, np.uint64)
-    groups = k_pos // np.uint64(LANES)
-    counter = np.ix_(np.arange(batch) + offset[0], np.arange(heads) + offset[1], np.asarray(q_pos), groups)
-    b, h, q, k = (np.asarray(x).astype(np.uint64) for x in counter)
+    wide = lambda x: np.asarray(x).astype(np.uint64)
 
     def multiply(a: Any, constant: int) -> tuple[Any, Any]:
         product = a * np.uint64(constant)
         return product >> np.uint64(32), product & np.uint64(WORD)
 
-    low, high = map(np.uint64, seed_words(seed))
-    words = philox((k, q, h, b), (low, high), multiply)
-    lane = (k_pos % np.uint64(LANES)).astype(np.int64)
-    shape = batch, heads, len(q_pos), len(k_pos)
-    word = np.choose(lane, [np.broadcast_to(w, shape) for w in words])
-    return word >= threshold(rate)
+    of_q, which = place(wide(q_pos)[:, None])
+    of_k, half = place(wide(k_pos))
+    b, h = wide(np.arange(batch) + offset[0])[:, None, None, None], wide(np.arange(heads) + offset[1])[:, None, None]
+    key = stream((np.uint64(seed_words(seed)[0]), np.uint64(seed_words(seed)[1])), b, h, multiply)
+    words = philox2x32((of_q, of_k), key, multiply)
+    return (np.where(which == 0, *words) >> np.uint64(16) * half & np.uint64(HALF)) >= threshold(rate)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .dropout import kept
+from .dropout import kept, rescale
 from .runs import Band
 
 Array = np.ndarray
@@ -53,7 +53,7 @@ def exact(
     q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
 
     s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), where i sees j;
-    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the kept j, divided by 1 - rate.
+    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the kept j, rescaled.
     A query that sees nothing: out 0, lse -inf (or its sink), no gradient to any q, k, v.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
@@ -163,9 +163,9 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """What dropout multiplies the probabilities by: 0 or 1 / (1 - rate) [b g r queries keys], or a single 1."""
+    """What dropout multiplies the probabilities by: 0 or dropout.rescale [b g r queries keys], or a single 1."""
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups
     keeps = kept(features.dropout_seed, features.dropout_rate, b, g * r, queries, keys)  # type: ignore[arg-type]
-    return keeps.reshape(*groups, len(queries), len(keys)) / (1 - features.dropout_rate)
+    return keeps.reshape(*groups, len(queries), len(keys)) * rescale(features.dropout_rate)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import layouts
+from .dropout import SPAN
 from .runs import Band, Row, Run, row
 
 
@@ -150,9 +151,9 @@ class RingPlan:
         return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
 
     @cached_property
-    def keys_in_fours(self) -> bool:
-        """Whether every run of keys is consecutive and begins at a multiple of 4, in position and in the shard."""
-        return all(not base % 4 and not start % 4 and stride == 1 for runs in self.k_runs for base, _, start, stride in runs)
+    def by_counter(self) -> bool:
+        """Whether every run is consecutive from where counters of dropout begin, so that one serves four probabilities."""
+        return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
     # --- what travels -----------------------------------------------------------------------------------------------
 

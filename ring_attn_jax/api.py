@@ -81,16 +81,17 @@ def ring_attention(
         sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
         alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
             arXiv:2108.12409, section 3).
-        dropout_rate: share of the probabilities that is dropped, 0 to below 1; the others are scaled by ``1 / (1 - rate)``. Which
-            ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any ranks and layout, and in PyTorch, the
-            same.
+        dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
+            scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
+            ranks and layout, and in PyTorch, the same.
         dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
         dropout_offset: the global index of the first batch row and of the first head, where these are sharded too, or mapped
             by ``jax.vmap``, under which every row draws alike.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto": the first that can, of "triton" (NVIDIA GPUs) and "blockwise" (everywhere); "triton_tf32" multiplies
-            float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as all of these always do.
+        backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
+            "triton_tf32" multiplies float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as
+            all of these always do.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
@@ -192,6 +193,5 @@ def checked(
     slopes = None if slopes is None else lax.stop_gradient(slopes)
     extents, sinks = arrays["extents"], arrays.get("sinks")
     draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
-    able = runnable(problem, makes_descriptors(), anywhere)
-    place = plan.keys_in_fours and not anywhere, problem.blanks or anywhere, plan.blank_keys or anywhere
-    return plan, Score(factor, cap, float(dropout_rate), able, *place, extents, sinks, slopes, draw)
+    call = runnable(problem, makes_descriptors(), anywhere)
+    return plan, Score(factor, cap, float(dropout_rate), call, problem.blanks or anywhere, extents, sinks, slopes, draw)

@@ -16,7 +16,7 @@ from .tiles import accumulation_dtype, valid_queries
 
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
     """``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
-    if score.backend != "blockwise":
+    if score.call is not None:
         return fused.attend(q, keys, rows, score, total, last)
     out, lse = blockwise.attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
     return (out.astype(q.dtype) if last else out), lse
@@ -37,7 +37,7 @@ def cotangents(
     q: jax.Array, keys: Keys, rows: jax.Array, score: Score, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
 ) -> Cotangents:
     """What the backward needs of every query; 0 for those that see nothing: what reaches them, NaN too, concerns no key."""
-    if score.backend != "blockwise":
+    if score.call is not None:
         return fused.cotangents(q, keys, rows, score, out, lse, dout, dlse)
     seen = lse > -jnp.inf
     dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
@@ -59,7 +59,7 @@ def attend_backward(
 
     In the accumulation dtype, or in q's where nothing will be added any more.
     """
-    if score.backend != "blockwise":
+    if score.call is not None:
         dq = fused.attend_dq(of_q, keys, rows, score, dq, last)
         return dq, fused.attend_dkv(of_q, keys, rows, score, arrived(), last)
     dq = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
@@ -74,6 +74,6 @@ def sink_gradient(score: Score, lse: jax.Array, of_q: Cotangents) -> jax.Array |
         return None
     if lse.size == 0:  # zeros, made of the sinks: XLA (jax 0.10, 0.11) fails on a shard_map that uses only empty arrays
         return jnp.where(score.sinks == 0, score.sinks, 0)
-    delta = of_q.delta if score.backend == "blockwise" else of_q.delta.swapaxes(1, 2)
+    delta = of_q.delta if score.call is None else of_q.delta.swapaxes(1, 2)
     p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype) - lse))
     return -jnp.sum(p * delta, (0, 1))

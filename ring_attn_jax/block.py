@@ -91,7 +91,7 @@ def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
 
 @jax.custom_vjp
 def _attention(q, k, v, key_mask, score, rows):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, score.backend != "blockwise")
+    keys = pack(k, v, key_mask, score.call is not None)
     return attend(q, keys, rows, score, None, last=False)
 
 
@@ -106,7 +106,7 @@ def _backward(residuals, cotangents):  # type: ignore[no-untyped-def]
 
 @jax.custom_vjp
 def _gradients(q, k, v, key_mask, score, rows, out, lse, dout, dlse):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, score.backend != "blockwise")
+    keys = pack(k, v, key_mask, score.call is not None)
     of_q = cotangents(q, keys, rows, score, out, lse, dout, dlse)
     dq, dkv = attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
     dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)

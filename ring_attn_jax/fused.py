@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.calls import Call
 
 from .keys import Keys
-from .launch import capability, launch, makes_descriptors
+from .launch import launch
 from .score import Cotangents, Gradients, Score, State
 
 
@@ -18,7 +17,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     arrays = _arrays(q, keys, rows, score)
     if total is not None:
         arrays["out_in"], arrays["lse_in"] = total
-    out, lse = launch(steps.forward(_call(q, keys, rows, score), total is None, last), arrays)
+    out, lse = launch(steps.forward(score.call, total is None, last), arrays)
     return out, lse
 
 
@@ -26,7 +25,7 @@ def cotangents(
     q: jax.Array, keys: Keys, rows: jax.Array, score: Score, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
 ) -> Cotangents:
     """The sums of every query; q and dout 0 where a query sees nothing."""
-    call = _call(q, keys, rows, score)
+    call = score.call
     dout = dout.astype(q.dtype)
     if score.blanks:
         unseen = (lse == -jnp.inf)[..., None]
@@ -46,7 +45,7 @@ def attend_dq(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: j
     arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
     if dq is not None:
         arrays["dq_in"] = dq
-    (dq,) = launch(steps.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
+    (dq,) = launch(steps.dq(score.call, dq is None, last), arrays)
     return dq
 
 
@@ -57,36 +56,8 @@ def attend_dkv(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arri
         arrays["bounds"] = of_q.bounds
     if arrived is not None:
         arrays["dkv_in"] = arrived
-    dkv = launch(steps.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
+    dkv = launch(steps.dkv(score.call, arrived is None, arrived is None and last), arrays)
     return dkv[0] if len(dkv) == 1 else dkv
-
-
-def _call(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Call:
-    optional = {"extents": score.extents, "ceiling": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
-    b, s, h, d = q.shape
-    t, g, width = keys.kv.shape[1:]
-    return Call(
-        batch=b,
-        seq_local=s,
-        kv_local=t,
-        heads=h,
-        kv_heads=g,
-        head_dim=d,
-        v_dim=width - d if keys.v is None else keys.v.shape[-1],
-        q_runs=rows.shape[0],
-        k_runs=rows.shape[1],
-        dtype=str(q.dtype),
-        scale=score.scale,
-        softcap=score.softcap,
-        dropout_rate=score.dropout_rate,
-        given=frozenset(name for name, x in optional.items() if x is not None),
-        packed=keys.v is None,
-        aligned=score.aligned,
-        clean=score.blank_keys or score.extents is not None,
-        tf32=score.backend == "triton_tf32",
-        capability=capability(),
-        tma=makes_descriptors(),
-    )
 
 
 def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
@@ -100,11 +71,11 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
         wide = extents.dtype.itemsize >= 4
         arrays["extents"] = (jnp.minimum(extents, jnp.iinfo(jnp.int32).max) if wide else extents).astype(jnp.int32)
     if keys.bits is not None:
-        (arrays["ceiling"],) = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
+        arrays["ceiling"], arrays["hidden"] = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
     if score.sinks is not None:
         arrays["sinks"] = score.sinks.astype(jnp.float32)
     if score.slopes is not None:
         arrays["slopes"] = score.slopes.astype(jnp.float32)
     if score.draw is not None:
-        arrays["draw"] = jnp.stack(score.draw)
+        (arrays["streams"],) = launch(steps.streams(q.shape[0], q.shape[2]), {"draw": jnp.stack(score.draw)})
     return arrays

@@ -42,4 +42,4 @@ def unpack(keys: Keys) -> jax.Array | None:
 
 def apart(plan: RingPlan, score: Score) -> bool:
     """Whether k and v may stay two arrays: nothing travels, and kernels read both as they are."""
-    return not plan.hops and score.backend != "blockwise"
+    return not plan.hops and score.call is not None

@@ -53,7 +53,7 @@ def _opaque(launch: Launch, capability: int) -> bytes:
     for name in kernel_function(launch.kernel).arg_names:
         if name in arguments:
             parameters += _parameters(gpu_triton, arguments[name], descriptors)
-    ttir = kernel.asm["ttir"]
+    ttir = kernel.asm.get("ttir", "")  # a Gluon kernel has none
     binary = gpu_triton.TritonKernel(made.name, made.num_warps, made.num_ctas, made.shared, kernel.asm["ptx"], ttir, capability)
     call = gpu_triton.TritonKernelCall(binary, launch.grid, 1, 1, parameters)
     return zlib.compress(call.to_proto(launch.kernel, b""))

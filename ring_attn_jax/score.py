@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_attn_core.dropout import LANES, WORD, check_draw, philox, seed_words, threshold
+from ring_attn_core.dropout import HALF, WORD, check_draw, philox2x32, place, seed_words, stream, threshold
+from ring_attn_core.kernels.calls import Call
 
 State = tuple[jax.Array, jax.Array]
 """(out [b s h e], lse [b s h]) over the keys seen so far."""
@@ -43,7 +44,7 @@ class Draw(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    meta_fields=["scale", "softcap", "dropout_rate", "backend", "aligned", "blanks", "blank_keys"],
+    meta_fields=["scale", "softcap", "dropout_rate", "call", "blanks"],
     data_fields=["extents", "sinks", "slopes", "draw"],
 )
 @dataclass(frozen=True)
@@ -53,13 +54,10 @@ class Score:
     scale: float
     softcap: float | None
     dropout_rate: float
-    backend: str
-    aligned: bool = False
-    """Keys come in fours of consecutive positions from a multiple of 4 on, so that dropout draws for four at a time."""
+    call: Call | None = None
+    """What kernels are launched with; None: the blockwise backend computes."""
     blanks: bool = True
     """Some query, padding included, may see nothing."""
-    blank_keys: bool = True
-    """Some key, padding included, may be seen by no query, for the mask's and the lengths' sake."""
     extents: jax.Array | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: jax.Array | None = None
@@ -105,13 +103,12 @@ def kept(draw: Draw, rate: float, batch: jax.Array, heads: int, q_pos: jax.Array
     ``batch``: indices of the batch rows among those of the call, int [batch].
     """
     word = lambda x: x.astype(jnp.uint32)
-    k_pos = word(k_pos)
     b = (draw.batch + word(batch))[:, None, None, None]
     h = (draw.head + jnp.arange(heads, dtype=jnp.uint32))[:, None, None]
-    words = philox((k_pos // LANES, word(q_pos)[:, None], h, b), (draw.low, draw.high), _multiply, jnp.uint32)
-    lane = k_pos % LANES
-    chosen = jnp.where(lane < 2, jnp.where(lane == 0, words[0], words[1]), jnp.where(lane == 2, words[2], words[3]))
-    return chosen >= jnp.uint32(threshold(rate))
+    (of_q, which), (of_k, half) = place(word(q_pos)[:, None]), place(word(k_pos))
+    key = stream((draw.low, draw.high), b, h, _multiply, jnp.uint32)
+    words = philox2x32((of_q, of_k), key, _multiply, jnp.uint32)
+    return (jnp.where(which == 0, *words) >> 16 * half & HALF) >= threshold(rate)
 
 
 def _multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:

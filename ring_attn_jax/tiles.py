@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ring_attn_core.dropout import rescale
 from ring_attn_core.kernels.tiles import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
 
@@ -194,7 +195,7 @@ class Pair:
         """``z_ij p_ij``: 0 where dropout does not keep it, else scaled up."""
         if self.kept is None:
             return p
-        return jnp.where(self.kept.reshape(p.shape), p / (1 - self.call.score.dropout_rate), 0)
+        return jnp.where(self.kept.reshape(p.shape), p * rescale(self.call.score.dropout_rate), 0)
 
     @cached_property
     def kept(self) -> jax.Array | None:

@@ -81,15 +81,16 @@ def ring_attention(
         sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
         alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
             arXiv:2108.12409, section 3).
-        dropout_rate: share of the probabilities that is dropped, 0 to below 1; the others are scaled by ``1 / (1 - rate)``. Which
-            ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any ranks and layout, and in JAX, the
-            same.
+        dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
+            scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
+            ranks and layout, and in JAX, the same.
         dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
         dropout_offset: the global index of the first batch row and of the first head, where these are sharded too.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto": the first that can, of "triton" (NVIDIA GPUs) and "blockwise" (everywhere); "triton_tf32" multiplies
-            float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as all of these always do.
+        backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
+            "triton_tf32" multiplies float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as
+            all of these always do.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
@@ -108,7 +109,7 @@ def ring_attention(
         numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
         refuse_forward_mode(q, k, v, sinks)
         check_inputs(q, k, v, name, mask, arrays, layout=layout, length=length, kv_length=kv_length, backend=backend, **numbers)
-        draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
+        draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None
     except Exception as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
     out, lse = torch.ops.ring_attn.forward(
@@ -288,6 +289,5 @@ def checked(problem: Problem, anywhere: bool = False) -> tuple[RingPlan, Score]:
     """
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    backend = runnable(problem, tma=True, anywhere=anywhere)
-    place = plan.keys_in_fours and not anywhere, problem.blanks or anywhere, plan.blank_keys or anywhere
-    return plan, Score(scale, problem.softcap, problem.dropout_rate, backend, *place)
+    call = runnable(problem, tma=True, anywhere=anywhere)
+    return plan, Score(scale, problem.softcap, problem.dropout_rate, call, problem.blanks or anywhere)

@@ -16,7 +16,7 @@ from .tiles import Rows, accumulation_dtype
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
     """``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
-    if score.backend != "blockwise":
+    if score.call is not None:
         return fused.attend(q, keys, rows, score, total, last)
     out, lse = blockwise.attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
     return (out.to(q.dtype) if last else out), lse
@@ -37,7 +37,7 @@ def cotangents(
     q: Tensor, keys: Keys, rows: Rows, score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
 ) -> Cotangents:
     """What the backward needs of every query; 0 for those that see nothing: what reaches them, NaN too, concerns no key."""
-    if score.backend != "blockwise":
+    if score.call is not None:
         return fused.cotangents(q, keys, rows, score, out, lse, dout, dlse)
     unseen = lse == -math.inf
     dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
@@ -57,7 +57,7 @@ def attend_backward(
 
     In the accumulation dtype, or in q's where nothing will be added any more.
     """
-    if score.backend != "blockwise":
+    if score.call is not None:
         dq = fused.attend_dq(of_q, keys, rows, score, dq, last)
         return dq, fused.attend_dkv(of_q, keys, rows, score, arrived(), last)
     dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
@@ -70,6 +70,6 @@ def sink_gradient(score: Score, lse: Tensor, of_q: Cotangents) -> Tensor | None:
     """[h] of ``-sum_bs exp(sink - lse) delta``: a sink is a key whose value is 0. None without sinks."""
     if score.sinks is None:
         return None
-    delta = of_q.delta if score.backend == "blockwise" else of_q.delta.transpose(1, 2)
+    delta = of_q.delta if score.call is None else of_q.delta.transpose(1, 2)
     p = torch.where(lse == -math.inf, 0, torch.exp(score.sinks.to(lse.dtype) - lse))
     return -torch.sum(p * delta, (0, 1))

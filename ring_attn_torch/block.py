@@ -61,7 +61,7 @@ def attend_block(
     refuse_forward_mode(q, k, v)
     check_inputs(q, k, v, "", mask, arrays, backend=backend, **numbers)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
-    draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
+    draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None
     runs = (q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride)
     return torch.ops.ring_attn.attend_block(q, k, v, *arrays.values(), draw, runs, mask.lo, mask.hi, *numbers.values(), backend)
 
@@ -108,7 +108,7 @@ def _forward(
     score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
     if extents is not None and extents.device.type == "cpu":
         check_extents(extents.long(), [(0, runs[1], runs[0], runs[4])], FARTHEST)
-    keys, rows = pack(k, v, key_mask, score.backend != "blockwise"), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    keys, rows = pack(k, v, key_mask, score.call is not None), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         return attend(q, keys, rows, score, None, last=False)
 
@@ -141,7 +141,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
-    keys, rows = pack(k, v, key_mask, score.backend != "blockwise"), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    keys, rows = pack(k, v, key_mask, score.call is not None), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         of_q = cotangents(q, keys, rows, score, out, lse, dout, dlse)
         dq, dkv = attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)

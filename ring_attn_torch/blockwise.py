@@ -12,6 +12,8 @@ Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), ro
 Tiles      a tile lies within one run; r query heads that share a key head stand side by side: [b*g, r*block_q, ...].
            Under extents every batch row walks over its own tiles, else all walk together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
+Base 2     scores and their maxima are in base 2, s log2(e): on a CPU torch's exp takes 3 times as long as exp2, 30 where it
+           underflows, and a multiplication before every exp2 would be one of six passes over a tile's scores
 """
 
 from __future__ import annotations
@@ -22,10 +24,8 @@ import torch
 from torch import Tensor
 
 from .keys import Keys
-from .score import Cotangents, Score, State
+from .score import LOG2E, Cotangents, Score, State
 from .tiles import Part, Rows
-
-LOG2E = math.log2(math.e)
 
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
@@ -36,21 +36,22 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
     for part in Part.all(q, keys, rows, score):
         out, lse = (x[part.batch] for x in total)
         for queries in part.query_tiles():
-            q_tile = queries.load(part.q).mul_(score.scale)
-            acc, m = queries.load(out), queries.load(lse)
-            l = (m > -math.inf).to(m.dtype)
+            q_tile = queries.load(part.q).mul_(score.inner)
+            acc, before = queries.load(out), queries.load(lse).mul_(LOG2E)
+            m, l = before, (before > -math.inf).to(before.dtype)
             for pair in part.pairs(queries):
                 k_tile, v_tile = pair.load_kv()
                 scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
                 m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
                 m_finite = m_new.masked_fill(m_new == -math.inf, 0)
-                p = _exp_(scores.sub_(m_finite))
-                decay = _exp_(m - m_finite)
+                p = scores.sub_(m_finite).exp2_()
+                decay = (m - m_finite).exp2_()
                 l.mul_(decay).add_(p.sum(-1, keepdim=True))
                 acc.mul_(decay).baddbmm_(pair.drop_(p), v_tile)
                 m = m_new
-            queries.store(out, acc.div_(l.masked_fill(l == 0, 1)))
-            queries.store(lse, m + l.log())
+            if m is not before:
+                queries.store(out, acc.div_(l.masked_fill(l == 0, 1)))
+                queries.store(lse, (m + l.log2()).div_(LOG2E))
     return total
 
 
@@ -66,24 +67,21 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: 
     for part in Part.all(q, keys, rows, score):
         dk, dv = dkv[part.batch].split([d, dkv.shape[-1] - d], -1)
         for queries in part.query_tiles():
-            q_tile = queries.load(part.q).mul_(score.scale)
+            q_tile = queries.load(part.q).mul_(score.inner)
             dout_tile, lse_tile, delta_tile = (queries.load(x[part.batch]) for x in (dout, lse, delta))
+            lse_tile.mul_(LOG2E)
             dq_tile = torch.zeros_like(q_tile)
             for pair in part.pairs(queries):
                 k_tile, v_tile = pair.load_kv()
                 q_seen, dout_seen = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
                 scores, tanh = pair.scores(q_seen, k_tile)
-                p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)
-                ds = pair.drop_(torch.bmm(dout_seen, v_tile.transpose(1, 2))).sub_(delta_tile).mul_(p)
+                p = pair.hide(scores.sub_(lse_tile).exp2_(), 0.0)
+                ds = pair.drop_(part.product("dp", dout_seen, v_tile.transpose(1, 2))).sub_(delta_tile).mul_(p)
                 if tanh is not None:
                     ds.addcmul_(ds * tanh, tanh, value=-1)
                 dq_tile.baddbmm_(ds, k_tile)
-                pair.keys.add(dk, torch.bmm(ds.transpose(1, 2), q_seen))
-                pair.keys.add(dv, torch.bmm(pair.drop_(p).transpose(1, 2), dout_seen))
+                pair.keys.add(dk, part.product("dk", ds.transpose(1, 2), q_seen))
+                pair.keys.add(dv, part.product("dv", pair.drop_(p).transpose(1, 2), dout_seen))
             queries.add(dq[part.batch], dq_tile.mul_(score.scale))
+    dkv[..., :d].mul_(score.outer)
     return dq, dkv
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """e to the power of ``x`` in place, as a power of 2: on a CPU torch's exp takes 3 times as long, 30 where it underflows."""
-    return x.mul_(LOG2E).exp2_()

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ring_attn_core.dropout import WORD
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.calls import Call
 from ring_attn_core.runs import Row
 
 from .keys import Keys
-from .launch import aligned, capability, launch
+from .launch import aligned, launch
 from .score import Cotangents, Gradients, Score, State
 from .tiles import Rows
 
@@ -24,7 +23,7 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None,
     arrays = _arrays(q, keys, rows, score)
     if total is not None:
         arrays["out_in"], arrays["lse_in"] = total
-    out, lse = launch(steps.forward(_call(q, keys, rows, score), total is None, last), arrays)
+    out, lse = launch(steps.forward(score.call, total is None, last), arrays)
     return out, lse
 
 
@@ -32,7 +31,7 @@ def cotangents(
     q: Tensor, keys: Keys, rows: Rows, score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
 ) -> Cotangents:
     """The sums of every query; q and dout 0 where a query sees nothing."""
-    call = _call(q, keys, rows, score)
+    call = score.call
     q, dout = aligned(q), aligned(dout.to(q.dtype))
     if score.blanks:
         unseen = (lse == -math.inf)[..., None]
@@ -52,7 +51,7 @@ def attend_dq(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor
     arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
     if dq is not None:
         arrays["dq_in"] = dq
-    (dq,) = launch(steps.dq(_call(of_q.q, keys, rows, score), dq is None, last), arrays)
+    (dq,) = launch(steps.dq(score.call, dq is None, last), arrays)
     return dq
 
 
@@ -63,35 +62,8 @@ def attend_dkv(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: 
         arrays["bounds"] = of_q.bounds
     if arrived is not None:
         arrays["dkv_in"] = arrived
-    dkv = launch(steps.dkv(_call(of_q.q, keys, rows, score), arrived is None, arrived is None and last), arrays)
+    dkv = launch(steps.dkv(score.call, arrived is None, arrived is None and last), arrays)
     return dkv[0] if len(dkv) == 1 else dkv
-
-
-def _call(q: Tensor, keys: Keys, rows: Rows, score: Score) -> Call:
-    optional = {"extents": score.extents, "ceiling": keys.bits, "sinks": score.sinks, "slopes": score.slopes, "draw": score.draw}
-    b, s, h, d = q.shape
-    t, g, width = keys.kv.shape[1:]
-    return Call(
-        batch=b,
-        seq_local=s,
-        kv_local=t,
-        heads=h,
-        kv_heads=g,
-        head_dim=d,
-        v_dim=width - d if keys.v is None else keys.v.shape[-1],
-        q_runs=len(rows),
-        k_runs=len(rows[0]),
-        dtype=str(q.dtype).removeprefix("torch."),
-        scale=score.scale,
-        softcap=score.softcap,
-        dropout_rate=score.dropout_rate,
-        given=frozenset(name for name, x in optional.items() if x is not None),
-        packed=keys.v is None,
-        aligned=score.aligned,
-        clean=score.blank_keys or score.extents is not None,
-        tf32=score.backend == "triton_tf32",
-        capability=capability(q.device),
-    )
 
 
 def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
@@ -103,13 +75,14 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     if score.extents is not None:
         arrays["extents"] = aligned(score.extents.clamp(-(2**31), 2**31 - 1).to(torch.int32))
     if keys.bits is not None:
-        (arrays["ceiling"],) = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
+        arrays["ceiling"], arrays["hidden"] = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
     if score.sinks is not None:
         arrays["sinks"] = aligned(score.sinks.float())
     if score.slopes is not None:
         arrays["slopes"] = aligned(score.slopes.float())
     if score.draw is not None:
-        arrays["draw"] = (score.draw.to(q.device) & WORD).to(torch.uint32)
+        draw = (score.draw & WORD).to(torch.uint32)
+        (arrays["streams"],) = launch(steps.streams(q.shape[0], q.shape[2]), {"draw": draw})
     return arrays
 
 

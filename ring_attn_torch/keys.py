@@ -50,4 +50,4 @@ def _bit(x: Tensor) -> Tensor:
 
 def apart(plan: RingPlan, score: Score) -> bool:
     """Whether k and v may stay two arrays: nothing travels, and kernels read both as they are."""
-    return not plan.hops and score.backend != "blockwise"
+    return not plan.hops and score.call is not None

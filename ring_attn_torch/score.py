@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_attn_core.dropout import LANES, WORD, check_draw, philox, seed_words, threshold
+from ring_attn_core.dropout import HALF, WORD, check_draw, philox2x32, place, seed_words, stream, threshold
+from ring_attn_core.kernels.calls import Call
+
+LOG2E = math.log2(math.e)
 
 State = tuple[Tensor, Tensor]
 """(out [b s h e], lse [b s h]) over the keys seen so far."""
@@ -38,13 +42,10 @@ class Score:
     scale: float
     softcap: float | None
     dropout_rate: float
-    backend: str
-    aligned: bool = False
-    """Keys come in fours of consecutive positions from a multiple of 4 on, so that dropout draws for four at a time."""
+    call: Call | None = None
+    """What kernels are launched with; None: the blockwise backend computes."""
     blanks: bool = True
     """Some query, padding included, may see nothing."""
-    blank_keys: bool = True
-    """Some key, padding included, may be seen by no query, for the mask's and the lengths' sake."""
     extents: Tensor | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: Tensor | None = None
@@ -54,9 +55,19 @@ class Score:
     draw: Tensor | None = None
     """int64 [4]: lower and upper word of the dropout seed, global index of the first batch row and of the first head."""
 
+    @property
+    def inner(self) -> float:
+        """What q is multiplied by before its products with k: they are scores in base 2, or under softcap what goes into tanh."""
+        return self.scale * LOG2E if self.softcap is None else self.scale / self.softcap
 
-def draw_of(seed: Any, offset: Any) -> Tensor:
-    """The ``draw`` of a Score, on the seed's device; ValueError for what is no 0-d integer."""
+    @property
+    def outer(self) -> float:
+        """``scale / inner``: what is left of the scale for sums of q times ``inner``."""
+        return 1 / LOG2E if self.softcap is None else self.softcap
+
+
+def draw_of(seed: Any, offset: Any, device: torch.device) -> Tensor:
+    """The ``draw`` of a Score, made on the device, since a copy of it would wait for that; ValueError for no 0-d integer."""
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         raise ValueError(
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
@@ -66,7 +77,6 @@ def draw_of(seed: Any, offset: Any) -> Tensor:
             raise ValueError(f"{name} must be an int or a 0-d integer tensor, got {x!r}")
     given = [int(x) if isinstance(x, np.integer) else x for x in (seed, *offset)]
     check_draw(*given)
-    device = next((x.device for x in given if isinstance(x, Tensor)), None)
     as_tensor = lambda x: (
         x.to(device, torch.int64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=device)
     )
@@ -81,11 +91,11 @@ def _is_integer(x: Tensor) -> bool:
 def kept(draw: Tensor, rate: float, batch: int, heads: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
     low, high, first_batch, first_head = draw.to(q_pos.device).unbind()
-    group, of_key = torch.unique_consecutive(k_pos // LANES, return_inverse=True)
     b = (first_batch + torch.arange(batch, device=q_pos.device) & WORD).view(-1, 1, 1, 1)
     h = (first_head + torch.arange(heads, device=q_pos.device) & WORD).view(-1, 1, 1)
-    words = torch.stack(philox((group, q_pos[:, None], h, b), (low, high), _multiply), -1)
-    return words[..., of_key, k_pos % LANES] >= threshold(rate)
+    (of_q, which), (of_k, half) = place(q_pos[:, None]), place(k_pos)
+    words = philox2x32((of_q, of_k), stream((low, high), b, h, _multiply), _multiply)
+    return (torch.where(which == 0, *words) >> 16 * half & HALF) >= threshold(rate)
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 
 from ring_attn_core.cli import app
 from ring_attn_core.doctor import Choice, choices, findings, typical, versions
+from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS
 
 GPUS, NAMES = 2, {"torch": "PyTorch", "jax": "JAX"}
 Pretend = Callable[[str, int], None]
+LESS_PRECISE = "never: it is less precise than its inputs"
 
 
 @pytest.fixture
@@ -44,31 +46,66 @@ def doctor(framework: str, *arguments: str) -> dict[str, list[str]]:
     return {name: rest for name, *rest in rows} | {"": [line for line in done.stdout.splitlines() if line[:1] not in "│┃┏┡└"]}
 
 
+@pytest.fixture(autouse=True)
+def measured_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton that the Hopper forward is measured with: under newer ones "auto" passes it over."""
+    monkeypatch.setattr(backends, "triton_release", lambda: (3, 6))
+
+
 @pytest.mark.parametrize("framework", NAMES)
 def test_without_a_gpu_triton_says_why_not_and_auto_takes_blockwise(framework: str, pretend: Pretend):
     pretend(framework, 0)
     said = doctor(framework)
     assert said["triton"][0].startswith("its kernels run on NVIDIA GPUs, and these arrays are on ")
     assert said["triton"][1] == ""
-    assert said["triton_tf32"] == ['tf32 is for float32 inputs, and these are bfloat16: use "triton"', "never"]
+    assert said["triton_tf32"] == ['tf32 is for float32 inputs, and these are bfloat16: use "triton"', LESS_PRECISE]
     assert said["blockwise"] == ["runs", "takes it"]
     assert any(line.startswith(f"{NAMES[framework]}: ") for line in said[""])
 
 
 @pytest.mark.parametrize("framework", NAMES)
-def test_on_a_hopper_gpu_auto_takes_triton(framework: str, pretend: Pretend):
+def test_on_a_hopper_gpu_auto_takes_its_own_kernels(framework: str, pretend: Pretend):
     pretend(framework, 90)
     said = doctor(framework)
-    assert said["triton"] == ["runs", "takes it"]
+    assert said["hopper"] == ["runs", "takes it"]
+    assert said["triton"] == ["runs", ""]
     assert said["blockwise"] == ["runs", ""]
     assert any("compute capability 9.0" in line for line in said[""])
+
+
+@pytest.mark.parametrize("framework", NAMES)
+@pytest.mark.parametrize("capability", [80, 100])
+def test_on_another_gpu_auto_takes_the_portable_kernels(framework: str, capability: int, pretend: Pretend):
+    pretend(framework, capability)
+    said = doctor(framework)
+    assert said["hopper"] == [f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{capability}", ""]
+    assert said["triton"] == ["runs", "takes it"]
+
+
+@pytest.mark.parametrize("framework", NAMES)
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--dtype", "float32"), "its products are of bfloat16 and float16, not float32"),
+        (("--head-dim", "100"), "it takes head sizes that 8 divides, of at most 256, and head_dim is 100"),
+        (("--head-dim", "64", "--v-dim", "128"), "values may not be wider than keys, and v_dim is 128 of head_dim 64"),
+    ],
+    ids=("float32", "head_dim", "v_dim"),
+)
+def test_what_the_hopper_kernels_cannot_do_falls_to_the_portable_ones(
+    framework: str, arguments: tuple[str, ...], reason: str, pretend: Pretend
+):
+    pretend(framework, 90)
+    said = doctor(framework, *arguments)
+    assert said["hopper"] == [reason, ""]
+    assert said["triton"] == ["runs", "takes it"]
 
 
 @pytest.mark.parametrize("framework", NAMES)
 def test_tf32_runs_in_float32_and_auto_never_takes_it(framework: str, pretend: Pretend):
     pretend(framework, 90)
     said = doctor(framework, "--dtype", "float32")
-    assert said["triton_tf32"] == ["runs", "never"]
+    assert said["triton_tf32"] == ["runs", LESS_PRECISE]
     assert said["triton"] == ["runs", "takes it"]
 
 
@@ -101,7 +138,7 @@ def test_every_gpu_of_a_kind_is_counted(pretend: Pretend):
 def test_choices_follow_the_order_of_auto():
     listed = choices(typical("float32", 64))
     assert [choice.backend for choice in listed] == [each.name for each in BACKENDS]
-    assert listed[-1] == Choice("blockwise", None, True, True)
+    assert listed[-1] == Choice("blockwise", None, None, True)
     assert [choice.taken for choice in listed].count(True) == 1
 
 

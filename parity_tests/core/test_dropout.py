@@ -7,18 +7,41 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ring_attn_core.dropout import WORD, kept, philox, seed_words, threshold
+from ring_attn_core.dropout import WORD, kept, philox2x32, philox4x32, place, rescale, seed_words, threshold
 
-WORDS = {
-    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": ((WORD, WORD, WORD, WORD), (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    "pi": (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+FOUR = {
+    7: (
+        ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((WORD, WORD, WORD, WORD), (WORD, WORD), (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        ),
+    ),
+    10: (
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((WORD, WORD, WORD, WORD), (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ),
 }
-"""Counter, key and answer of philox4x32-10: the vectors that come with Random123, the authors' library."""
+TWO = {
+    7: (
+        ((0, 0), 0, (0x257A3673, 0xCD26BE2A)),
+        ((WORD, WORD), WORD, (0xAB302C4D, 0x3DC9D239)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xBEDBBE6B, 0xE4C770B3)),
+    ),
+    10: (
+        ((0, 0), 0, (0xFF1DAE59, 0x6CD10DF2)),
+        ((WORD, WORD), WORD, (0x2C3F628B, 0xAB4FD7AD)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
+    ),
+}
+"""By rounds, counter, key and answer of philox4x32 and philox2x32: the vectors that come with Random123, the authors' library."""
 
 SEEDS = (0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63))
 SHAPE = 3, 4, 64, 60
@@ -39,20 +62,31 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1] * a.size**0.5)
 
 
-@pytest.mark.parametrize("vector", WORDS)
-def test_philox_gives_the_known_answers(vector):
-    counter, key, answer = WORDS[vector]
-    assert philox(counter, key, multiply) == answer
+@pytest.mark.parametrize(("philox", "answers"), [(philox4x32, FOUR), (philox2x32, TWO)])
+def test_philox_gives_the_known_answers(philox, answers):
+    for rounds, known in answers.items():
+        for counter, key, answer in known:
+            assert philox(counter, key, multiply, rounds=rounds) == answer
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_probability_is_kept_where_its_word_of_the_counter_is_above_the_rate(seed):
+def test_a_probability_is_kept_where_its_half_of_a_word_of_the_counter_is_above_the_rate(seed):
     """The definition, in Python's own integers."""
-    keeps = kept(seed, 0.3, 2, 2, [0, 5, 2**20], [0, 1, 2, 3, 6, 9])
+    queries, keys = [0, 5, 8, 2**20], [0, 1, 2, 8, 9, 27, 31, 32, 77, 2**20 + 3]
+    keeps = kept(seed, 0.3, 2, 2, queries, keys)
     for b, h, i, j in np.ndindex(keeps.shape):
-        q_pos, k_pos = [0, 5, 2**20][i], [0, 1, 2, 3, 6, 9][j]
-        words = philox((k_pos // 4, q_pos, h, b), (seed % 2**32, seed // 2**32 % 2**32), multiply)
-        assert keeps[b, h, i, j] == (words[k_pos % 4] >= 0.3 * 2**32)
+        (of_q, which), (of_k, half) = place(queries[i]), place(keys[j])
+        key = philox4x32((0, 0, h, b), (seed % 2**32, seed // 2**32 % 2**32), multiply)[0]
+        word = philox2x32((of_q, of_k), key, multiply)[which]
+        assert keeps[b, h, i, j] == (word // 2 ** (16 * half) % 2**16 >= 0.3 * 2**16)
+
+
+def test_every_position_has_a_place_of_its_own():
+    """Eight words of the counter for 16 positions, one for p and p + 8."""
+    places = [place(p) for p in range(96)]
+    assert len(set(places)) == 96
+    assert {word for word, _ in places} == set(range(48))
+    assert [p for p in range(96) if place(p)[0] == 13] == [21, 29]
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3, 0.1, 0.3, 0.5, 0.9, 0.999])
@@ -62,17 +96,22 @@ def test_the_share_dropped_is_the_rate(seed, rate):
     assert abs(dropped.mean() - rate) <= 5 * (rate * (1 - rate) / dropped.size) ** 0.5
 
 
-def test_the_threshold_is_a_word_at_every_rate():
+def test_the_rate_is_rounded_to_sixteen_bits():
     assert threshold(0.0) == 0
-    assert threshold(0.5) == 2**31
-    assert threshold(1 - 1e-12) == WORD
+    assert threshold(0.5) == 2**15
+    assert threshold(1 - 1e-12) == 2**16 - 1
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-6, 0.1, 0.5, 0.999, 1 - 1e-12])
+def test_what_is_kept_is_scaled_up_by_the_share_that_is_kept(rate):
+    assert rescale(rate) * (2**16 - threshold(rate)) / 2**16 == 1
 
 
 @pytest.mark.parametrize("axis", range(4), ids=["batch rows", "heads", "queries", "keys"])
 def test_neighbours_are_independent(axis):
-    """At the distances 1 to 8: those of one counter's words, and across counters."""
+    """At the distances 1 to 40: within a word, among a counter's words, and across counters."""
     keeps = draw()
-    for distance in range(1, min(9, SHAPE[axis])):
+    for distance in range(1, min(41, SHAPE[axis])):
         a, b = (np.take(keeps, range(first, first + SHAPE[axis] - distance), axis) for first in (0, distance))
         assert abs(correlation(a, b)) <= 5, distance
 

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from ring_attn_core import causal
-from ring_attn_core.kernels import calls, steps
-from ring_attn_core.kernels.backends import runnable
-from ring_attn_core.kernels.calls import Call, call_of
+from parity_tests.compilation import EVERYTHING, PLAIN, resources
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.calls import Call
 from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar, compiled, kernel_function
-from ring_attn_core.kernels.problem import Problem
-from ring_attn_core.kernels.tiles import TileConfig, choose_tiles, padded, shared_memory
-
-triton = pytest.importorskip("triton")
-
-PLAIN = Call(
-    batch=1,
-    seq_local=16384,
-    kv_local=16384,
-    heads=16,
-    kv_heads=16,
-    head_dim=128,
-    v_dim=128,
-    q_runs=1,
-    k_runs=1,
-    dtype="bfloat16",
-    scale=128**-0.5,
-    softcap=None,
-    dropout_rate=0.0,
-    given=frozenset(),
-    packed=False,
-    aligned=True,
-    clean=False,
-    tf32=False,
-    capability=90,
-)
-EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "draw"})
+from ring_attn_core.kernels.tiles import choose_tiles, padded, shared_memory
 
 
 def launches(call: Call) -> list[Launch]:
@@ -52,6 +21,8 @@ def launches(call: Call) -> list[Launch]:
     made += [steps.dkv(call, *place) for place in places[:3]]
     if "ceiling" in call.given:
         made.append(steps.key_ceiling(call.batch, call.kv_local))
+    if "streams" in call.given:
+        made.append(steps.streams(call.batch, call.heads))
     if "extents" in call.given:
         made.append(steps.extent_bounds(call))
     return made
@@ -59,9 +30,11 @@ def launches(call: Call) -> list[Launch]:
 
 EVERY_FEATURE = replace(PLAIN, given=EVERYTHING, clean=True, softcap=30.0, dropout_rate=0.1)
 VARIED = [PLAIN, replace(PLAIN, packed=True, q_runs=2, k_runs=2), EVERY_FEATURE]
+VARIED += [replace(call, hopper=True) for call in VARIED]
+KINDS = ["plain", "packed", "everything"]
 
 
-@pytest.mark.parametrize("call", VARIED, ids=["plain", "packed", "everything"])
+@pytest.mark.parametrize("call", VARIED, ids=[*KINDS, *(f"hopper {kind}" for kind in KINDS)])
 def test_arguments_are_the_kernels_parameters_in_their_order(call):
     """A JAX launch hands buffers over by order: inputs as the parameters come, then the outputs."""
     for launch in launches(call):
@@ -132,25 +105,6 @@ def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):
     assert products > 0, "no wgmma in the binary"
 
 
-def resources(kernel) -> tuple[int, int, int]:
-    """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(kernel.asm["cubin"])
-        binary.flush()
-        run = lambda option: subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout
-        used, code = run("-res-usage"), run("-sass")
-    instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
-    loops = []
-    for at, text in instructions:
-        jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < at:
-            body = [other for place, other in instructions if int(jump[1], 16) <= place <= at]
-            loops.append(body) if any("HGMMA" in other for other in body) else None
-    whole = min(loops, key=len)
-    return int(re.search(r"STACK:(\d+)", used)[1]), sum("LDL" in x for x in whole), code.count("HGMMA")  # type: ignore[index]
-
-
 def test_a_head_that_fills_its_tile_is_read_by_tma():
     by = lambda call: {type(x) for name, x in steps.forward(call, True, True).arguments if name in ("q_BSHD", "k_BTGD", "v_BTGE")}
     assert by(PLAIN) == {Descriptor}
@@ -165,34 +119,3 @@ def test_tiles_are_chosen_for_every_kernel_dtype_and_size():
             for width in (64, 128, 256):
                 for capability in (80, 86, 90, 100, 120):
                     assert choose_tiles(kernel, dtype, width, width, capability).warps in (4, 8)
-
-
-def on_a_gpu(backend: str) -> Problem:
-    shape = (1, 256, 2, 64)
-    where = 1, "zigzag", causal(), None, None
-    return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", *where, None, None, 0.0, (), backend, 90)
-
-
-def test_kernels_that_compile_are_taken():
-    assert runnable(on_a_gpu("auto"), tma=True) == "triton"
-    assert call_of(on_a_gpu("triton"), "triton", tma=True).q_runs == 1, "one rank has one run, whatever the layout"
-
-
-@pytest.mark.parametrize(
-    ("tiles", "reason"),
-    [
-        (TileConfig(48, 64, 4, 1), "does not compile"),
-        (TileConfig(256, 256, 8, 4, True), "bytes of shared memory, and sm_90 has 232448"),
-    ],
-)
-def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, reason):
-    """The problem and the reason are named, once; ranks learn of it before anything is sent."""
-    monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
-    for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
-        make.cache_clear()
-    with pytest.warns(UserWarning, match=f"triton: its kernel .*{reason}.*bfloat16 heads of 64 and 64.*blockwise"):
-        assert runnable(on_a_gpu("auto"), tma=True) == "blockwise"
-    with pytest.raises(ValueError, match=reason):
-        runnable(on_a_gpu("triton"), tma=True)
-    for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
-        make.cache_clear()

@@ -42,6 +42,7 @@ def by_definition(q, k, v, mask: Band, scale=D**-0.5, **features) -> tuple[np.nd
     """out and lse, one (query, key) pair after the other, in Python's floats."""
     extents, key_mask, sinks = (features.get(name) for name in ("extents", "key_mask", "sinks"))
     cap, slopes, rate = features.get("softcap"), features.get("alibi_slopes"), features.get("dropout_rate", 0.0)
+    rate = round(rate * 2**16) / 2**16
     keeps = kept(features["dropout_seed"], rate, B, H, range(S), range(T)) if rate else np.ones((B, H, S, T), bool)
     out, lse = np.zeros((B, S, H, E)), np.full((B, S, H), -np.inf)
     for b, i, h in np.ndindex(B, S, H):

@@ -44,7 +44,7 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
 
 def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
     seed = case.scalars["dropout_seed"]
-    draw = None if seed is None else torch_draw_of(seed, (0, 0)).cuda()
+    draw = None if seed is None else torch_draw_of(seed, (0, 0), torch.device("cuda"))
     given = *(arrays.get(name) for name in ("extents", "key_mask", "sinks", "alibi_slopes")), draw
     plan = case.plan
     numbers = case.scale, case.softcap, case.dropout_rate

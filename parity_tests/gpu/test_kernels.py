@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -31,15 +32,32 @@ WIDE = [
 ]
 CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid())] if case.dtype != "float64"]
 
+HOPPER = [
+    replace(case, dtype=dtype, head_dim=dim, v_dim=min(dim, 128))
+    for case, dim, dtype in zip(
+        [*LONG, *EVERYTHING, *SPECIAL], (64, 128, 96, 128, 192) * 99, ("bfloat16", "float16", "bfloat16") * 99, strict=False
+    )
+] + [case for case in WIDE if case.dtype != "float32" and case.head_dim % 8 == 0]
+"""What Hopper's own kernels take, and with it every feature."""
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(case):
+JUDGED = [("triton", case) for case in CASES] + [("hopper", case) for case in HOPPER]
+
+
+@pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
+def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property):
+    """What it records makes the table of benchmarks/bits.py."""
     from parity_tests.gpu.emulate import on_jax, on_torch
 
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
     case = replace(case, poison=True)
-    ours, theirs = on_torch(case), on_jax(case)
-    check(case, ours)
-    assert differing(ours, theirs) == []
+    ours, theirs = on_torch(case, backend), on_jax(case, backend)
+    shares = check(case, ours)
+    different = differing(ours, theirs)
+    properties = {"case": str(case), "backend": backend, "shares": json.dumps(shares), "differing": json.dumps(different)}
+    for name, value in properties.items():
+        record_property(name, value)
+    assert different == []
 
 
 def differing(a: Attention, b: Attention) -> list[str]:
@@ -114,4 +132,4 @@ def test_no_more_error_than_flash_attention_2(dim, causal_, record_property):
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
         mine, other = ((x.double() - c).norm().item() for x in (a, b))
         record_property(name, mine / other)
-        assert mine <= 1.0 * other * 1.005, (name, mine / other)
+        assert mine <= other, (name, mine / other)

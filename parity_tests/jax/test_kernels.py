@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxlib import gpu_triton
 
 from ring_attn_core import causal
-from ring_attn_jax import ring_attention
+from ring_attn_jax import launch, ring_attention
 from ring_attn_jax.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
 
 pytest.importorskip("triton")
@@ -20,9 +20,9 @@ needs_plugin = pytest.mark.skipif(
 SEQ = PartitionSpec(None, "seq")
 
 
-def ring(ranks: int, check_vma: bool = True, **arguments):
+def ring(ranks: int, check_vma: bool = True, backend: str = "triton", **arguments):
     mesh = jax.make_mesh((ranks,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    attention = lambda q, k, v: ring_attention(q, k, v, backend="triton", **arguments)
+    attention = lambda q, k, v: ring_attention(q, k, v, backend=backend, **arguments)
     return jax.shard_map(attention, mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=check_vma)
 
 
@@ -42,10 +42,23 @@ def gradient(function):
 
 @needs_plugin
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_step_is_one_launch_forward_and_two_backward(ranks):
-    text = lowered(gradient(ring(ranks)), *shapes())
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_step_is_one_launch_forward_and_two_backward(backend, ranks):
+    text = lowered(gradient(ring(ranks, backend=backend)), *shapes())
     assert text.count(f"@{CUSTOM_CALL}") == ranks + 1 + 2 * ranks, "forward steps, the sums, dq and dkv of every step"
     assert text.count("collective_permute") >= (ranks - 1) * 2
+
+
+@needs_plugin
+@pytest.mark.skipif(not makes_descriptors(), reason="a newer jaxlib makes TMA descriptors")
+def test_a_gluon_kernel_is_called_like_the_others(monkeypatch):
+    """Its TMA descriptors are made by jaxlib, with the strides of a packed array; the launch names it."""
+    launched = []
+    opaque = launch._opaque.__wrapped__
+    monkeypatch.setattr(launch, "_opaque", lambda each, capability: launched.append(each) or opaque(each, capability))
+    lowered(ring(2, backend="hopper"), *shapes())
+    assert {each.kernel for each in launched} == {"hopper_forward"}
+    assert [len(each.inputs) for each in launched] == [4, 6], "q, kv, kv, rows; then out and lse too"
 
 
 @needs_plugin

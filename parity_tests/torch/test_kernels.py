@@ -50,7 +50,6 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
     with (
         patch.object(InterpreterBuilder, "create_minnumf", number),
         patch.object(api, "capability", gpu),
-        patch.object(fused, "capability", gpu),
         patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
         patch.object(fused, "launch", lambda what, arrays: launched.append(what.kernel) or launch(what, arrays)),
     ):

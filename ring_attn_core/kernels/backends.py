@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+from .hopper import refusal_of_shape
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from .calls import Call
 
 WIDEST = 256
 OLDEST_GPU = 80
@@ -17,12 +23,12 @@ OLDEST_GPU = 80
 class Backend:
     """``objection(problem)`` is None where the backend can solve it, else the reason in words.
 
-    ``automatic``: "auto" may choose it; one that computes with less precision than its inputs have is chosen by name only.
+    ``drawback(problem)``: why "auto" passes it over, though by name it solves the problem; else None.
     """
 
     name: str
     objection: Callable[[Problem], str | None]
-    automatic: bool = True
+    drawback: Callable[[Problem], str | None] = lambda problem: None
 
 
 def _triton(problem: Problem) -> str | None:
@@ -46,37 +52,82 @@ def _triton_tf32(problem: Problem) -> str | None:
     return _triton(problem)
 
 
+def _has_gluon() -> bool:
+    try:
+        return find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _hopper(problem: Problem) -> str | None:
+    if not problem.capability:
+        return _triton(problem)
+    if problem.capability != 90:
+        return f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{problem.capability}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed: pip install triton"
+    if not _has_gluon():
+        return "its kernels are written in Gluon, which this triton does not have: pip install 'triton>=3.6'"
+    return refusal_of_shape(problem.dtypes[0], problem.q_shape[-1], problem.v_shape[-1])
+
+
+def _drawback_of_hopper(problem: Problem) -> str | None:
+    """Forward on one H200: with softcap 3.6 ms against 3.3, with ALiBi 2.6 against 2.4 (benchmarks/results/kernel-h200.json)."""
+    if problem.softcap is not None:
+        return "with softcap the portable kernels are faster"
+    if any(array.name == "alibi_slopes" for array in problem.arrays):
+        return "with ALiBi the portable kernels are faster"
+    if problem.q_shape[-1] > 128:
+        return "its tiles of heads wider than 128 are measured on no GPU"
+    if triton_release() > (3, 7):
+        return "Triton newer than 3.7 compiles it with spills, and no GPU has run that"
+    return None
+
+
+def triton_release() -> tuple[int, ...]:
+    """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
+    try:
+        return tuple(map(int, version("triton").split(".")[:2]))
+    except PackageNotFoundError:
+        return 0, 0
+
+
 BACKENDS: tuple[Backend, ...] = (
+    Backend("hopper", _hopper, _drawback_of_hopper),
     Backend("triton", _triton),
-    Backend("triton_tf32", _triton_tf32, automatic=False),
+    Backend("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
     Backend("blockwise", lambda problem: None),
 )
 
 
-def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> str:
-    """The backend that ``select`` takes, its kernels compiled; the arguments are those of ``calls.call_of``.
+def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> Call | None:
+    """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise. Arguments as of ``calls.call_of``.
 
-    Where they cannot run, "auto" warns and takes blockwise; asked for by name the backend raises ValueError.
+    Where they cannot run, "auto" warns and takes the next backend; asked for by name the backend raises ValueError.
     """
-    chosen = select(problem, problem.backend)
-    if chosen == "blockwise":
-        return chosen
     from .calls import call_of
     from .launch import obstacle
     from .steps import of_ring
 
-    reason = obstacle(of_ring(call_of(problem, chosen, tma, anywhere), len(problem.plan.shifts)), problem.capability)
-    if reason is None:
-        return chosen
     of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
-    if problem.backend != "auto":
-        raise ValueError(f'backend={chosen!r} cannot run this: {reason} ({of}). backend="blockwise" can')
-    warnings.warn(f'{chosen}: {reason} ({of}). backend="blockwise" runs this instead, much slower', stacklevel=2)
-    return "blockwise"
+    failed: list[str] = []
+    while True:
+        chosen = select(problem, problem.backend, failed)
+        if chosen == "blockwise":
+            return None
+        call = call_of(problem, chosen, tma, anywhere)
+        reason = obstacle(of_ring(call, len(problem.plan.shifts)), problem.capability)
+        if reason is None:
+            return call
+        if problem.backend != "auto":
+            raise ValueError(f'backend={chosen!r} cannot run this: {reason} ({of}). backend="blockwise" can')
+        failed.append(chosen)
+        instead = select(problem, "auto", failed)
+        warnings.warn(f"{chosen}: {reason} ({of}). backend={instead!r} runs this instead, slower", stacklevel=2)
 
 
-def select(problem: Problem, backend: str = "auto") -> str:
-    """The name of the backend that solves ``problem``: the one asked for, or the first without an objection.
+def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
+    """The name of the backend that solves ``problem``: the one asked for, or the first without an objection that has not failed.
 
     ValueError for an unknown name and for a backend that objects.
     """
@@ -85,8 +136,8 @@ def select(problem: Problem, backend: str = "auto") -> str:
         raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
     objections = []
     for candidate in BACKENDS:
-        if backend == candidate.name or (backend == "auto" and candidate.automatic):
-            objection = candidate.objection(problem)
+        if backend == candidate.name or (backend == "auto" and candidate.name not in failed):
+            objection = candidate.objection(problem) or (candidate.drawback(problem) if backend == "auto" else None)
             if objection is None:
                 return candidate.name
             objections.append(f"{candidate.name}: {objection}")

@@ -13,9 +13,10 @@ from .tiles import TileConfig, choose_tiles, padded
 class Call:
     """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays there are.
 
-    ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: dropout may draw for four keys at a time.
+    ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves four probabilities.
     ``clean``: there may be keys that no query sees, with NaN in them.
-    ``capability``: of the GPU, such as 90. ``tma``: whoever launches can pass TMA descriptors.
+    ``capability``: of the GPU, such as 90. ``tma``: whoever launches can pass TMA descriptors. ``hopper``: Hopper's own kernels
+    run, where one takes the call. ``tiles_asked``: instead of those that ``choose_tiles`` would choose, to compare.
     """
 
     batch: int
@@ -38,10 +39,18 @@ class Call:
     tf32: bool
     capability: int
     tma: bool = True
+    hopper: bool = False
+    tiles_asked: TileConfig | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What there is of the optional arrays and of "softcap"."""
+        return self.given if self.softcap is None else self.given | {"softcap"}
 
     def tiles(self, kernel: str) -> TileConfig:
-        features = self.given if self.softcap is None else self.given | {"softcap"}
-        return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, features)
+        if self.tiles_asked is not None:
+            return self.tiles_asked
+        return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
 
     def q_tiles(self, block: int) -> int:
         """How many tiles of queries a shard has."""
@@ -50,15 +59,17 @@ class Call:
     def k_tiles(self, block: int) -> int:
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
-    def array(self, name: str, dtype: str = "float32") -> Array | None:
-        """An optional array, where it was given."""
-        return Array(name, dtype) if name in self.given else None
+    def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
+        """An optional array, where it was given, or what goes by another name with it."""
+        return Array(name or given, dtype) if given in self.given else None
 
 
 def call_of(problem: Problem, backend: str, tma: bool, anywhere: bool = False) -> Call:
     """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
+    if 0 in problem.q_shape:
+        names -= {"dropout_seed"}  # of nothing nothing is dropped
     return Call(
         batch=b,
         seq_local=s,
@@ -75,11 +86,12 @@ def call_of(problem: Problem, backend: str, tma: bool, anywhere: bool = False) -
         dropout_rate=problem.dropout_rate,
         given=frozenset(_GIVEN[name] for name in names),
         packed=bool(plan.hops),
-        aligned=plan.keys_in_fours and not anywhere,
+        aligned=plan.by_counter and not anywhere,
         clean=plan.blank_keys or "extents" in names or anywhere,
         tf32=backend == "triton_tf32",
         capability=problem.capability,
         tma=tma,
+        hopper=backend == "hopper",
     )
 
 
@@ -88,6 +100,6 @@ _GIVEN = {
     "key_mask": "ceiling",
     "sinks": "sinks",
     "alibi_slopes": "slopes",
-    "dropout_seed": "draw",
+    "dropout_seed": "streams",
 }
 """What a kernel calls the optional arrays of a call."""

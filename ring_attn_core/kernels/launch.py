@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from .tiles import shared_memory
@@ -33,22 +33,34 @@ class Array:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A host TMA descriptor of blocks ``block`` of a contiguous array of that shape."""
+    """A host TMA descriptor of blocks ``block`` of a contiguous array of that shape; what lies outside of it is read as 0.
+
+    ``pitch``: elements from one row of the last dimension to the next, where the array has more columns than ``shape`` says.
+    ``gluon``: for a Gluon kernel, whose type of it says how blocks lie in shared memory.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     block: tuple[int, ...]
+    pitch: int = 0
+    gluon: bool = False
 
     @property
     def type(self) -> str:
-        return f"tensordesc<{TRITON_TYPES[self.dtype]}[{', '.join(map(str, self.block))}]>"
+        element = TRITON_TYPES[self.dtype]
+        layout = ""
+        if self.gluon:
+            from .gluon import shared_layout
+
+            layout = f",{shared_layout(self.block, element)!r}"
+        return f"tensordesc<{element}[{', '.join(map(str, self.block))}]{layout}>"
 
     @property
     def strides(self) -> tuple[int, ...]:
         """In elements."""
         strides = [1]
-        for size in reversed(self.shape[1:]):
+        for size in reversed((*self.shape[1:-1], self.pitch or self.shape[-1])):
             strides.append(strides[-1] * size)
         return tuple(reversed(strides))
 
@@ -95,12 +107,12 @@ class Launch:
         made = {output.name for output in self.outputs}
         return tuple(x.name for _, x in self.arguments if not isinstance(x, Scalar) and x.name not in made)
 
-    @property
+    @cached_property
     def signature(self) -> tuple[tuple[str, str], ...]:
         """The type of every argument by its parameter."""
         return tuple((parameter, argument.type) for parameter, argument in self.arguments)
 
-    @property
+    @cached_property
     def divisible(self) -> frozenset[str]:
         """The parameters that 16 divides: arrays by contract, integers by their value."""
         return frozenset(
@@ -111,10 +123,15 @@ class Launch:
 
 
 def kernel_function(name: str) -> Any:
-    """The Triton function of a kernel, imported at the first launch."""
+    """The Triton or Gluon function of a kernel, imported at the first launch."""
+    if name == "hopper_forward":
+        from .hopper_forward import hopper_forward
+
+        return hopper_forward
     from . import triton_backward, triton_common, triton_forward
 
-    return getattr({"forward": triton_forward, "key_ceiling": triton_common}.get(name, triton_backward), name)
+    modules = {"forward": triton_forward, "key_ceiling": triton_common, "streams": triton_common}
+    return getattr(modules.get(name, triton_backward), name)
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -156,7 +173,10 @@ def _compiled(
 
     function = kernel_function(kernel)
     types, values = dict(signature), dict(constants)
-    source = ASTSource(
+    make = ASTSource
+    if function.is_gluon():
+        from .gluon import source as make
+    source = make(
         function,
         signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},
         constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
@@ -175,6 +195,10 @@ def interpreted() -> bool:
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:
     """What a launch from Python takes for a Descriptor of ``array``."""
+    if x.gluon:
+        from .gluon import host_descriptor
+
+        return host_descriptor(array, x.shape, x.strides, x.block, TRITON_TYPES[x.dtype])
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from ..dropout import threshold
+from ..dropout import rescale, threshold
+from . import hopper
 from .calls import Call
 from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from .tiles import TileConfig, padded
@@ -20,6 +21,8 @@ def of_ring(call: Call, steps: int) -> Iterator[Launch]:
     yield delta(call, call.dtype)
     if "ceiling" in call.given:
         yield key_ceiling(call.batch, call.kv_local)
+    if "streams" in call.given:
+        yield streams(call.batch, call.heads)
     if "extents" in call.given:
         yield extent_bounds(call)
     for first, last in sorted({(step == 0, step == steps - 1) for step in range(steps)}):
@@ -42,9 +45,10 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
         "ceiling_BT": call.array("ceiling"),
+        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
         "sinks_ptr": call.array("sinks") if first else None,
         "slopes_ptr": call.array("slopes"),
-        "draw_ptr": call.array("draw", "uint32"),
+        "streams_BH": call.array("streams", "uint32"),
         "out_in_BSHE": None if first else Array("out_in", "float32"),
         "lse_in_BSH": None if first else Array("lse_in", "float32"),
         "out_BSHE": Array("out", out.dtype),
@@ -53,7 +57,8 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
     }
     constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    return _launch("forward", grid, arguments, constants, (out, lse), tiles)
+    launch = _launch("forward", grid, arguments, constants, (out, lse), tiles)
+    return hopper.forward(call, launch) if call.hopper and hopper.refusal(call) is None else launch
 
 
 @lru_cache(maxsize=4096)
@@ -94,10 +99,29 @@ def extent_bounds(call: Call) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_ceiling(batch: int, kv_local: int) -> Launch:
-    """The key mask as the most that scores may be: output ``ceiling`` [b t] in float32, from ``bits``."""
-    arguments = {"bits_ptr": Array("bits", "uint8"), "ceiling_BT": Array("ceiling", "float32"), "T": Scalar(kv_local, "i32")}
-    outputs = (Output("ceiling", (batch, kv_local), "float32"),)
-    return _launch("key_ceiling", -(-kv_local // 1024) * batch, arguments, {"BLOCK_K": 1024}, outputs, TileConfig(0, 1024, 4, 1))
+    """The key mask as kernels take it, from ``bits``: outputs ``ceiling`` [b t] in float32 and ``hidden`` [b spans] int32."""
+    arguments = {
+        "bits_ptr": Array("bits", "uint8"),
+        "ceiling_BT": Array("ceiling", "float32"),
+        "hidden_ptr": Array("hidden", "int32"),
+        "T": Scalar(kv_local, "i32"),
+    }
+    tiles = -(-kv_local // 1024)
+    outputs = Output("ceiling", (batch, kv_local), "float32"), Output("hidden", (batch, tiles * 16), "int32")
+    return _launch("key_ceiling", tiles * batch, arguments, {"BLOCK_K": 1024}, outputs, TileConfig(0, 1024, 4, 1))
+
+
+@lru_cache(maxsize=4096)
+def streams(batch: int, heads: int) -> Launch:
+    """By what dropout draws for every batch row and head: output ``streams`` [b h], from ``draw``."""
+    arguments = {
+        "draw_ptr": Array("draw", "uint32"),
+        "streams_BH": Array("streams", "uint32"),
+        "B": Scalar(batch, "i32"),
+        "H": Scalar(heads, "i32"),
+    }
+    outputs = (Output("streams", (batch, heads), "uint32"),)
+    return _launch("streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -110,6 +134,7 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
     arguments = {
         **_inputs(call, tiles, "q", "q_BSHD", "dout_BSHE"),
         **_backward_inputs(call),
+        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
         "dq_in_BSHD": None if first else Array("dq_in", "float32"),
         "dq_BSHD": Array("dq", out.dtype),
         "scale": Scalar(call.scale, "fp32"),
@@ -194,7 +219,7 @@ def _backward_inputs(call: Call) -> dict[str, Argument | None]:
         "extents_ptr": call.array("extents", "int32"),
         "ceiling_BT": call.array("ceiling"),
         "slopes_ptr": call.array("slopes"),
-        "draw_ptr": call.array("draw", "uint32"),
+        "streams_BH": call.array("streams", "uint32"),
     }
 
 
@@ -203,8 +228,8 @@ def _numbers(call: Call) -> dict[str, Argument | None]:
     return {
         "inner": Scalar(call.scale * LOG2E if cap is None else call.scale / cap, "fp32"),
         "cap": None if cap is None else Scalar(cap * LOG2E, "fp32"),
-        "threshold": Scalar(threshold(call.dropout_rate), "u32") if "draw" in call.given else None,
-        "rescale": Scalar(1 / (1 - call.dropout_rate), "fp32"),
+        "threshold": Scalar(threshold(call.dropout_rate) << 16, "u32") if "streams" in call.given else None,
+        "rescale": Scalar(rescale(call.dropout_rate), "fp32"),
         "S": Scalar(call.seq_local, "i32"),
         "T": Scalar(call.kv_local, "i32"),
     }

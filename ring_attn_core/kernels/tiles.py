@@ -41,7 +41,7 @@ def choose_tiles(
 ) -> TileConfig:
     """The tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head sizes on a GPU, such as 90.
 
-    ``features``: those of "softcap", "ceiling" (a key mask), "draw" (dropout) that the call has: each takes registers.
+    ``features``: those of "softcap" and "streams" (dropout) that the call has: each takes registers.
     Measured on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64; ms, the runner-up in brackets. TMA by whoever
     has it; products in float32 are unrolled, and larger tiles take minutes to compile.
     """
@@ -71,18 +71,46 @@ def choose_tiles(
 def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int]:
     """block_q, block_k, warps and stages of heads of 65 to 128."""
     if kernel == "forward":
-        if features & {"ceiling", "draw"}:
-            return 64, 64, 4, 2  # key mask 2.92 (128 x 128 3.32), dropout 5.04 (128 x 64 5.08)
         if capability == 90:
             return 128, 128, 8, 3  # 2.18 (128 x 64 2.34)
         return (128, 128, 8, 2) if capability > 90 else (128, 64, 8, 3)  # what shared memory holds
     if kernel == "dq":
-        return (64, 64, 4, 2) if "ceiling" in features else (128, 64, 8, 3)  # key mask 3.22 (3.59); else 2.67 (64 x 64 2.82)
+        return 128, 64, 8, 3  # 2.67 (64 x 64 2.82)
     if "softcap" in features:
-        return 32, 64, 4, 3  # 6.22 (64 x 64 6.51)
-    if "draw" in features:
-        return 32, 64, 4, 2  # 8.37 (64 x 64 8.98)
+        return 32, 64, 4, 3  # 6.27 (64 x 64 6.59)
+    if "streams" in features:
+        return 32, 64, 4, 2  # 6.33 (64 x 64 6.55)
     return 64, 64, 4, 2  # 4.46 (32 x 64 4.99, 64 x 128 with 8 warps 5.10)
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Tiles of ``block_q`` queries, 64 to a warpgroup, and ``block_k`` keys, ``stages`` of these in flight.
+
+    ``ahead``: scores of the next tile are multiplied during the softmax of this one. ``q_in_registers``: else every product reads
+    q from shared memory. ``registers`` of a consumer's thread and ``producer_registers``: a warpgroup's together 65536 / 128.
+    """
+
+    block_q: int
+    block_k: int
+    stages: int
+    ahead: bool
+    q_in_registers: bool
+    registers: int = 240
+    producer_registers: int = 24
+
+
+def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
+    """The tiles of the Hopper forward for heads of 64, 128 or 256 columns; ``features`` as in ``choose_tiles``.
+
+    TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, in brackets what lost in the same run.
+    """
+    if max(head_dim, v_dim) > 128:
+        return HopperConfig(128, 64, 2, ahead=False, q_in_registers=False)  # what registers hold, measured on none
+    if head_dim == 64:
+        return HopperConfig(128, 128, 2, ahead=True, q_in_registers=False)  # 473 (not ahead 427, 192 queries 412, 64 keys 391)
+    # 657 (64 keys ahead 538). The key mask takes the registers of q.
+    return HopperConfig(128, 128, 2, ahead=False, q_in_registers="ceiling" not in features)
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:

@@ -35,8 +35,10 @@ from .triton_common import (
     load_tile,
     partly_seen,
     scores,
+    some_hidden,
     tiles_in_band,
     tiles_in_extents,
+    under_ceiling,
 )
 
 Q_LEN = tl.constexpr(3)
@@ -90,7 +92,8 @@ def dq(
     extents_ptr,
     ceiling_BT,
     slopes_ptr,
-    draw_ptr,
+    streams_BH,
+    hidden_ptr,
     dq_in_BSHD,
     dq_BSHD,
     scale,
@@ -152,18 +155,18 @@ def dq(
         visited += last - first
         for t in range(last - first - (whole_last - whole_first)):
             acc = visit_keys(
-                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr,
+                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH,
                 slope, inner, cap, threshold, rescale,
-                partly_seen(t, first, whole_first, whole_last) * BLOCK_K, begin, end, k_len, i, batch, head, T,
+                partly_seen(t, first, whole_first, whole_last) * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
                 H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
                 BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, True, CLEAN, ALIGNED, TMA, PRECISION,
             )  # fmt: skip
         for t in range(whole_first, whole_last):
             acc = visit_keys(
-                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr,
+                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH,
                 slope, inner, cap, threshold, rescale,
-                t * BLOCK_K, begin, end, k_len, i, batch, head, T,
+                t * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
                 H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
                 BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, False, CLEAN, ALIGNED, TMA, PRECISION,
@@ -181,15 +184,15 @@ def dq(
 
 @triton.jit
 def visit_keys(
-    acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr,
+    acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH,
     slope, inner, cap, threshold, rescale,
-    key, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
+    key, query, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     MASKED: tl.constexpr, CLEAN: tl.constexpr, ALIGNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc with the part of the keys of one tile, from key ``key`` of the run on."""
+    """acc with the part of the keys of one tile, from key ``key`` of the run on; the tile's first query is ``query``."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
     j = key + tl.arange(0, BLOCK_K)
     group = head // (H // G)
@@ -197,18 +200,19 @@ def visit_keys(
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
     )
-    if draw_ptr is not None:
+    if streams_BH is not None:
         q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        keep = kept(draw_ptr, threshold, batch, head, q_pos, k_pos, BLOCK_K, BLOCK_Q, ALIGNED)
-    if ceiling_BT is not None:
-        ceiling = tl.load(ceiling_BT + batch.to(tl.int64) * T + k_base + j, mask=j < k_len, other=float("-inf"))
+        q_first, k_first = q_start + stride * query, k_start + stride * key
+        stream = tl.load(streams_BH + batch * H + head)
+        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     s, t = scores(products, i[:, None], j[None, :], slope, inner, cap, q_start, k_start, stride, ACCURATE)
-    if ceiling_BT is not None:
-        s = tl.minimum(s, ceiling[None, :])
+    if ceiling_BT is not None:  # noqa: SIM102 (known when compiled)
+        if MASKED or some_hidden(hidden_ptr, batch, T, k_base + key, BLOCK_K, 16):
+            s = under_ceiling(s, ceiling_BT, batch, T, k_base, j, k_len)
     p = tl.exp2(s - lse2[:, None])
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-    if draw_ptr is not None:
+    if streams_BH is not None:
         dp = tl.where(keep, dp * rescale, 0.0)
     ds = p * (dp - delta_tile[:, None])
     if cap is not None:
@@ -233,7 +237,7 @@ def dkv(
     extents_ptr,
     ceiling_BT,
     slopes_ptr,
-    draw_ptr,
+    streams_BH,
     bounds_ptr,
     dk_in_BTGD,
     dv_in_BTGE,
@@ -293,18 +297,18 @@ def dkv(
         parts = last - first - (whole_last - whole_first)
         for t in range(parts * (H // G)):
             dk, dv = visit_queries(
-                dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, draw_ptr,
+                dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, streams_BH,
                 inner, cap, threshold, rescale,
-                partly_seen(t % parts, first, whole_first, whole_last) * BLOCK_Q, j, batch, group * (H // G) + t // parts,
+                partly_seen(t % parts, first, whole_first, whole_last) * BLOCK_Q, n0, batch, group * (H // G) + t // parts,
                 S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
                 H, D, E, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, True, ALIGNED, TMA, PRECISION,
             )  # fmt: skip
         wholes = whole_last - whole_first
         for t in range(wholes * (H // G)):
             dk, dv = visit_queries(
-                dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, draw_ptr,
+                dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, streams_BH,
                 inner, cap, threshold, rescale,
-                (whole_first + t % wholes) * BLOCK_Q, j, batch, group * (H // G) + t // wholes,
+                (whole_first + t % wholes) * BLOCK_Q, n0, batch, group * (H // G) + t // wholes,
                 S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
                 H, D, E, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, False, ALIGNED, TMA, PRECISION,
             )  # fmt: skip
@@ -331,9 +335,9 @@ def dkv(
 
 @triton.jit
 def visit_queries(
-    dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, draw_ptr,
+    dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, streams_BH,
     inner, cap, threshold, rescale,
-    query, j, batch, head, S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
+    query, key, batch, head, S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     MASKED: tl.constexpr, ALIGNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -341,6 +345,7 @@ def visit_queries(
     """dk and dv with the part of the queries of one tile, from query ``query`` of the run on."""
     ACCURATE: tl.constexpr = k_tile.dtype == tl.float32
     i = query + tl.arange(0, BLOCK_Q)
+    j = key + tl.arange(0, BLOCK_K)
     limit = q_len - query
     q_tile = load_tile(q_BSHD, batch, S, q_base + query, head, limit, H, D, 0, D, BLOCK_Q, BLOCK_D, MASKED, TMA)
     dout_tile = load_tile(dout_BSHE, batch, S, q_base + query, head, limit, H, E, 0, E, BLOCK_Q, BLOCK_E, MASKED, TMA)
@@ -348,9 +353,11 @@ def visit_queries(
     lse2 = tl.load(lse2_BHS + at_sums, mask=i < q_len, other=float("inf"))
     delta_tile = tl.load(delta_BHS + at_sums, mask=i < q_len, other=0.0)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head).to(tl.float32)
-    if draw_ptr is not None:
+    if streams_BH is not None:
         q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        keep = tl.trans(kept(draw_ptr, threshold, batch, head, q_pos, k_pos, BLOCK_K, BLOCK_Q, ALIGNED))
+        q_first, k_first = q_start + stride * query, k_start + stride * key
+        stream = tl.load(streams_BH + batch * H + head)
+        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, True)
     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
     s, t = scores(products, i[None, :], j[:, None], slope, inner, cap, q_start, k_start, stride, ACCURATE)
     p = tl.exp2(s - lse2[None, :])
@@ -359,11 +366,11 @@ def visit_queries(
         visible = (j[:, None] >= begin[None, :]) & (j[:, None] < end[None, :])
         p = tl.where(visible, p, 0.0)
     dropped = p
-    if draw_ptr is not None:
+    if streams_BH is not None:
         dropped = tl.where(keep, p, 0.0)
     dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, S, PRECISION)
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
-    if draw_ptr is not None:
+    if streams_BH is not None:
         dp = tl.where(keep, dp * rescale, 0.0)
     ds = p * (dp - delta_tile[None, :])
     if cap is not None:

@@ -9,9 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import dropout
+
 ROW_FIELDS = tl.constexpr(10)
 NOTHING_BEGINS = tl.constexpr(2**30)
 LOG2E = tl.constexpr(1.4426950408889634)
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+MULTIPLIER = tl.constexpr(dropout.MULTIPLIER_OF_2)
+WEYL = tl.constexpr(dropout.WEYL[0])
 
 
 @triton.jit
@@ -187,18 +192,40 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 
 
 @triton.jit
-def key_ceiling(bits_ptr, ceiling_BT, T, BLOCK_K: tl.constexpr):
-    """The key mask as the most that a score may be, inf or -inf: bit j % 8 of byte j // 8 says whether key j may be attended.
+def key_ceiling(bits_ptr, ceiling_BT, hidden_ptr, T, BLOCK_K: tl.constexpr):
+    """The key mask as the most that a score may be, inf or -inf, and which spans of 64 keys have hidden ones, 1 or 0.
 
-    Unpacked before each launch: a minimum is one instruction a score, and -inf for NaN too; testing bits cost the forward half as
-    much again.
+    Bit j % 8 of byte j // 8 says whether key j may be attended. Unpacked before each launch: a minimum is one instruction a
+    score, and -inf for NaN too; testing bits cost the forward half as much again.
     """
     tiles = tl.cdiv(T, BLOCK_K)
+    tile = tl.program_id(0) % tiles
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    j = tl.program_id(0) % tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     byte = tl.load(bits_ptr + batch * ((T + 7) // 8) + j // 8, mask=j < T, other=0)
-    seen = ((byte.to(tl.int32) >> (j % 8)) & 1) != 0
-    tl.store(ceiling_BT + batch * T + j, tl.where(seen, float("inf"), float("-inf")), mask=j < T)
+    seen = (byte.to(tl.int32) >> (j % 8)) & 1
+    tl.store(ceiling_BT + batch * T + j, tl.where(seen != 0, float("inf"), float("-inf")), mask=j < T)
+    spans: tl.constexpr = BLOCK_K // 64
+    hidden = 1 - tl.min(tl.reshape(seen, [spans, 64]), 1)
+    tl.store(hidden_ptr + (batch * tiles + tile) * spans + tl.arange(0, spans), hidden)
+
+
+@triton.jit
+def some_hidden(hidden_ptr, batch, T, key, BLOCK_K: tl.constexpr, SPANS: tl.constexpr):
+    """Whether the key mask may hide one of the keys key .. key + BLOCK_K - 1 of a shard; SPANS: of one program of key_ceiling."""
+    at = hidden_ptr + batch * (tl.cdiv(T, 64 * SPANS) * SPANS)
+    last = (key + BLOCK_K - 1) // 64
+    hidden = tl.load(at + key // 64)
+    for n in tl.static_range(1, BLOCK_K // 64 + 1):
+        hidden |= tl.load(at + tl.minimum(key // 64 + n, last))
+    return hidden != 0
+
+
+@triton.jit
+def under_ceiling(s, ceiling_BT, batch, T, key, j, k_len):
+    """Scores [queries, keys] -> -inf where the key mask hides a key, whatever the score is."""
+    ceiling = tl.load(ceiling_BT + batch.to(tl.int64) * T + key + j, mask=j < k_len, other=float("-inf"))
+    return tl.minimum(s, ceiling[None, :])
 
 
 @triton.jit
@@ -240,21 +267,71 @@ def scores(products, i, j, slope, inner, cap, q_start, k_start, stride, ACCURATE
 
 
 @triton.jit
-def kept(draw_ptr, threshold, batch, head, q_pos, k_pos, KEYS: tl.constexpr, QUERIES: tl.constexpr, ALIGNED: tl.constexpr):
-    """bool [QUERIES, KEYS]: which probabilities dropout keeps (ring_attn_core.dropout).
-
-    ``q_pos`` [QUERIES], ``k_pos`` [KEYS]: positions. ALIGNED: four keys from every multiple of 4 on have consecutive
-    positions from a multiple of 4 on, so that one counter serves four of them; else every key pays for a counter.
-    """
+def streams(draw_ptr, streams_BH, B, H, BLOCK: tl.constexpr):
+    """The key by which dropout draws for every batch row and head (ring_attn_core.dropout)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(draw_ptr).to(tl.uint64) | (tl.load(draw_ptr + 1).to(tl.uint64) << 32)
-    row = (tl.load(draw_ptr + 2) + batch).to(tl.uint32)
-    column = (tl.load(draw_ptr + 3) + head).to(tl.uint32)
+    batch, head = (tl.load(draw_ptr + 2) + at // H).to(tl.uint32), (tl.load(draw_ptr + 3) + at % H).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, head * 0, head * 0, head, batch)  # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(streams_BH + at, word, mask=at < B * H)
+
+
+@triton.jit
+def kept(
+    key,
+    threshold,
+    q_pos,
+    k_pos,
+    q_first,
+    k_first,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):
+    """bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS: which probabilities dropout keeps (ring_attn_core.dropout).
+
+    ``key``: of the batch row and head; ``threshold`` in the upper half of a word; positions ``q_pos`` [QUERIES] and ``k_pos``
+    [KEYS], the first ones ``q_first`` and ``k_first``. ALIGNED: they are consecutive from multiples of 16 on, so that one counter
+    serves four probabilities, which a thread has side by side; else every probability pays for a counter.
+    """
     if ALIGNED:
-        group = tl.min(tl.reshape(k_pos, [KEYS // 4, 4]), 1) // 4
-        a, b, c, d = tl.philox(seed, group[None, :], q_pos[:, None], column, row)  # pyright: ignore[reportGeneralTypeIssues]
-        even = tl.join(a >= threshold, c >= threshold)
-        odd = tl.join(b >= threshold, d >= threshold)
-        return tl.reshape(tl.join(even, odd), [QUERIES, KEYS])
-    a, b, c, d = tl.philox(seed, (k_pos // 4)[None, :], q_pos[:, None], column, row)  # pyright: ignore[reportGeneralTypeIssues]
-    lane = (k_pos % 4)[None, :]
-    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d)) >= threshold
+        of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 2 + tl.arange(0, KEYS // 2)
+    else:
+        of_q, of_k = q_pos // 16 * 8 + q_pos % 8, k_pos // 16 * 8 + k_pos % 8
+    if BY_KEYS:
+        a, b = philox2x32(of_q[None, :], of_k[:, None], key)  # pyright: ignore[reportGeneralTypeIssues]
+    else:
+        a, b = philox2x32(of_q[:, None], of_k[None, :], key)  # pyright: ignore[reportGeneralTypeIssues]
+    if ALIGNED:
+        keep = tl.join(halves_kept(a, threshold), halves_kept(b, threshold))
+        if BY_KEYS:
+            keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
+            keep = tl.reshape(keep, [KEYS, QUERIES])
+        else:
+            keep = tl.permute(tl.reshape(keep, [QUERIES // 16, 8, KEYS // 16, 8, 2, 2]), (0, 5, 1, 2, 4, 3))
+            keep = tl.reshape(keep, [QUERIES, KEYS])
+    elif BY_KEYS:
+        word = tl.where((q_pos // 8 % 2)[None, :] == 0, a, b)
+        keep = tl.where((k_pos // 8 % 2)[:, None] == 0, word << 16, word) >= threshold
+    else:
+        word = tl.where((q_pos // 8 % 2)[:, None] == 0, a, b)
+        keep = tl.where((k_pos // 8 % 2)[None, :] == 0, word << 16, word) >= threshold
+    return keep
+
+
+@triton.jit
+def philox2x32(of_q, of_k, key):
+    """Two uint32 words of counters of int32 words, broadcast against each other."""
+    a, b = tl.broadcast(of_q.to(tl.uint32), of_k.to(tl.uint32))
+    for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
+        product = a.to(tl.uint64) * MULTIPLIER
+        a, b = (product >> 32).to(tl.uint32) ^ key ^ b, product.to(tl.uint32)
+        key += WEYL
+    return a, b
+
+
+@triton.jit
+def halves_kept(word, threshold):
+    """bool [..., 2] of the lower and the upper 16 bits of words."""
+    return tl.join((word << 16) >= threshold, word >= threshold)

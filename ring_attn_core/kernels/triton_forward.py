@@ -9,7 +9,7 @@ epilogue, with the (out, lse) of the keys seen so far: with weights exp(lse - ls
 them would give.
 
 Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], ceiling_BT f32 of the
-           key mask, sinks, slopes f32 [H], draw uint32 [4] -> out_BSHE, lse_BSH f32
+           key mask, sinks, slopes f32 [H], streams uint32 [B, H] -> out_BSHE, lse_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
            heaviest; a q tile lies within one run
@@ -35,8 +35,10 @@ from .triton_common import (
     load_tile,
     partly_seen,
     scores,
+    some_hidden,
     tiles_in_band,
     tiles_in_extents,
+    under_ceiling,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -50,9 +52,10 @@ def forward(
     rows_ptr,
     extents_ptr,
     ceiling_BT,
+    hidden_ptr,
     sinks_ptr,
     slopes_ptr,
-    draw_ptr,
+    streams_BH,
     out_in_BSHE,
     lse_in_BSH,
     out_BSHE,
@@ -114,16 +117,16 @@ def forward(
         visited += last - first
         for t in range(last - first - (whole_last - whole_first)):
             acc, m, l = visit(
-                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr, slope, inner, cap, threshold,
-                partly_seen(t, first, whole_first, whole_last) * BLOCK_K, begin, end, k_len, i, batch, head, T,
+                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH, slope, inner, cap, threshold,
+                partly_seen(t, first, whole_first, whole_last) * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
                 H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
                 BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, True, FOLDED, CLEAN, ALIGNED, TMA, PRECISION,
             )  # fmt: skip
         for t in range(whole_first, whole_last):
             acc, m, l = visit(
-                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr, slope, inner, cap, threshold,
-                t * BLOCK_K, begin, end, k_len, i, batch, head, T,
+                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH, slope, inner, cap, threshold,
+                t * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
                 q_start, k_base, k_start, stride,
                 H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
                 BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, False, FOLDED, CLEAN, ALIGNED, TMA, PRECISION,
@@ -133,7 +136,7 @@ def forward(
         valid = i < q_len
         l = tl.where(valid, l, 0.0)
         acc = tl.where(valid[:, None], acc, 0.0)
-        if draw_ptr is not None:
+        if streams_BH is not None:
             acc *= rescale
         e = tl.arange(0, BLOCK_E)
         inside = i < slot
@@ -165,25 +168,25 @@ def forward(
 
 @triton.jit
 def visit(
-    acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, draw_ptr, slope, inner, cap, threshold,
-    key, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
+    acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH, slope, inner, cap, threshold,
+    key, query, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     MASKED: tl.constexpr, FOLDED: tl.constexpr, CLEAN: tl.constexpr,
     ALIGNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc, m (in base 2) and l with the keys of one tile, from key ``key`` of the run on."""
+    """acc, m (in base 2) and l with the keys of one tile, from key ``key`` of the run on; the tile's first query is ``query``."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
     j = key + tl.arange(0, BLOCK_K)
     group = head // (H // G)
     k_tile = load_tile(k_BTGD, batch, T, k_base + key, group, k_len - key, G, K_STRIDE, 0, D, BLOCK_K, BLOCK_D, MASKED, TMA)
-    # Both know nothing of the scores: here they fill the wait for the last tile's product with v.
-    if draw_ptr is not None:
+    # It knows nothing of the scores: here it fills the wait for the last tile's product with v.
+    if streams_BH is not None:
         q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        keep = kept(draw_ptr, threshold, batch, head, q_pos, k_pos, BLOCK_K, BLOCK_Q, ALIGNED)
-    if ceiling_BT is not None:
-        ceiling = tl.load(ceiling_BT + batch.to(tl.int64) * T + k_base + j, mask=j < k_len, other=float("-inf"))
+        q_first, k_first = q_start + stride * query, k_start + stride * key
+        stream = tl.load(streams_BH + batch * H + head)
+        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
     if FOLDED and cap is None and slope is None:
@@ -194,8 +197,9 @@ def visit(
     if MASKED:
         visible = (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
         s = tl.where(visible, s, float("-inf"))
-    if ceiling_BT is not None:
-        s = tl.minimum(s, ceiling[None, :])
+    if ceiling_BT is not None:  # noqa: SIM102 (known when compiled)
+        if MASKED or some_hidden(hidden_ptr, batch, T, k_base + key, BLOCK_K, 16):
+            s = under_ceiling(s, ceiling_BT, batch, T, k_base, j, k_len)
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     if MASKED or ceiling_BT is not None:
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -204,7 +208,7 @@ def visit(
     p = tl.exp2(s * factor - shift[:, None])
     decay = tl.exp2(m - shift)
     l = l * decay + tl.sum(p, 1)
-    if draw_ptr is not None:
+    if streams_BH is not None:
         p = tl.where(keep, p, 0.0)
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA

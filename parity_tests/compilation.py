@@ -1,0 +1,67 @@
+"""The call that most kernels are compiled for, and what their binaries say, without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ring_attn_core.kernels.calls import Call
+
+triton = pytest.importorskip("triton")
+
+PLAIN = Call(
+    batch=1,
+    seq_local=16384,
+    kv_local=16384,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    v_dim=128,
+    q_runs=1,
+    k_runs=1,
+    dtype="bfloat16",
+    scale=128**-0.5,
+    softcap=None,
+    dropout_rate=0.0,
+    given=frozenset(),
+    packed=False,
+    aligned=True,
+    clean=False,
+    tf32=False,
+    capability=90,
+)
+EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "streams"})
+
+
+def resources(kernel) -> tuple[int, int, int]:
+    """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        run = lambda option: subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout
+        used, code = run("-res-usage"), run("-sass")
+    instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    loops = []
+    for at, text in instructions:
+        jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            body = [other for place, other in instructions if int(jump[1], 16) <= place <= at]
+            loops.append(body) if any("HGMMA" in other for other in body) else None
+    whole = min(loops, key=len)
+    return int(re.search(r"STACK:(\d+)", used)[1]), sum("LDL" in x for x in whole), code.count("HGMMA")  # type: ignore[index]
+
+
+def advice(kernel) -> str:
+    """What ptxas says of a kernel."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        ptx.write(kernel.asm["ptx"])
+        ptx.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", binary.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "registers" in said
+    return said

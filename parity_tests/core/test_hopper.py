@@ -1,0 +1,84 @@
+"""The Hopper forward: what it takes, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from parity_tests.compilation import EVERYTHING, PLAIN, advice, resources
+from ring_attn_core.kernels import backends, hopper, steps
+from ring_attn_core.kernels.launch import Descriptor, compiled
+from ring_attn_core.kernels.tiles import shared_memory
+
+measured_compilers = pytest.mark.skipif(
+    backends.triton_release() > (3, 7), reason="Triton 3.9 compiles the Hopper forward with spills"
+)
+
+HOPPER = replace(PLAIN, hopper=True)
+
+
+def test_the_hopper_forward_takes_the_place_of_the_portable_one():
+    assert steps.forward(HOPPER, True, True).kernel == "hopper_forward"
+    assert steps.forward(PLAIN, True, True).kernel == "forward"
+    for name in ("inputs", "outputs"):
+        for place in ((True, True), (True, False), (False, False), (False, True)):
+            ours, portable = steps.forward(HOPPER, *place), steps.forward(PLAIN, *place)
+            assert getattr(ours, name) == getattr(portable, name), "whoever launches it passes the same arrays"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"head_dim": 100}, "that 8 divides"),
+        ({"v_dim": 264}, "v_dim is 264"),
+        ({"head_dim": 64}, "wider than keys"),
+        ({"capability": 100}, "sm_100"),
+        ({"tma": False}, "TMA"),
+        ({"kv_local": 0}, "empty"),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_forward_refuses_the_portable_one_takes(change, reason):
+    call = replace(HOPPER, **change)
+    assert reason in str(hopper.refusal(call))
+    assert steps.forward(call, True, True).kernel == "forward"
+
+
+def test_keys_beside_their_values_end_where_the_values_begin():
+    """TMA reads 0 beyond a descriptor's columns: with the values in place of zeros, NaN in them would reach every score."""
+    call = replace(HOPPER, packed=True, head_dim=96, v_dim=96)
+    arguments = dict(steps.forward(call, True, True).arguments)
+    k, v = arguments["k_BTGD"], arguments["v_BTGE"]
+    assert isinstance(k, Descriptor) and isinstance(v, Descriptor)
+    assert (k.shape[-1], k.block[-1], k.strides) == (96, 128, (16384 * 16 * 192, 16 * 192, 192, 1))
+    assert (v.shape[-1], v.strides) == (192, k.strides)
+
+
+@measured_compilers
+@pytest.mark.parametrize(("dim", "stack"), [(128, 0), (64, 8)])
+def test_the_hopper_forward_neither_spills_nor_waits_for_every_product(dim, stack):
+    kernel = compiled(steps.forward(replace(HOPPER, head_dim=dim, v_dim=dim), True, True), 90)
+    used, _, products = resources(kernel)
+    assert used <= stack
+    assert products > 0, "no wgmma in the binary"
+    assert kernel.asm["ptx"].count("setmaxnreg") >= 3, "registers are moved from the producer to the consumers"
+    assert not re.search(r"C75\d\d", advice(kernel)), "ptxas gave up on asynchronous products"
+
+
+FEATURES = [*sorted(EVERYTHING), "softcap", "everything"]
+
+
+@measured_compilers
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_hopper_forward_compiles_with_every_feature(feature, dim):
+    changes = {"softcap": {"softcap": 30.0}, "everything": {"softcap": 30.0, "given": EVERYTHING}}
+    call = replace(HOPPER, head_dim=dim, v_dim=dim, clean=True, dropout_rate=0.1, q_runs=2, k_runs=2)
+    call = replace(call, **changes.get(feature, {"given": frozenset({feature})}))
+    for place in ((True, False), (False, True)):
+        kernel = compiled(steps.forward(call, *place), 90)
+        assert kernel.metadata.shared <= shared_memory(90)
+        assert not re.search(r"C75\d\d", advice(kernel))

@@ -1,0 +1,128 @@
+"""What the Hopper kernels share, in Gluon: barriers, layouts in registers and in shared memory, dropout.
+
+A program is made of warpgroups that consume, of 64 query rows each, and one warp that produces: it has TMA fill rings of tiles in
+shared memory. A full stage is announced by an mbarrier; an empty one by a named barrier (bar.arrive, bar.sync), since around
+mbarrier.arrive Triton (3.6, 3.7) has the warps of a warpgroup wait for each other.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gluon import constexpr_function
+from .triton_common import halves_kept, kept, philox2x32
+
+FIRST_BARRIER = gl.constexpr(6)
+"""Named barriers have ids 0 to 15, of which Triton takes 0, 1 and one for each partition."""
+
+# --- barriers ---------------------------------------------------------------------------------------------------------
+
+
+@constexpr_function
+def barrier_text(operation, groups):
+    return f"bar.{operation} $1, {groups * 128 + 32}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def barrier(text: gl.constexpr, stage, WARPS: gl.constexpr):
+    """PTX that every thread of the calling partition runs once, with the barrier of a stage in $1."""
+    x = gl.full([WARPS * 32], FIRST_BARRIER + stage, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(text, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def release(stage, GROUPS: gl.constexpr):
+    """This warpgroup, of GROUPS, has read a stage for the last time."""
+    barrier(barrier_text("arrive", GROUPS), stage, 4)
+
+
+@gluon.jit
+def acquire(stage, GROUPS: gl.constexpr):
+    """The producer waits until every consumer has released a stage."""
+    barrier(barrier_text("sync", GROUPS), stage, 1)
+
+
+@gluon.jit
+def prefetch(at, BYTES: gl.constexpr):
+    """Has the L2 cache fetch so many bytes, a multiple of 16, from each of the pointers on."""
+    gl.inline_asm_elementwise(
+        prefetch_text(BYTES), "=r,l,~{memory}", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@constexpr_function
+def prefetch_text(size):
+    return f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, 0;"
+
+
+# --- tiles in registers and in shared memory --------------------------------------------------------------------------
+
+
+@constexpr_function
+def accumulator(width):
+    """The layout of wgmma's results [64, width] in one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def matrix(tile):
+    """A tile [1, rows, 1, columns] in shared memory, as TMA brings it, of two dimensions."""
+    return tile.reshape([tile.shape[1], tile.shape[3]])
+
+
+@gluon.jit
+def column(x, LAYOUT: gl.constexpr):
+    """x [64] against the rows of a matrix."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
+
+
+@constexpr_function
+def rows_by_lines(width):
+    """A layout of [rows, width] of 16 bits in which a warp reads and writes whole lines of memory."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def packed_half(p, DTYPE: gl.constexpr):
+    """float32 -> bf16 or fp16, two at a time: ``.to`` permutes bytes once more for every element."""
+    if DTYPE.is_bf16():
+        text: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        text: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2)
+    return half
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@constexpr_function
+def counters(width):
+    """Of dropout's counters [32, width / 2] for scores [64, width]: a thread draws for just what it holds of an accumulator."""
+    keys = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], *keys], lanes, [[8, 0], [16, 0]], [], [32, width // 2])
+
+
+@gluon.jit
+def kept_of_tile(stream, threshold, i, first, key, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
+    """bool [64, WIDTH] as ``triton_common.kept``, laid out as an accumulator; ``first``, ``key``: the first query and key."""
+    LAYOUT: gl.constexpr = accumulator(WIDTH)
+    if ALIGNED:
+        COUNTERS: gl.constexpr = counters(WIDTH)
+        of_q = (q_start + stride * first) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        of_k = (k_start + stride * key) // 2 + gl.arange(0, WIDTH // 2, gl.SliceLayout(0, COUNTERS))
+        a, b = philox2x32(gl.expand_dims(of_q, 1), gl.expand_dims(of_k, 0), stream)
+        keep = gl.join(halves_kept(a, threshold), halves_kept(b, threshold)).reshape([4, 8, WIDTH // 16, 8, 2, 2])
+        keep = gl.convert_layout(keep.permute([0, 5, 1, 2, 4, 3]).reshape([64, WIDTH]), LAYOUT, assert_trivial=True)
+    else:
+        q_pos = q_start + stride * i
+        k_pos = k_start + stride * (key + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
+        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, 64, WIDTH, False, False)
+    return keep

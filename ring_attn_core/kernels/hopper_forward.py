@@ -1,0 +1,414 @@
+"""Forward attention of one rank's queries over one k/v shard, in Gluon for Hopper (sm_90a).
+
+What it computes, from what and to what, is said in triton_forward: the arrays are the same and the results agree to a rounding.
+
+Program    one (q tile, query head, batch row): one warp produces, 2 or 3 warpgroups consume, 64 queries each. Some heads at a
+           time, which share their keys in the L2 cache; of these the heaviest tiles first
+Producer   TMA into rings of STAGES tiles, k of a step ahead of v of the step before; descriptors of [batch, tokens, heads,
+           columns], so that no tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden
+Consumers  q and the probabilities in registers; S = q k^T of this tile and P v of the tile before are in flight together, and the
+           softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2). AHEAD: S of the next tile too
+Walk       of all runs of keys one after the other, the pipeline never drained between them
+Epilogue   the state of the keys seen before is read at the end, prefetched into L2 at the start
+
+Prediction for 64 queries x 128 keys of dim 128: 2 x 1024 cycles of wgmma for the two warpgroups of an SM, 528 of exp2 a
+warpgroup, 464 instructions a warp. So the tensor cores set the time where the softmax hides: 989 TFLOP/s at 1.83 GHz, of which
+the power limit leaves some 790 (a matrix product of 8192^3). At dim 64 products and exp2 take the same time, 512 cycles.
+
+Measured   TFLOP/s on one H200, bf16, 16,384 tokens, interleaved with the others in one process, medians of 7 rounds:
+                                         this    FlashAttention-4    cuDNN
+           16/16 heads of 128, causal    641     645                 533
+           16/16 heads of 128, full      643     680                 618
+           32/8  heads of 128, causal    641     671                 553
+           32/32 heads of 64, causal     473     556                 447
+           4 x 4,096 tokens, causal      535     579                 501
+The gap at dim 64 and of the full mask is softmax that does not hide: without exp2 it gains 9%, without any softmax 24%. That of
+short sequences is each program's beginning and end, some 10 us, which nothing overlaps.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .hopper_common import accumulator, column, kept_of_tile, matrix, packed_half, release, rows_by_lines
+from .hopper_merge import finish
+from .hopper_producer import producer
+from .hopper_walk import Place, run_of, survey, tile_at, visible
+from .triton_common import keys_seen, load_row, partly_seen, scores, some_hidden, under_ceiling
+
+
+class Sizes(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    H: Any
+    G: Any
+    E: Any
+    V_COLUMN: Any
+    K_RUNS: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    BLOCK_D: Any
+    BLOCK_E: Any
+    GROUPS: Any
+    STAGES: Any
+    AHEAD: Any
+    Q_IN_REGISTERS: Any
+    FIRST: Any
+    LAST: Any
+    FOLDED: Any
+    CLEAN: Any
+    ALIGNED: Any
+
+
+class Given(NamedTuple):
+    """The kernel's arguments but for its TMA descriptors; None for what there is not."""
+
+    rows: Any
+    extents: Any
+    ceiling: Any
+    hidden: Any
+    sinks: Any
+    slopes: Any
+    streams: Any
+    out_in: Any
+    lse_in: Any
+    out: Any
+    lse: Any
+    inner: Any
+    cap: Any
+    threshold: Any
+    rescale: Any
+    S: Any
+    T: Any
+
+
+class Shared(NamedTuple):
+    """Tiles in shared memory, and the barriers that say that they are full."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+
+
+@gluon.jit
+def hopper_forward(
+    q_BSHD,
+    k_BTGD,
+    v_BTGE,
+    rows_ptr,
+    extents_ptr,
+    ceiling_BT,
+    hidden_ptr,
+    sinks_ptr,
+    slopes_ptr,
+    streams_BH,
+    out_in_BSHE,
+    lse_in_BSH,
+    out_BSHE,
+    lse_BSH,
+    inner,
+    cap,
+    threshold,
+    rescale,
+    S,
+    T,
+    together,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    E: gl.constexpr,
+    V_COLUMN: gl.constexpr,
+    Q_RUNS: gl.constexpr,
+    K_RUNS: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    FOLDED: gl.constexpr,
+    CLEAN: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_BSHD.dtype
+    GROUPS: gl.constexpr = BLOCK_Q // 64
+    gl.static_assert(not (AHEAD and Q_IN_REGISTERS))
+    sizes: gl.constexpr = Sizes(
+        H, G, E, V_COLUMN, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, AHEAD, Q_IN_REGISTERS,
+        FIRST, LAST, FOLDED, CLEAN, ALIGNED,
+    )  # fmt: skip
+    given = Given(
+        rows_ptr, extents_ptr, ceiling_BT, hidden_ptr, sinks_ptr, slopes_ptr, streams_BH, out_in_BSHE, lse_in_BSH,
+        out_BSHE, lse_BSH, inner, cap, threshold, rescale, S, T,
+    )  # fmt: skip
+    slot = S // Q_RUNS
+    tiles = Q_RUNS * gl.cdiv(slot, BLOCK_Q)
+    # `together` heads at a time, of which the heaviest tiles come first.
+    before = gl.program_id(0) // (together * tiles) * together
+    heads = gl.minimum(together, gl.num_programs(0) // tiles - before)
+    place_in_heads = gl.program_id(0) - before * tiles
+    tile = tiles - 1 - place_in_heads // heads
+    head = before + place_in_heads % heads
+    q_run = tile // gl.cdiv(slot, BLOCK_Q)
+    m0 = tile % gl.cdiv(slot, BLOCK_Q) * BLOCK_Q
+    count, first_run, first_token = survey(rows_ptr, extents_ptr, head // H, S, q_run, m0, K_RUNS, BLOCK_Q, BLOCK_K)
+    place = Place(head // H, head % H, q_run, m0, slot, count, first_run, first_token)
+    shared = Shared(
+        gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_E], v_BTGE.layout),
+        gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    )
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(shared.q_full.index(group), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(shared.k_full.index(stage), count=1)
+        mbarrier.init(shared.v_full.index(stage), count=1)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (given, shared, place, sizes, 0)),
+                (consumer, (given, shared, place, sizes, 1)),
+                (producer, (q_BSHD, k_BTGD, v_BTGE, given, shared, place, sizes)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.static_assert(GROUPS == 3)
+        gl.warp_specialize(
+            [
+                (consumer, (given, shared, place, sizes, 0)),
+                (consumer, (given, shared, place, sizes, 1)),
+                (consumer, (given, shared, place, sizes, 2)),
+                (producer, (q_BSHD, k_BTGD, v_BTGE, given, shared, place, sizes)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+# --- the consumers ----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """out and lse of 64 queries."""
+    STAGES: gl.constexpr = sizes.STAGES
+    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
+    i = place.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    acc = gl.zeros([64, sizes.BLOCK_E], gl.float32, accumulator(sizes.BLOCK_E))
+    if place.tiles > 0:
+        run = run_of(given, place, sizes, place.first_run, i)
+        key = tile_at(0, run.first, run.last, run.whole_first, run.whole_last) * sizes.BLOCK_K
+        mbarrier.wait(shared.q_full.index(GROUP), 0)
+        q = matrix(shared.q.index(GROUP))
+        if sizes.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        wait_for_keys(shared, 0, place, STAGES)
+        products = wait_for_products(multiply_keys(q, shared, 0, sizes), q, 0, sizes)
+        release(0, sizes.GROUPS)
+        if sizes.AHEAD:
+            wait_for_keys(shared, 1, place, STAGES)
+            ahead = multiply_keys(q, shared, gl.minimum(1, place.tiles - 1), sizes)
+        weights, m, _ = softmax_step(products, m, run, key, i, given, place, sizes, True)
+        l = gl.sum(weights, 1)
+        if sizes.AHEAD:
+            wait_for_keys(shared, 2, place, STAGES)
+            products = wait_for_products(ahead, q, 0, sizes)
+            if place.tiles > 1:
+                release(1, sizes.GROUPS)
+        else:
+            wait_for_keys(shared, 1, place, STAGES)
+        p = probabilities(weights, 0, run, key, i, shared, given, place, sizes, True, GROUP)
+        step = gl.to_tensor(1)
+        if sizes.K_RUNS == 1:
+            step, products, acc, p, m, l = walk(step, products, acc, p, m, l, q, run, 1, i, shared, given, place, sizes, GROUP)
+        else:
+            for number in range(place.first_run, sizes.K_RUNS):
+                run = run_of(given, place, sizes, number, i)
+                done = gl.where(number == place.first_run, 1, 0)
+                step, products, acc, p, m, l = walk(
+                    step, products, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP
+                )
+        acc = multiply_values(acc, p, shared, place.tiles - 1, sizes)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        release(STAGES + (place.tiles - 1) % STAGES, sizes.GROUPS)
+    if sizes.FIRST or sizes.LAST or place.tiles > 0:
+        finish(acc, m, l, i, shared, given, place, sizes, GROUP)
+
+
+@gluon.jit
+def walk(step, products, acc, p, m, l, q, run, done, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """The tiles of a run behind the first ``done``: those that need a mask, then the whole ones."""
+    masked = run.last - run.first - (run.whole_last - run.whole_first)
+    for t in range(done, masked):
+        key = partly_seen(t, run.first, run.whole_first, run.whole_last) * sizes.BLOCK_K
+        step, products, acc, p, m, l = visit(
+            step, products, acc, p, m, l, q, run, key, i, shared, given, place, sizes, True, GROUP
+        )
+    for t in range(gl.maximum(done - masked, 0), run.whole_last - run.whole_first):
+        key = (run.whole_last - 1 - t) * sizes.BLOCK_K
+        step, products, acc, p, m, l = visit(
+            step, products, acc, p, m, l, q, run, key, i, shared, given, place, sizes, False, GROUP
+        )
+    return step, products, acc, p, m, l
+
+
+@gluon.jit
+def visit(
+    step, products, acc, p, m, l, q, run, key, i, shared, given, place, sizes: gl.constexpr,
+    MASKED: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One tile: its softmax runs while the tensor cores multiply the probabilities ``p`` of the tile before with their values.
+
+    AHEAD: and the queries with the keys of the next tile; ``products`` are those of this one. Nothing stays in flight at the end:
+    over the edge of a loop, ptxas would have every product wait for the one before.
+    """
+    STAGES: gl.constexpr = sizes.STAGES
+    if sizes.AHEAD:
+        stage = gl.minimum(step + 1, place.tiles - 1) % STAGES  # behind the last tile the last one again, for nothing
+        ahead = multiply_keys(q, shared, stage, sizes)
+        acc = multiply_values(acc, p, shared, step - 1, sizes)
+    else:
+        stage = step % STAGES
+        products = multiply_keys(q, shared, stage, sizes)
+        acc = multiply_values(acc, p, shared, step - 1, sizes)
+        products = wait_for_products(products, q, 1, sizes)
+        release(stage, sizes.GROUPS)
+    weights, m, decay = softmax_step(products, m, run, key, i, given, place, sizes, MASKED)
+    l = l * decay + gl.sum(weights, 1)
+    # The spin loop of this wait ends a basic block: without it ptxas moves the exponentials behind the next wait.
+    if sizes.AHEAD:
+        wait_for_keys(shared, step + 2, place, STAGES)
+        products, acc, p = warpgroup_mma_wait(0, deps=[ahead, acc, p])
+        if step + 1 < place.tiles:
+            release(stage, sizes.GROUPS)
+    else:
+        wait_for_keys(shared, step + 1, place, STAGES)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    release(STAGES + (step - 1) % STAGES, sizes.GROUPS)
+    p = probabilities(weights, step, run, key, i, shared, given, place, sizes, MASKED, GROUP)
+    return step + 1, products, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l
+
+
+@gluon.jit
+def multiply_keys(q, shared, stage, sizes: gl.constexpr):
+    """q k^T [64, keys], in flight."""
+    zero = gl.zeros([64, sizes.BLOCK_K], gl.float32, accumulator(sizes.BLOCK_K))
+    k = matrix(shared.k.index(stage))
+    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
+    """acc + p v of a step, in flight, once the values are there."""
+    stage = step % sizes.STAGES
+    mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
+    return warpgroup_mma(p, matrix(shared.v.index(stage)), acc, is_async=True)
+
+
+@gluon.jit
+def wait_for_products(products, q, LATER: gl.constexpr, sizes: gl.constexpr):
+    """The products, when no more than LATER of those issued after them are in flight; q stays in its registers till then."""
+    if sizes.Q_IN_REGISTERS:
+        products, q = warpgroup_mma_wait(LATER, deps=[products, q])
+    else:
+        products = warpgroup_mma_wait(LATER, deps=[products])
+    return products
+
+
+@gluon.jit
+def wait_for_keys(shared, step, place, STAGES: gl.constexpr):
+    """Until the keys of a step are there; those of the last where there is no such step."""
+    step = gl.minimum(step, place.tiles - 1)
+    mbarrier.wait(shared.k_full.index(step % STAGES), step // STAGES & 1)
+
+
+@gluon.jit
+def softmax_step(products, m, run, key, i, given, place, sizes: gl.constexpr, MASKED: gl.constexpr):
+    """exp2 of a tile's scores less the greatest so far, that one, and the factor for what was summed before."""
+    columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, products.type.layout))
+    # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
+    if sizes.FOLDED and given.cap is None and given.slopes is None:
+        s = products
+        factor = given.inner
+    else:
+        slope = None if given.slopes is None else gl.load(given.slopes + place.head).to(gl.float32)
+        i_column, j_row = gl.expand_dims(i, 1), gl.expand_dims(key + columns, 0)
+        s, _ = scores(products, i_column, j_row, slope, given.inner, given.cap, run.q_start, run.k_start, run.stride, False)
+        factor = 1.0
+    if MASKED:
+        s = gl.where(visible(columns, run.begin - key, run.end - key), s, -float("inf"))
+    if given.ceiling is not None:  # noqa: SIM102 (known when compiled)
+        if MASKED or some_hidden(given.hidden, place.batch, given.T, run.k_base + key, sizes.BLOCK_K, 16):
+            s = under_ceiling(s, given.ceiling, place.batch, given.T, run.k_base, key + columns, run.k_len)
+    m_new = gl.maximum(m, gl.max(s, 1) * factor)
+    if MASKED or given.ceiling is not None:
+        shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+    else:
+        shift = m_new
+    return gl.exp2(s * factor - gl.expand_dims(shift, 1)), m_new, gl.exp2(m - shift)
+
+
+@gluon.jit
+def probabilities(
+    weights, step, run, key, i, shared, given, place, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
+):
+    """The weights as the first factor of a product with the step's values; 0 where dropout drops them."""
+    if given.streams is not None:
+        stream = gl.load(given.streams + place.batch * sizes.H + place.head)
+        first = place.m0 + GROUP * 64
+        keep = kept_of_tile(
+            stream, given.threshold, i, first, key, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED
+        )
+        weights = gl.where(keep, weights, 0.0)
+    half = packed_half(weights, shared.q.dtype)
+    if MASKED and sizes.CLEAN > 0:
+        hide_unseen(shared, step, run, key, given, place, sizes)
+    return gl.convert_layout(half, gl.DotOperandLayout(0, accumulator(sizes.BLOCK_E), 2), assert_trivial=True)
+
+
+@gluon.jit
+def hide_unseen(shared, step, run, key, given, place, sizes: gl.constexpr):
+    """Values that no query of the program sees become 0: 0 times NaN would be NaN. Each warpgroup sees to all of them."""
+    BLOCK_K: gl.constexpr = sizes.BLOCK_K
+    S_LAYOUT: gl.constexpr = accumulator(BLOCK_K)
+    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)
+    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(given.rows, run.pair)
+    mbarrier.wait(shared.v_full.index(step % sizes.STAGES), step // sizes.STAGES & 1)
+    if given.extents is None:
+        seen_end = gl.minimum(gl.minimum(place.m0 + sizes.BLOCK_Q, q_len) - lo, k_len)
+        some_unseen = (key < place.m0 - hi) | (key + BLOCK_K > seen_end)
+    else:
+        some_unseen = key >= 0
+    if some_unseen:
+        columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, S_LAYOUT))
+        seen = gl.zeros([64, BLOCK_K], gl.int32, S_LAYOUT)
+        for group in gl.static_range(sizes.GROUPS):
+            i = place.m0 + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+            begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
+            seen |= visible(columns, begin - key, end - key).to(gl.int32)
+        seen = gl.convert_layout(gl.max(seen, 0), gl.SliceLayout(1, LINES))
+        tile = matrix(shared.v.index(step % sizes.STAGES))
+        tile.store(gl.where(gl.expand_dims(seen, 1) > 0, tile.load(LINES), 0.0))
+        fence_async_shared()

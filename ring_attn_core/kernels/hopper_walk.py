@@ -1,0 +1,103 @@
+"""Which queries a program of a Hopper kernel has, and which tiles of keys it walks in which order, in Gluon."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .triton_common import keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+
+
+class Place(NamedTuple):
+    """A tile of queries, from ``m0`` on of a run of ``slot``, and how many tiles of keys it walks, from which run, token on."""
+
+    batch: Any
+    head: Any
+    q_run: Any
+    m0: Any
+    slot: Any
+    tiles: Any
+    first_run: Any
+    first_token: Any
+
+
+class Run(NamedTuple):
+    """A run of keys: the interval of it that each query of a warpgroup sees, its tiles, and fields of its ``runs.Row``."""
+
+    pair: Any
+    begin: Any
+    end: Any
+    first: Any
+    last: Any
+    whole_first: Any
+    whole_last: Any
+    q_start: Any
+    k_base: Any
+    k_len: Any
+    k_start: Any
+    stride: Any
+
+
+@gluon.jit
+def visible(column, begin, end):
+    """bool [queries, keys]: begin <= column < end, in one comparison; two take a register a key, and the loop spills."""
+    width = gl.expand_dims(gl.maximum(end - begin, 0).to(gl.uint32), 1)
+    return (gl.expand_dims(column, 0) - gl.expand_dims(begin, 1)).to(gl.uint32) < width
+
+
+@gluon.jit
+def key_tiles(rows_ptr, extents_ptr, batch, S, pair, m0, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Tiles of a run of keys that a tile of queries visits, and those it sees whole: first, last, whole_first, whole_last."""
+    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(rows_ptr, pair)
+    m1 = gl.minimum(m0 + BLOCK_Q, q_len)
+    first, last, whole_first, whole_last = tiles_in_band(m0, m1, lo, hi, k_len, BLOCK_K)
+    if extents_ptr is not None:
+        # Every warp holds all queries: no reduction passes through shared memory.
+        i = m0 + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [gl.num_warps()], [0]))
+        begin, end = keys_seen(i, extents_ptr, batch, S, lo, hi, q_base, q_len, k_len, k_start, stride)
+        first, last, whole_first, whole_last = tiles_in_extents(
+            first, last, whole_first, whole_last, begin, end, i < q_len, BLOCK_K
+        )
+    return first, last, whole_first, whole_last
+
+
+@gluon.jit
+def survey(rows_ptr, extents_ptr, batch, S, q_run, m0, K_RUNS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """How many tiles all runs of keys hold for a tile of queries, the first run that holds any, and its first tile's token."""
+    tiles = 0
+    first_run = 0
+    first_token = 0
+    for run in range(K_RUNS):
+        pair = q_run * K_RUNS + run
+        first, last, whole_first, whole_last = key_tiles(rows_ptr, extents_ptr, batch, S, pair, m0, BLOCK_Q, BLOCK_K)
+        _, _, _, _, _, k_base, _, _, _ = load_row(rows_ptr, pair)
+        token = k_base + tile_at(0, first, last, whole_first, whole_last) * BLOCK_K
+        first_run = gl.where(tiles == 0, run, first_run)
+        first_token = gl.where(tiles == 0, token, first_token)
+        tiles += last - first
+    return tiles, first_run, first_token
+
+
+@gluon.jit
+def tile_at(t, first, last, whole_first, whole_last):
+    """The t-th tile of a run in the order of the walk: those that need a mask, then the whole ones, the last one first."""
+    masked = last - first - (whole_last - whole_first)
+    return gl.where(t < masked, partly_seen(t, first, whole_first, whole_last), whole_last - 1 - (t - masked))
+
+
+@gluon.jit
+def run_of(given, place, sizes: gl.constexpr, number, i):
+    """The number-th run of keys, as the queries ``i`` see it."""
+    pair = place.q_run * sizes.K_RUNS + number
+    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(given.rows, pair)
+    begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
+    first, last, whole_first, whole_last = key_tiles(
+        given.rows, given.extents, place.batch, given.S, pair, place.m0, sizes.BLOCK_Q, sizes.BLOCK_K
+    )
+    return Run(pair, begin, end, first, last, whole_first, whole_last, q_start, k_base, k_len, k_start, stride)
