@@ -2,10 +2,12 @@
 #
 #   PYTHON=python3.12     another interpreter (3.11 or newer; on 3.11 the environment is pinned to requirements/cpu-py311.txt)
 #   TORCH_INDEX=<url>     where to take torch from: with the URL of PyTorch's CPU wheel index, no CUDA libraries are downloaded
+#   WORKERS=4             processes that share the tests; each starts 8 gloo processes and takes about 6 GiB
 #   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, fuzz, mutate, bench and plan-picture
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -28,10 +30,10 @@ demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
 	@$(BIN)/ring-attn demo $(ARGS)
 
 test: $(STAMP) ## the tests that CI runs
-	@$(BIN)/python -m pytest parity_tests $(ARGS)
+	@$(BIN)/python -m pytest parity_tests -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: $(STAMP) ## the tests over the whole grid of cases
-	@$(BIN)/python -m pytest parity_tests --full $(ARGS)
+	@$(BIN)/python -m pytest parity_tests --full -n $(WORKERS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## 2,000 random problems a framework against float64 (ARGS="jax --problems 500 --seed 1")
 	@$(BIN)/python -m parity_tests.fuzz $(ARGS)

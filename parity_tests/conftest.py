@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+tests = itertools.count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    """XLA maps memory for every program that it compiles, and Linux gives a process 65,530 maps: the whole grid takes more."""
+    maps, jax = Path("/proc/self/maps"), sys.modules.get("jax")
+    if next(tests) % 20 == 0 and jax and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,92 @@
+"""Are both rings exact over the whole grid and over pairwise combinations of all features, and how far are they apart?
+
+Every case runs in JAX on host devices and in PyTorch on gloo processes. What else results/parity.json holds (rings on GPUs,
+random problems) stays as it is. Some 20 minutes on 2 cores.
+
+Legend:
+  share: largest error of out, lse, dq, dk, dv against float64 over its computed bound, 1 is the limit;
+  apart: largest ||JAX - PyTorch|| / ||PyTorch||
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from rich.progress import track
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+from benchmarks import report
+from parity_tests.cases import SPECIAL, Case, check, grid
+from parity_tests.combinations import COMBINATIONS
+from ring_attn_core.oracle import Attention
+from ring_attn_core.tolerance import relative_error
+
+TOGETHER = 30
+"""Cases that one process runs: XLA maps memory for each program it compiles, and a process has so many maps."""
+
+
+def compare(cases: list[Case]) -> list[dict[str, Any]]:
+    """A row for each case: its errors, or what failed."""
+    from parity_tests.jax import ring as on_jax
+    from parity_tests.spawn import Ranks
+    from parity_tests.torch import ring as on_torch
+
+    pool = Ranks(most=max(case.ranks for case in cases))
+    try:
+        run = lambda case: (on_torch.run(pool, case), on_jax.run(case))
+        return [{"case": str(case), "dtype": case.dtype, **_errors(case, *run(case))} for case in cases]
+    finally:
+        pool.close()
+
+
+def _errors(case: Case, torch: Attention, jax: Attention) -> dict[str, Any]:
+    try:
+        shares = {name: max(check(case, got).values()) for name, got in (("share_torch", torch), ("share_jax", jax))}
+    except AssertionError as error:
+        return {"failed": str(error)}
+    pairs = [(theirs, ours) for theirs, ours in zip(jax, torch, strict=True) if ours is not None and theirs is not None]
+    return {**shares, "apart": max(relative_error(theirs, ours) for theirs, ours in pairs)}
+
+
+def by_dtype(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The worst of each dtype."""
+    grouped = defaultdict(list)
+    for row in rows:
+        grouped[row["dtype"]].append(row)
+    for dtype, same in grouped.items():
+        worst = max(same, key=lambda row: row["apart"])
+        shares = {name: float(f"{max(row[name] for row in same):.3g}") for name in ("share_torch", "share_jax")}
+        yield dtype, {"cases": len(same), **shares, "apart": float(f"{worst['apart']:.3g}"), "apart_case": worst["case"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser.add_argument("--workers", type=int, default=2, help="processes that share the cases")
+    options = parser.parse_args()
+    cases = list(dict.fromkeys([*grid(), *SPECIAL, *COMBINATIONS]))
+    parts = [cases[i : i + TOGETHER] for i in range(0, len(cases), TOGETHER)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=spawn, max_tasks_per_child=1) as workers:
+        rows = [row for part in track(workers.map(compare, parts), "cases", total=len(parts)) for row in part]
+    failed = [row for row in rows if "failed" in row]
+    path = report.RESULTS / "parity.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    result |= {"question": report.first_line(__doc__), **report.environment(), "cases": len(rows), "failed": len(failed)}
+    result["legend"] = report.section(__doc__, "Legend")
+    result["by_dtype"] = dict(by_dtype([row for row in rows if row not in failed]))
+    print(f"{len(rows)} cases, {len(failed)} failed; written: {report.save('parity', result)}")
+    for row in failed:
+        print(row["case"], row["failed"])
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
