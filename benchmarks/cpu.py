@@ -16,14 +16,13 @@ Prediction:
   jax.nn.dot_product_attention writes all scores, causal or not: 2 x the products, six passes over 8.6 GB at 20 GB/s: 3 x or more.
   ring-attention-pytorch computes every causal tile and masks it, and transposes into every product: 3 x.
 
-Measured (2 cores of an AMD EPYC; results/cpu.json):
-  16,384 causal, forward / forward+backward over torch's: PyTorch 1.23 / 1.15, JAX 1.25 / 1.35; later, with every feature in the
-  code, 1.36 / 1.31 and 1.25 / 1.54 ("again" in the file; runs differ by 10 %), then 1.12 / 1.27 and 1.26 / 1.44, 1.28 / 1.33 and
-  1.23 / 1.50. What that was in PyTorch: fresh memory for every product, page faults; without them 1.17 / 1.12. In JAX 9 % of the
-  backward clean tiles that nothing is hidden in. Four ranks over one: PyTorch 1.00 / 0.90, JAX 0.91 / 0.83: with a thread a rank
-  nothing waits for the other core, where two threads meet after each product. That, and the passes over a tile's scores in eager
-  PyTorch, is the gap to torch's fused kernel. ring-attention-pytorch takes 6 to 8 times ours; its ring on 4 ranks is not timed,
-  for its dk and dv are wrong.
+Measured (2 cores of an AMD EPYC; results/cpu.json; runs differ by 10 %):
+  16,384 causal, forward / forward+backward over torch's: PyTorch 1.16 / 1.04, JAX 1.19 / 1.33 (the last of "again" in the file).
+  What it took: in PyTorch no fresh memory for each product (page faults, 5 %) and scores in base 2; in JAX no pass that blanks
+  tiles in which everything is seen (5 % forward, 8 % backward). Before: 1.36 / 1.31 and 1.25 / 1.54. Four ranks over one: PyTorch
+  1.03 / 1.16, JAX 0.69 / 0.75: with a thread a rank nothing waits for the other core, where two threads meet after each product.
+  That, and the passes over a tile's scores, is the gap to torch's fused kernel. ring-attention-pytorch takes 6 to 8 times ours;
+  its ring on 4 ranks is not timed, for its dk and dv are wrong.
 """
 
 from __future__ import annotations
