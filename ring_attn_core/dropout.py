@@ -105,7 +105,7 @@ def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any,
     """
     import numpy as np
 
-    wide = lambda x: np.asarray(x).astype(np.uint64)
+    wide = lambda x: np.asarray(x).astype(np.uint64) & np.uint64(WORD)
 
     def multiply(a: Any, constant: int) -> tuple[Any, Any]:
         product = a * np.uint64(constant)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from ring_attn_core.dropout import HALF, WORD, check_draw, philox2x32, place, seed_words, stream, threshold
 from ring_attn_core.kernels.calls import Call
-
-LOG2E = math.log2(math.e)
 
 State = tuple[Tensor, Tensor]
 """(out [b s h e], lse [b s h]) over the keys seen so far."""
@@ -54,16 +51,6 @@ class Score:
     """[h]: what ALiBi adds for each position that the key is ahead of the query."""
     draw: Tensor | None = None
     """int64 [4]: lower and upper word of the dropout seed, global index of the first batch row and of the first head."""
-
-    @property
-    def inner(self) -> float:
-        """What q is multiplied by before its products with k: they are scores in base 2, or under softcap what goes into tanh."""
-        return self.scale * LOG2E if self.softcap is None else self.scale / self.softcap
-
-    @property
-    def outer(self) -> float:
-        """``scale / inner``: what is left of the scale for sums of q times ``inner``."""
-        return 1 / LOG2E if self.softcap is None else self.softcap
 
 
 def draw_of(seed: Any, offset: Any, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from ring_attn_core.kernels.tiles import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
 
 from .keys import Keys, unpack
-from .score import LOG2E, Score, kept
+from .score import Score, kept
 
 Rows = list[list[Row]]
 
@@ -162,16 +162,13 @@ class Pair:
         return per_head.masked_fill(blind[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(scores [b*g, r*block_q, block_k] in base 2 before anything is hidden, the tanh in them under softcap).
-
-        ``q_tile``: q times ``score.inner``.
-        """
+        """(scores [b*g, r*block_q, block_k] before anything is hidden, the tanh in them under softcap)."""
         scores, tanh = self.part.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.part.score.softcap is not None:
-            tanh = scores.tanh_()
-            scores = tanh * (self.part.score.softcap * LOG2E)
+            tanh = scores.div_(self.part.score.softcap).tanh_()
+            scores = tanh * self.part.score.softcap
         if self.part.score.slopes is not None:
-            slopes = self.part.score.slopes.to(scores.dtype) * LOG2E
+            slopes = self.part.score.slopes.to(scores.dtype)
             self._by_head(scores).add_(slopes[:, None, None] * (self.k_pos - self.q_pos[:, None]))
         return scores, tanh
 

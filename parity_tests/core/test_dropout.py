@@ -151,3 +151,11 @@ def test_offsets_and_positions_are_global():
     """A part of the batch rows, heads, queries and keys keeps what the whole keeps there."""
     part = kept(0, 0.3, 2, 2, range(7, 30), range(5, 50, 3), offset=(1, 2))
     np.testing.assert_array_equal(part, draw()[1:3, 2:4, 7:30, 5:50:3])
+
+
+def test_indices_begin_again_after_32_bits():
+    last = 2**32 - 1
+    for offset in ((last, 0), (0, last)):
+        beyond = kept(0, 0.3, 2, 2, range(8), range(8), offset=offset)[1:, 1:]
+        inside = kept(0, 0.3, 1, 1, range(8), range(8), offset=tuple((x + 1) % 2**32 for x in offset))
+        np.testing.assert_array_equal(beyond, inside)

@@ -12,10 +12,6 @@ from ring_attn_core.kernels import backends, hopper, steps
 from ring_attn_core.kernels.launch import Descriptor, Launch, compiled
 from ring_attn_core.kernels.tiles import shared_memory
 
-measured_compilers = pytest.mark.skipif(
-    backends.triton_release() > (3, 7), reason="Triton 3.9 compiles the Hopper forward with spills"
-)
-
 HOPPER = replace(PLAIN, hopper=True)
 
 
@@ -57,25 +53,29 @@ def test_keys_beside_their_values_end_where_the_values_begin():
     assert (v.shape[-1], v.strides) == (192, k.strides)
 
 
-@measured_compilers
-@pytest.mark.parametrize(("dim", "stack"), [(128, 0), (64, 8)])
-def test_the_hopper_forward_neither_spills_nor_waits_for_every_product(dim, stack):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_hopper_forward_hardly_spills_and_waits_for_no_product(dim):
+    """Newer Tritons use an assembler that spills where tiles are masked; "auto" leaves the kernel out there."""
     kernel = compiled(steps.forward(replace(HOPPER, head_dim=dim, v_dim=dim), True, True), 90)
-    used, _, products = resources(kernel)
+    used, reloaded, products = resources(kernel)
+    stack, reloads = SPILLS[dim] if backends.triton_release() > (3, 7) else (8, 0)
     assert used <= stack
+    assert reloaded <= reloads, "in the loop without a mask, of some 500 instructions"
     assert products > 0, "no wgmma in the binary"
     assert kernel.asm["ptx"].count("setmaxnreg") >= 3, "registers are moved from the producer to the consumers"
     assert not re.search(r"C75\d\d", advice(kernel)), "ptxas gave up on asynchronous products"
 
 
-@measured_compilers
+SPILLS = {64: (104, 0), 128: (264, 3)}
+"""Bytes of stack and reloads by the assembler of Triton 3.9."""
+
+
 @pytest.mark.parametrize("feature", [*sorted(EVERYTHING), "softcap"])
 def test_the_hopper_forward_compiles_with_each_feature(feature):
     change = {"softcap": 30.0} if feature == "softcap" else {"given": frozenset({feature})}
     check_compiled(steps.forward(replace(HOPPER, dropout_rate=0.1, **change), True, False))
 
 
-@measured_compilers
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_hopper_forward_compiles_with_every_feature_at_once(dim, last):

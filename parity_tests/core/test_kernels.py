@@ -87,6 +87,15 @@ def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
 
 
 @pytest.mark.parametrize(
+    ("capability", "version"), [(80, "8.7"), (90, "8.7"), (100, "8.7"), (120, "8.7"), (103, "8.8"), (121, "8.8")]
+)
+def test_old_assemblers_read_the_ptx(capability, version):
+    """XLA's own, in a JAX program: of CUDA 12.8 or newer."""
+    kernel = compiled(steps.delta(replace(PLAIN, capability=capability), "bfloat16"), capability)
+    assert f".version {version}\n" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
     ("kernel", "dim", "stack", "reloads"),
     [
         ("forward", 128, 8, 0),

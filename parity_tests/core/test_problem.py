@@ -206,6 +206,7 @@ def test_runs_begin_at_the_start_where_none_are_given():
         ((None, Run(0, np.int64(-3))), "k_run has -3 tokens"),
         ((Run(np.int64(-1), 2), None), "q_run starts at position -1"),
         ((Run(2**31, 2), None), "q_run starts at position 2147483648: positions .* below"),
+        ((Run(7, 2, 2**30), Run(0, 1, 2**30)), "q_run ends at position 1073741831: positions .* below"),
         ((Run(0, 2, 0), None), "the stride of q_run must be an int of at least 1, got 0"),
         ((Run(0, 2, 2), None), "q_run has stride 2 and k_run 1: a block needs equal strides"),
     ],

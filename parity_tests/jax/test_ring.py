@@ -39,6 +39,13 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case))
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(ranks):
+    """However large the scores: lse is carried and comes back as it was rounded."""
+    case = Case(ranks=ranks, scale=1e6)
+    check(case, run(case, quick=True))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_error_does_not_grow_with_the_ring(dtype):
     """As it would if the state were rounded to the inputs' dtype at each hop."""

@@ -27,6 +27,13 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(gloo, case):
     check(case, run(gloo, case))
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(gloo, ranks):
+    """However large the scores: lse is carried and comes back as it was rounded."""
+    case = Case(ranks=ranks, scale=1e6)
+    check(case, run(gloo, case))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)

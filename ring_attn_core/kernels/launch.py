@@ -18,6 +18,10 @@ TRITON_TYPES = {
     "uint8": "u8",
 }
 
+PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
+"""The first PTX that knows the GPU; 8.7, CUDA 12.8's, for all others. In a JAX program XLA's own assembler reads it; left alone
+Triton stamps it for its own: 3.9 for CUDA 13.4's."""
+
 
 @dataclass(frozen=True)
 class Array:
@@ -182,7 +186,12 @@ def _compiled(
         constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
         attrs={(function.arg_names.index(parameter),): [["tt.divisibility", 16]] for parameter in sorted(divisible)},
     )
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": True,
+        "ptx_version": PTX_VERSIONS.get(capability, 87),
+    }
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

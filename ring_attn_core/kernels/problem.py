@@ -156,8 +156,8 @@ def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
     """The runs of a block of queries [b s h d] and of keys [b t g d], from 0 on where None.
 
-    ValueError for what is no run, for unequal strides and, where they are ints, a negative start or a length that the block does
-    not hold. Start and length may be traced.
+    ValueError for what is no run, for unequal strides and, where they are ints, a negative start, an end beyond 2^30 or a length
+    that the block does not hold. Start and length may be traced.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -172,6 +172,9 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
             raise ValueError(f"{name} starts at position {run.start}: positions count from 0, and must be below 2^30")
         if isinstance(run.length, int) and not 0 <= run.length <= tokens:
             raise ValueError(f"{name} has {run.length} tokens, and the block holds {tokens}: pad the block, or shorten the run")
+        start, length = (x if isinstance(x, int) else 0 for x in (run.start, run.length))
+        if length and start + run.stride * (length - 1) >= FARTHEST:
+            raise ValueError(f"{name} ends at position {start + run.stride * (length - 1)}: positions must be below 2^30")
         checked.append(run)
     if checked[0].stride != checked[1].stride:
         raise ValueError(
