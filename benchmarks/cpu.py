@@ -17,11 +17,11 @@ Prediction:
   ring-attention-pytorch computes every causal tile and masks it, and transposes into every product: 3 x.
 
 Measured (2 cores of an AMD EPYC; results/cpu.json; runs differ by 10 %):
-  16,384 causal, forward / forward+backward over torch's: PyTorch 1.18 / 1.11, JAX 1.19 / 1.33 (the last of "again" in the
+  16,384 causal, forward / forward+backward over torch's: PyTorch 1.13 / 1.11, JAX 1.19 / 1.33 (the last of "again" in the
   file). What it took: in PyTorch no fresh memory for each product (page faults, 5 %); in JAX no pass that blanks tiles in which
   everything is seen (5 % forward, 8 % backward). Before: 1.36 / 1.31 and 1.25 / 1.54. Scores in base 2 would spare PyTorch a
   pass, 2 to 6 %, but lse then comes back rounded twice: gradients lose digits by |lse|, and are infinite beyond 1e8. Four ranks
-  over one: PyTorch 1.03 / 0.98, JAX 0.69 / 0.75: with a thread a rank nothing waits for the other core, where two threads meet
+  over one: PyTorch 1.11 / 1.14, JAX 0.69 / 0.75: with a thread a rank nothing waits for the other core, where two threads meet
   after each product. That, and the passes over a tile's scores, is the gap to torch's fused kernel. ring-attention-pytorch
   takes 6 to 8 times ours; its ring on 4 ranks is not timed, for its dk and dv are wrong.
 """
