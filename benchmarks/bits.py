@@ -2,6 +2,8 @@
 
 pytest parity_tests/gpu/test_kernels.py --junitxml=bits.xml && python -m benchmarks.bits bits.xml
 
+Several files, of parts of the suite, make one table.
+
 Every row is a case of the GPU suite: the backend that was asked for, the arrays that differ in a bit between the frameworks, and
 the largest error of out, lse and the gradients against float64 over its computed bound (at most 1).
 """
@@ -33,10 +35,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=report.first_line(__doc__))
-    parser.add_argument("junit", type=Path, help="what pytest --junitxml wrote")
+    parser.add_argument("junit", type=Path, nargs="+", help="what pytest --junitxml wrote")
     parser.add_argument("--out", default="bits-h200", help="name of the result file")
     options = parser.parse_args()
-    table = rows(options.junit)
+    table = [row for path in options.junit for row in rows(path)]
     result = {"question": report.first_line(__doc__), **report.environment()}
     result["hardware"] = {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
     result["cases"] = len(table)

@@ -60,8 +60,7 @@ def attend_backward(
     In the accumulation dtype, or in q's where nothing will be added any more.
     """
     if score.call is not None:
-        dq = fused.attend_dq(of_q, keys, rows, score, dq, last)
-        return dq, fused.attend_dkv(of_q, keys, rows, score, arrived(), last)
+        return fused.attend_backward(of_q, keys, rows, score, dq, arrived, last)
     dq = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
     dq, dkv = blockwise.attend_backward(of_q, keys, rows, score, dq)
     before = arrived()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.kernels import steps
+from ring_attn_core.kernels import hopper, steps
 
 from .keys import Keys
 from .launch import launch
@@ -38,6 +40,32 @@ def cotangents(
     if score.extents is not None:
         (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
     return Cotangents(q, dout, lse2, delta, bounds)
+
+
+def attend_backward(
+    of_q: Cotangents,
+    keys: Keys,
+    rows: jax.Array,
+    score: Score,
+    dq: jax.Array | None,
+    arrived: Callable[[], jax.Array | None],
+    last: bool,
+) -> tuple[jax.Array, Gradients]:
+    """``dq`` with the part of these keys, and dkv of these keys: ``attend.attend_backward``."""
+    call = score.call
+    assert call is not None
+    if not steps.in_one_pass(call):
+        dq = attend_dq(of_q, keys, rows, score, dq, last)
+        return dq, attend_dkv(of_q, keys, rows, score, arrived(), last)
+    before = arrived()
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    arrays["dq_in"] = jnp.zeros(hopper.sums_of_dq(call), jnp.float32) if dq is None else dq
+    if before is not None:
+        arrays["dkv_in"] = before
+    dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
+    if last:
+        (dq,) = launch(hopper.dq(call), {"sums": dq})
+    return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
 
 def attend_dq(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool) -> jax.Array:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ring_attn_core.dropout import WORD
-from ring_attn_core.kernels import steps
+from ring_attn_core.kernels import hopper, steps
 from ring_attn_core.runs import Row
 
 from .keys import Keys
@@ -44,6 +45,32 @@ def cotangents(
     if score.extents is not None:
         (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
     return Cotangents(q, dout, lse2, delta, bounds)
+
+
+def attend_backward(
+    of_q: Cotangents,
+    keys: Keys,
+    rows: Rows,
+    score: Score,
+    dq: Tensor | None,
+    arrived: Callable[[], Tensor | None],
+    last: bool,
+) -> tuple[Tensor, Gradients]:
+    """``dq`` with the part of these keys, and dkv of these keys: ``attend.attend_backward``."""
+    call = score.call
+    assert call is not None
+    if not steps.in_one_pass(call):
+        dq = attend_dq(of_q, keys, rows, score, dq, last)
+        return dq, attend_dkv(of_q, keys, rows, score, arrived(), last)
+    before = arrived()
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(call), device=of_q.q.device) if dq is None else dq
+    if before is not None:
+        arrays["dkv_in"] = before
+    dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
+    if last:
+        (dq,) = launch(hopper.dq(call), {"sums": dq})
+    return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
 
 def attend_dq(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Hopper forward: what it takes, and what the compiler makes of it."""
+"""The Hopper kernels: what they take, and what the compiler makes of them."""
 
 from __future__ import annotations
 
@@ -82,6 +82,53 @@ def test_the_hopper_forward_compiles_with_every_feature_at_once(dim, last):
     call = replace(HOPPER, head_dim=dim, v_dim=dim, clean=True, q_runs=2, k_runs=2)
     call = replace(call, given=EVERYTHING, dropout_rate=0.1, softcap=30.0)
     check_compiled(steps.forward(call, not last, last))
+
+
+def test_the_hopper_backward_makes_all_gradients_in_one_pass():
+    launch = hopper.backward(HOPPER, True, True)
+    assert [x.name for x in launch.outputs] == ["dq", "dk", "dv"]
+    assert [(x.name, x.over) for x in hopper.backward(replace(HOPPER, packed=True), False, False).outputs] == [
+        ("dq", "dq_in"),
+        ("dkv", "dkv_in"),
+    ]
+    assert {x.kernel for x in steps.of_ring(HOPPER, 3)} == {"delta", "hopper_forward", "hopper_backward", "hopper_dq"}
+
+
+REFUSED = [
+    ({"softcap": 30.0}, "softcap"),
+    ({"given": frozenset({"streams"}), "dropout_rate": 0.1}, "streams"),
+    ({"head_dim": 256, "v_dim": 256}, "256"),
+    ({"v_dim": 64}, "v_dim 64"),
+    ({"capability": 80}, "sm_80"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=str)
+def test_what_the_hopper_backward_refuses_the_portable_kernels_take(change, reason):
+    call = replace(HOPPER, **change)
+    assert reason in str(hopper.refusal_of_backward(call))
+    assert {"dq", "dkv"} <= {x.kernel for x in steps.of_ring(call, 1)}
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_hopper_backward_hardly_spills_and_waits_for_no_product(dim):
+    """Reloads in the loop without a mask, of some 390 instructions, are of addresses."""
+    kernel = compiled(hopper.backward(replace(HOPPER, head_dim=dim, v_dim=dim), True, True), 90)
+    _, reloaded, products = resources(kernel)
+    assert reloaded <= 20
+    assert products > 0, "no wgmma in the binary"
+    assert kernel.metadata.shared <= shared_memory(90)
+    assert kernel.asm["ptx"].count("setmaxnreg") >= 3, "registers are moved from the producer to the consumers"
+    assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"], "TMA adds dq"
+    assert not re.search(r"C75\d\d", advice(kernel)), "ptxas gave up on asynchronous products"
+
+
+@pytest.mark.parametrize("place", [(True, False), (False, False)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
+    call = replace(HOPPER, packed=packed, clean=True, q_runs=2, k_runs=2, given=frozenset({"ceiling"}), dtype="float16")
+    check_compiled(hopper.backward(call, *place))
+    compiled(hopper.dq(call), 90)
 
 
 def check_compiled(launch: Launch) -> None:

@@ -43,9 +43,13 @@ def gradient(function):
 @needs_plugin
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_a_step_is_one_launch_forward_and_two_backward(backend, ranks):
+def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
     text = lowered(gradient(ring(ranks, backend=backend)), *shapes())
-    assert text.count(f"@{CUSTOM_CALL}") == ranks + 1 + 2 * ranks, "forward steps, the sums, dq and dkv of every step"
+    one_pass = backend == "hopper" and makes_descriptors()
+    backward = ranks + 1 if one_pass else 2 * ranks
+    assert text.count(f"@{CUSTOM_CALL}") == ranks + 1 + backward, (
+        "forward steps, the sums, dq and dkv of every step or all and dq"
+    )
     assert text.count("collective_permute") >= (ranks - 1) * 2
 
 

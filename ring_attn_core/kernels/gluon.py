@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["constexpr_function", "copy_tile", "host_descriptor", "jit", "shared_layout", "source"]
+__all__ = ["add_tile", "constexpr_function", "copy_tile", "host_descriptor", "jit", "shared_layout", "source"]
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function
@@ -21,12 +23,24 @@ copy_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_sh
 """copy_tile(descriptor, coordinates, barrier, tile): from global to shared memory, by TMA."""
 
 
+@_core.builtin
+def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = None) -> None:
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
+
+
+add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile  # without a name before 3.8
+"""add_tile(descriptor, coordinates, tile): adds a tile in shared memory to one in global memory, by TMA."""
+
+
 @cache
-def shared_layout(block: tuple[int, ...], dtype: str) -> Any:
-    """How a tile lies in shared memory, of elements such as "bf16": swizzled as TMA writes it and as wgmma reads it."""
+def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
+    """How a tile lies in shared memory, of elements such as "bf16": swizzled as wgmma reads it, or row after row."""
+    if not swizzled:
+        return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])
 
 
-def host_descriptor(array: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], dtype: str) -> Any:
+def host_descriptor(array: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
     """What a launch from Python takes for a TMA descriptor."""
-    return TensorDescriptor(array, list(shape), list(strides), list(block), shared_layout(block, dtype))
+    return TensorDescriptor(array, list(shape), list(strides), list(block), layout)

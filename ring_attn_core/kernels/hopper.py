@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import lru_cache
 
 from .calls import Call
-from .launch import Argument, Descriptor, Launch, Scalar
+from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from .tiles import HopperConfig, hopper_tiles
 
 WIDEST = 256
@@ -97,3 +99,114 @@ def _heads_together(call: Call) -> int:
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
+
+
+def refusal_of_backward(call: Call) -> str | None:
+    """Why the Hopper backward does not take a call, in words; None where it does. The portable kernels take what it refuses."""
+    reason = refusal(call)
+    if reason is None and max(call.head_dim, call.v_dim) > 128:
+        reason = f"its sums for heads of more than 128 do not fit into registers, and these are of {call.head_dim}"
+    elif reason is None and columns(call.head_dim) != columns(call.v_dim):
+        reason = f"its tiles of keys and values are as wide, and head_dim is {call.head_dim} and v_dim {call.v_dim}"
+    elif reason is None and call.features - {"ceiling", "sinks"}:
+        reason = f"it does not know {', '.join(sorted(call.features - {'ceiling', 'sinks'}))}"
+    return reason
+
+
+def sums_of_dq(call: Call) -> tuple[int, int]:
+    """The shape of what dq is summed in, 0 at first: 8,192 sums of every tile of queries, then a word of each for whose turn it is.
+
+    In rows of 256 float32, of which TMA adds to 32 at once. See hopper_sums.
+    """
+    tiles = call.batch * call.heads * call.q_tiles(_queries(call))
+    return tiles * 32 + -(-tiles // 32), 256
+
+
+def _queries(call: Call) -> int:
+    return 64 if columns(call.head_dim) == 128 else 128
+
+
+@lru_cache(maxsize=4096)
+def backward(call: Call, first: bool, last: bool) -> Launch:
+    """The sums of dq over ``dq_in``, both shaped ``sums_of_dq``, and the gradients of one shard of keys of ``steps.dkv``."""
+    together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), _queries(call)
+    dtype = call.dtype if last else "float32"
+    shape = call.batch, call.kv_local, call.kv_heads
+    over = lambda name: name + "_in" if not first and dtype == "float32" else None
+    if call.packed:
+        gradients: tuple[Output, ...] = (Output("dkv", (*shape, together), dtype, over("dkv")),)
+        names = {"dk": "dkv", "dv": "dkv"}
+    else:
+        gradients = (
+            Output("dk", (*shape, call.head_dim), dtype, over("dk")),
+            Output("dv", (*shape, call.v_dim), dtype, over("dv")),
+        )
+        names = {"dk": "dk", "dv": "dv"}
+
+    def tile(name: str, tokens: int, heads: int, columns_of: int, pitch: int, rows: int) -> Descriptor:
+        return Descriptor(name, call.dtype, (call.batch, tokens, heads, columns_of), (1, rows, 1, width), pitch, gluon=True)
+
+    key_pitch, value_pitch = (together, together) if call.packed else (call.head_dim, call.v_dim)
+    keys, values = ("kv", "kv") if call.packed else ("k", "v")
+    arguments: dict[str, Argument | None] = {
+        "q_BSHD": tile("q", call.seq_local, call.heads, call.head_dim, call.head_dim, block_q),
+        "dout_BSHE": tile("dout", call.seq_local, call.heads, call.v_dim, call.v_dim, block_q),
+        "k_BTGD": tile(keys, call.kv_local, call.kv_heads, call.head_dim, key_pitch, 128),
+        "v_BTGE": tile(values, call.kv_local, call.kv_heads, value_pitch, value_pitch, 128),
+        "dq_in_RX": Descriptor("dq_in", "float32", sums_of_dq(call), (32, 256), gluon=True, swizzled=False),
+        "lse2_BHS": Array("lse2", "float32"),
+        "delta_BHS": Array("delta", "float32"),
+        "rows_ptr": Array("rows", "int32"),
+        "ceiling_BT": call.array("ceiling"),
+        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
+        "dk_in_BTGD": None if first else Array(names["dk"] + "_in", "float32"),
+        "dv_in_BTGE": None if first or call.packed else Array("dv_in", "float32"),
+        "dq_RX": Array("dq", "float32"),
+        "dk_BTGD": Array(names["dk"], dtype),
+        "dv_BTGE": None if call.packed else Array("dv", dtype),
+        "scale": Scalar(call.scale, "fp32"),
+        "inner": Scalar(call.scale * math.log2(math.e), "fp32"),
+        "S": Scalar(call.seq_local, "i32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+    constants = {
+        "H": call.heads,
+        "G": call.kv_heads,
+        "D": call.head_dim,
+        "E": call.v_dim,
+        "K_STRIDE": key_pitch,
+        "V_STRIDE": value_pitch,
+        "V_COLUMN": call.head_dim if call.packed else 0,
+        "Q_RUNS": call.q_runs,
+        "K_RUNS": call.k_runs,
+        "BLOCK_Q": block_q,
+        "BLOCK_D": width,
+        "FIRST": first,
+        "CLEAN": call.clean,
+        "STAGES": 3 if block_q == 64 else 2,
+    }
+    given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
+    dq = Output("dq", sums_of_dq(call), "float32", "dq_in")
+    grid = call.k_tiles(128) * call.kv_heads * call.batch
+    return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 4, 1)
+
+
+@lru_cache(maxsize=4096)
+def dq(call: Call) -> Launch:
+    """``dq`` in the input dtype of its ``sums``."""
+    arguments = {
+        "sums_RX": Array("sums", "float32"),
+        "dq_BSHD": Array("dq", call.dtype),
+        "scale": Scalar(call.scale, "fp32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {
+        "H": call.heads,
+        "D": call.head_dim,
+        "Q_RUNS": call.q_runs,
+        "BLOCK_Q": _queries(call),
+        "BLOCK_D": columns(call.head_dim),
+    }
+    output = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype)
+    grid = call.q_tiles(_queries(call)) * call.heads * call.batch
+    return Launch("hopper_dq", grid, tuple(arguments.items()), tuple(constants.items()), (output,), 4, 1)

@@ -40,7 +40,7 @@ class Descriptor:
     """A host TMA descriptor of blocks ``block`` of a contiguous array of that shape; what lies outside of it is read as 0.
 
     ``pitch``: elements from one row of the last dimension to the next, where the array has more columns than ``shape`` says.
-    ``gluon``: for a Gluon kernel, whose type of it says how blocks lie in shared memory.
+    ``gluon``: for a Gluon kernel, whose type of it says how blocks lie in shared memory, ``swizzled`` or row after row.
     """
 
     name: str
@@ -49,16 +49,20 @@ class Descriptor:
     block: tuple[int, ...]
     pitch: int = 0
     gluon: bool = False
+    swizzled: bool = True
 
     @property
     def type(self) -> str:
         element = TRITON_TYPES[self.dtype]
-        layout = ""
-        if self.gluon:
-            from .gluon import shared_layout
-
-            layout = f",{shared_layout(self.block, element)!r}"
+        layout = f",{self.layout!r}" if self.gluon else ""
         return f"tensordesc<{element}[{', '.join(map(str, self.block))}]{layout}>"
+
+    @property
+    def layout(self) -> Any:
+        """Of blocks in shared memory, for a Gluon kernel."""
+        from .gluon import shared_layout
+
+        return shared_layout(self.block, TRITON_TYPES[self.dtype], self.swizzled)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -132,6 +136,14 @@ def kernel_function(name: str) -> Any:
         from .hopper_forward import hopper_forward
 
         return hopper_forward
+    if name == "hopper_backward":
+        from .hopper_backward import hopper_backward
+
+        return hopper_backward
+    if name == "hopper_dq":
+        from .hopper_sums import hopper_dq
+
+        return hopper_dq
     from . import triton_backward, triton_common, triton_forward
 
     modules = {"forward": triton_forward, "key_ceiling": triton_common, "streams": triton_common}
@@ -207,7 +219,7 @@ def host_descriptor(array: Any, x: Descriptor) -> Any:
     if x.gluon:
         from .gluon import host_descriptor
 
-        return host_descriptor(array, x.shape, x.strides, x.block, TRITON_TYPES[x.dtype])
+        return host_descriptor(array, x.shape, x.strides, x.block, x.layout)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))

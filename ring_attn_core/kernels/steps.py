@@ -27,8 +27,17 @@ def of_ring(call: Call, steps: int) -> Iterator[Launch]:
         yield extent_bounds(call)
     for first, last in sorted({(step == 0, step == steps - 1) for step in range(steps)}):
         yield forward(call, first, last)
-        yield dq(call, first, last)
-        yield dkv(call, first, first and last)
+        if in_one_pass(call):
+            yield hopper.backward(call, first, first and last)
+            yield hopper.dq(call)
+        else:
+            yield dq(call, first, last)
+            yield dkv(call, first, first and last)
+
+
+def in_one_pass(call: Call) -> bool:
+    """Whether one launch makes all the gradients of a step, ``hopper.backward``; else it takes ``dq`` and ``dkv``."""
+    return call.hopper and hopper.refusal_of_backward(call) is None
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,409 @@
+"""Backward attention of one rank's queries over one k/v shard, in Gluon for Hopper (sm_90a): one pass over tiles of keys.
+
+What it computes is said in triton_backward. Here a program takes a tile of 128 keys of a key head and walks over the queries that
+see it, of every query head of the group, with 5 products where the portable kernels make 7: two warpgroups have 64 keys each,
+
+    s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q
+
+with p^T and ds^T going from registers into the products; ds passes through shared memory once, for dq = ds k, of which each
+warpgroup makes a half. A warp has TMA bring q and dout; another has it add dq to float32 sums in memory.
+
+Sums       dq_RX, of every tile of queries 8192 in the order of the accumulators' registers; behind all of them a word for each
+           tile, the number of the k tile whose turn it is. ``hopper_dq`` makes dq of them, once per ring
+Order      tiles of keys add to a tile of queries in their own order: each waits for its turn, so two runs give the same bits. No
+           program waits for one that starts later, since programs start in that order too; all of them walk from the last queries
+           to the first, so each follows the one before, and only the adding warps ever wait
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .gluon import copy_tile
+from .hopper_common import accumulator, acquire, barrier, matrix, packed_half, release, rows_by_lines
+from .hopper_sums import BLOCK_K, DQ_FREE, DQ_FULL, TO_ADDER, WITH_ADDER, Place, adder, everywhere, hand_over, query_tiles
+from .triton_common import ROW_FIELDS, load_row, some_hidden
+
+NEVER = gl.constexpr(2**30)
+
+BOTH = gl.constexpr("bar.sync $1, 256; mov.u32 $0, $1;")
+CONSUMERS_MET = gl.constexpr(6)
+
+
+class Sizes(NamedTuple):
+    """What is known when the kernel is compiled."""
+
+    H: Any
+    G: Any
+    D: Any
+    E: Any
+    K_STRIDE: Any
+    V_STRIDE: Any
+    V_COLUMN: Any
+    Q_RUNS: Any
+    K_RUNS: Any
+    BLOCK_Q: Any
+    BLOCK_D: Any
+    FIRST: Any
+    CLEAN: Any
+    STAGES: Any
+
+
+class Given(NamedTuple):
+    """The kernel's arguments but for its TMA descriptors; None for what there is not."""
+
+    rows: Any
+    ceiling: Any
+    hidden: Any
+    lse2: Any
+    delta: Any
+    dk_in: Any
+    dv_in: Any
+    sums: Any
+    dk: Any
+    dv: Any
+    scale: Any
+    inner: Any
+    S: Any
+    T: Any
+
+
+class Shared(NamedTuple):
+    """Tiles in shared memory, and the barriers that say that they are full."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+    k: Any
+    v: Any
+    ds: Any
+    dq: Any
+    keys_full: Any
+    q_full: Any
+    dout_full: Any
+
+
+@gluon.jit
+def hopper_backward(
+    q_BSHD,
+    dout_BSHE,
+    k_BTGD,
+    v_BTGE,
+    dq_in_RX,
+    lse2_BHS,
+    delta_BHS,
+    rows_ptr,
+    ceiling_BT,
+    hidden_ptr,
+    dk_in_BTGD,
+    dv_in_BTGE,
+    dq_RX,
+    dk_BTGD,
+    dv_BTGE,
+    scale,
+    inner,
+    S,
+    T,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    E: gl.constexpr,
+    K_STRIDE: gl.constexpr,
+    V_STRIDE: gl.constexpr,
+    V_COLUMN: gl.constexpr,
+    Q_RUNS: gl.constexpr,
+    K_RUNS: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FIRST: gl.constexpr,
+    CLEAN: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_BSHD.dtype
+    sizes: gl.constexpr = Sizes(H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, STAGES)
+    given = Given(
+        rows_ptr, ceiling_BT, hidden_ptr, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, S, T
+    )
+    slot = T // K_RUNS
+    tiles = gl.cdiv(slot, BLOCK_K)
+    heads = gl.num_programs(0) // (K_RUNS * tiles)
+    tile = gl.program_id(0) // heads
+    head = gl.program_id(0) % heads
+    k_run = tile // tiles
+    k_tile = tile % tiles
+    steps = 0
+    for q_run in range(Q_RUNS):
+        first, last, _, _ = query_tiles(rows_ptr, q_run, k_run, k_tile, sizes)
+        steps += last - first
+    place = Place(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, slot, S // Q_RUNS, steps * (H // G))
+    shared = Shared(
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_BSHD.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], dout_BSHE.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
+        gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
+        gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
+        gl.allocate_shared_memory(gl.float32, [32, 256], dq_in_RX.layout),
+        gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    )
+    mbarrier.init(shared.keys_full.index(0), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(shared.q_full.index(stage), count=1)
+        mbarrier.init(shared.dout_full.index(stage), count=1)
+    gl.warp_specialize(
+        [
+            (consumer, (given, shared, place, sizes, 0)),
+            (consumer, (given, shared, place, sizes, 1)),
+            (producer, (q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes)),
+            (adder, (dq_in_RX, given, shared, place, sizes)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+# --- the warp that brings tiles ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.constexpr):
+    """k and v, then q and dout of every step with their sums, in the order of the consumers."""
+    BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    STAGES: gl.constexpr = sizes.STAGES
+    if place.steps > 0:
+        token = place.k_run * place.slot + place.n0
+        full = shared.keys_full.index(0)
+        mbarrier.expect(full, 4 * BLOCK_K * sizes.BLOCK_D)
+        copy_tile(k_BTGD, [place.batch, token, place.group, 0], full, shared.k)
+        copy_tile(v_BTGE, [place.batch, token, place.group, sizes.V_COLUMN], full, shared.v)
+        step = 0
+        for member in range(sizes.H // sizes.G):
+            head = place.group * (sizes.H // sizes.G) + member
+            for each in range(sizes.Q_RUNS):
+                q_run = sizes.Q_RUNS - 1 - each
+                first, last, _, _ = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
+                q_base = gl.load(given.rows + (q_run * sizes.K_RUNS + place.k_run) * ROW_FIELDS + 2)
+                for t in range(last - first):
+                    i = (last - 1 - t) * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
+                    token = q_base + (last - 1 - t) * BLOCK_Q
+                    at = (place.batch * sizes.H + head).to(gl.int64) * given.S + q_base + i
+                    lse2 = gl.load(given.lse2 + at, mask=i < place.q_slot, other=0.0)
+                    delta = gl.load(given.delta + at, mask=i < place.q_slot, other=0.0)
+                    stage = step % STAGES
+                    if step >= STAGES:
+                        acquire(stage, 2)
+                    bring(lse2, shared.lse2, q_BSHD, [place.batch, token, head, 0], shared.q, shared.q_full, stage, sizes)
+                    if step >= STAGES:
+                        acquire(STAGES + stage, 2)
+                    bring(
+                        delta, shared.delta, dout_BSHE, [place.batch, token, head, 0], shared.dout, shared.dout_full, stage, sizes
+                    )
+                    step += 1
+        for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay half full
+            acquire(left % STAGES, 2)
+            acquire(STAGES + left % STAGES, 2)
+
+
+@gluon.jit
+def bring(x, sums, source, at, tiles, full, stage, sizes: gl.constexpr):
+    """A tile of q or dout by TMA, and the sums of its queries by hand: TMA reads from multiples of 16 bytes only."""
+    sums.index(stage).store(x)
+    everywhere("bar.warp.sync 0xffffffff;")
+    mbarrier.expect(full.index(stage), 2 * sizes.BLOCK_Q * sizes.BLOCK_D)
+    copy_tile(source, at, full.index(stage), tiles.index(stage))
+
+
+# --- the warpgroups that multiply -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """dk and dv of 64 keys, and a half of dq of 128."""
+    BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
+    O_LAYOUT: gl.constexpr = accumulator(BLOCK_D)
+    dk = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
+    dv = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
+    if place.steps > 0:
+        j = place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+        seen = keys_seen_by_some(given, place, sizes, j)
+        some_unseen = False
+        if given.ceiling is not None:
+            k_base = place.k_run * place.slot
+            some_unseen = some_hidden(given.hidden, place.batch, given.T, k_base + place.n0, BLOCK_K, 16)
+        mbarrier.wait(shared.keys_full.index(0), 0)
+        if sizes.CLEAN:
+            hide_unseen(given, shared, place, sizes, GROUP)
+        mbarrier.wait(shared.q_full.index(0), 0)
+        s = warpgroup_mma_wait(0, deps=[multiply_queries(shared, 0, sizes, GROUP)])
+        at = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+        for _ in range(sizes.H // sizes.G):
+            for each in range(sizes.Q_RUNS):
+                q_run = sizes.Q_RUNS - 1 - each
+                first, last, whole_first, whole_last = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
+                lo, hi, _, q_len, _, _, _, _, _ = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
+                whole_last = gl.where(some_unseen, whole_first, whole_last)
+                begin = gl.where(seen, j + lo, 2147483647)
+                for part in range(2):  # from the last queries to the first: partly seen, whole, and partly seen again
+                    above = gl.where(part == 0, last, whole_first)
+                    for t in range(above - gl.where(part == 0, whole_last, first)):
+                        query = (above - 1 - t) * BLOCK_Q
+                        at, s, dk, dv = visit(
+                            at, s, dk, dv, query, begin, hi - lo, q_len, given, shared, place, sizes, True, GROUP
+                        )
+                    for t in range(gl.where(part == 0, whole_last - whole_first, 0)):
+                        query = (whole_last - 1 - t) * BLOCK_Q
+                        at, s, dk, dv = visit(
+                            at, s, dk, dv, query, begin, hi - lo, q_len, given, shared, place, sizes, False, GROUP
+                        )
+    barrier(BOTH, CONSUMERS_MET, 4)
+    dv_in = given.dk_in if given.dv_in is None else given.dv_in
+    dv_to = given.dk if given.dv is None else given.dv
+    finish(dk * given.scale, given.dk_in, given.dk, 0, shared.k, sizes.K_STRIDE, sizes.D, given, place, sizes, GROUP)
+    finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v, sizes.V_STRIDE, sizes.E, given, place, sizes, GROUP)
+
+
+@gluon.jit
+def visit(
+    at, s, dk, dv, query, begin, width, q_len, given, shared, place, sizes: gl.constexpr,
+    MASKED: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries. ``s``: k q^T of it; those of the next tile run beside the sums of this one.
+
+    Nothing stays in flight at the end: over the edge of a loop, ptxas would have every product wait for the one before.
+    """
+    BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    DTYPE: gl.constexpr = shared.q.dtype
+    S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(BLOCK_D), 2)
+    STAGES: gl.constexpr = sizes.STAGES
+    stage, phase, step = at
+    q = matrix(shared.q.index(stage))
+    dout = matrix(shared.dout.index(stage))
+    k = matrix(shared.k)
+    v = matrix(shared.v).slice(GROUP * 64, 64, dim=0)
+    mbarrier.wait(shared.dout_full.index(stage), phase)
+    zero = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
+    of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
+    lse2 = shared.lse2.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    p = gl.exp2(s * given.inner - gl.expand_dims(lse2, 0))
+    if MASKED:
+        i = query + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+        i = gl.expand_dims(gl.where(i < q_len, i, NEVER), 0)
+        p = gl.where((i - gl.expand_dims(begin, 1)).to(gl.uint32) <= width.to(gl.uint32), p, 0.0)
+    half = gl.convert_layout(packed_half(p, DTYPE), P_LAYOUT, assert_trivial=True)
+    more = step < place.steps - 1  # behind the last tile its scores are made again, for nothing
+    around = more & (stage == STAGES - 1)
+    following = gl.where(around, 0, stage + more.to(gl.int32))
+    following_phase = phase ^ around.to(gl.int32)
+    mbarrier.wait(shared.q_full.index(following), following_phase)
+    dv = warpgroup_mma(half, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[of_values])
+    delta = shared.delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    ds = packed_half(p * (dp - gl.expand_dims(delta, 0)), DTYPE)
+    tile = shared.ds.index(step & 1)
+    tile.slice(GROUP * 64, 64, dim=0).store(ds)
+    ds = gl.convert_layout(ds, P_LAYOUT, assert_trivial=True)
+    fence_async_shared()
+    barrier(BOTH, CONSUMERS_MET, 4)
+    zero_dq = gl.zeros([64, 64], gl.float32, accumulator(64))
+    if BLOCK_D == 128:
+        dq = warpgroup_mma(tile.permute([1, 0]), k.slice(GROUP * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
+    else:
+        dq = warpgroup_mma(tile.slice(GROUP * 64, 64, dim=1).permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
+    dv, half = warpgroup_mma_wait(1, deps=[dv, half])
+    release(STAGES + stage, 2)
+    ahead = multiply_queries(shared, following, sizes, GROUP)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(2, deps=[dq])
+    if step > 0:
+        barrier(WITH_ADDER, DQ_FREE, 4)
+    hand_over(dq, shared.dq.slice(GROUP * 16, 16, dim=0))
+    fence_async_shared()
+    barrier(TO_ADDER, DQ_FULL, 4)
+    s, dk, ds = warpgroup_mma_wait(0, deps=[ahead, dk, ds])
+    release(stage, 2)
+    return (following, following_phase, step + 1), s, dk, dv
+
+
+@gluon.jit
+def multiply_queries(shared, stage, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """k q^T [64, queries], in flight."""
+    zero = gl.zeros([64, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q))
+    k = matrix(shared.k).slice(GROUP * 64, 64, dim=0)
+    q = matrix(shared.q.index(stage))
+    return warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def keys_seen_by_some(given, place, sizes: gl.constexpr, j):
+    """Which keys of the run some query of the shard sees, by the band, the length and the key mask."""
+    some = gl.zeros_like(j)
+    for q_run in range(sizes.Q_RUNS):
+        lo, hi, _, q_len, _, _, k_len, _, _ = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
+        seen = (j < k_len) & (gl.maximum(j + lo, 0) < gl.minimum(j + hi + 1, q_len))
+        some |= seen.to(gl.int32)
+    if given.ceiling is not None:
+        at = place.batch.to(gl.int64) * given.T + place.k_run * place.slot + j
+        ceiling = gl.load(given.ceiling + at, mask=some > 0, other=-float("inf"))
+        some = gl.where(ceiling > 0.0, some, 0)
+    return some > 0
+
+
+@gluon.jit
+def hide_unseen(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Keys and values that no query sees become 0, since 0 times NaN is NaN."""
+    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D)
+    j = place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    seen = gl.expand_dims(keys_seen_by_some(given, place, sizes, j), 1)
+    k = matrix(shared.k).slice(GROUP * 64, 64, dim=0)
+    k.store(gl.where(seen, k.load(LINES), 0.0))
+    v = matrix(shared.v).slice(GROUP * 64, 64, dim=0)
+    v.store(gl.where(seen, v.load(LINES), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def finish(
+    x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    given, place, sizes: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Adds what came before to the gradients of 64 keys, and stores them."""
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    DTYPE: gl.constexpr = to.dtype.element_ty
+    if to.dtype.element_ty == gl.float32:
+        LAYOUT: gl.constexpr = accumulator(BLOCK_D)
+        at, inside = elements(given, place, sizes, GROUP, LAYOUT, STRIDE, WIDTH)
+        if not sizes.FIRST:
+            x += gl.load(before + at + COLUMN, mask=inside, other=0.0)
+        gl.store(to + at + COLUMN, x, mask=inside)
+    else:
+        LINES: gl.constexpr = rows_by_lines(BLOCK_D)
+        half = matrix(tile).slice(GROUP * 64, 64, dim=0)
+        half.store(x.to(DTYPE))
+        at, inside = elements(given, place, sizes, GROUP, LINES, STRIDE, WIDTH)
+        gl.store(to + at + COLUMN, half.load(LINES), mask=inside)
+
+
+@gluon.jit
+def elements(
+    given, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Offsets of the elements of 64 keys of the group, and which of them there are."""
+    j = gl.expand_dims(place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    d = gl.expand_dims(gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, LAYOUT)), 0)
+    token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot
+    return ((token + j) * sizes.G + place.group) * STRIDE + d, (j < place.slot) & (d < WIDTH)
