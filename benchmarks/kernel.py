@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -37,9 +38,11 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.kernel_candidates import CANDIDATES, Case, ours_in_torch, truth
 from benchmarks.tune import arrays, the_call
-from benchmarks.turns import take_turns
+from benchmarks.turns import seconds, take_turns
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.kernels import steps
+from ring_attn_core.kernels import hopper, steps
+from ring_attn_core.kernels.calls import Call
+from ring_attn_core.plan import RingPlan
 from ring_attn_torch.launch import launch
 
 PASSES = "forward", "backward"
@@ -68,6 +71,7 @@ FEATURES = [
     )
 ]
 WINDOW = Case(tokens=131072, heads=8, kv_heads=8, mask=sliding_window(4095)), Case(tokens=131072, heads=8, kv_heads=8)
+MILLION = Case(tokens=2**17, heads=4, kv_heads=4), Case(tokens=2**20, heads=4, kv_heads=4)
 WORST = 6e-3
 """Relative error in bfloat16 above which nothing is timed."""
 
@@ -95,9 +99,9 @@ def measure(case: Case, names: Iterable[str], rounds: int) -> list[dict[str, Any
             made.pop(name, None)
     for index, passes in enumerate(PASSES):
         times = take_turns({name: works[1 + index] for name, works in made.items()}, rounds)
-        for name, seconds in times.items():
-            tflops = case.flops * (1, 2.5)[index] / seconds / 1e12
-            cells[name][passes] = {"ms": round(seconds * 1e3, 4), "tflops": round(tflops, 1)}
+        for name, second in times.items():
+            tflops = case.flops * (1, 2.5)[index] / second / 1e12
+            cells[name][passes] = {"ms": round(second * 1e3, 4), "tflops": round(tflops, 1)}
     return list(cells.values())
 
 
@@ -127,6 +131,47 @@ def state(rounds: int) -> list[dict[str, Any]]:
         ratios = {name: round(times[name] / times["none"], 3) for name in STATES}
         cells.append({"backend": backend, "mask": str(band), "ms": round(times["none"] * 1e3, 4)} | ratios)
     return cells
+
+
+def hop(rounds: int) -> list[dict[str, Any]]:
+    """The rate of a zigzag hop, whose queries see half of the keys, over that of a whole square of 8,192 tokens."""
+    cells = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    for backend in BACKENDS:
+        whole = the_call(128, device, tokens=8192, hopper=backend != "triton")
+        half = replace(whole, q_runs=2, k_runs=2)
+        inputs = arrays(whole, device, full())
+        rows = torch.tensor(RingPlan("zigzag", causal(), 2, 16384).rows(0, 1), dtype=torch.int32, device=device)
+        cell: dict[str, Any] = {"backend": backend}
+        for name, one in (("forward", _forward), ("backward", _backward)):
+            works = {"whole": partial(one, whole, inputs), "half": partial(one, half, inputs | {"rows": rows})}
+            times = take_turns(works, rounds)
+            cell[name] = round(times["whole"] / times["half"] / 2, 3)
+        cells.append(cell)
+    return cells
+
+
+def _forward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
+    return launch(steps.forward(call, True, True), inputs)
+
+
+def _backward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
+    if not steps.in_one_pass(call):
+        return launch(steps.dq(call, True, True), inputs), launch(steps.dkv(call, True, True), inputs)
+    sums = torch.zeros(hopper.sums_of_dq(call), device=inputs["q"].device)
+    sums, *dkv = launch(hopper.backward(call, True, True), inputs | {"dq_in": sums})
+    return launch(hopper.dq(call), {"sums": sums}), dkv
+
+
+def million(rounds: int) -> dict[str, Any]:
+    """The rate of 1,048,576 tokens over that of 131,072, and the memory that they take."""
+    works = {case.tokens: ours_in_torch(case) for case in MILLION}
+    result: dict[str, Any] = {"case": str(MILLION[1])}
+    for index, passes in enumerate(PASSES):
+        times = {tokens: min(seconds(work[1 + index], 1) for _ in range(2)) for tokens, work in works.items()}
+        rates = {case.tokens: case.flops * (1, 2.5)[index] / times[case.tokens] / 1e12 for case in MILLION}
+        result[passes] = {"tflops": round(rates[MILLION[1].tokens], 1), "of_131072": round(rates[2**20] / rates[2**17], 3)}
+    return result | {"gibibytes": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
 
 
 def window(rounds: int) -> list[dict[str, Any]]:
@@ -166,7 +211,7 @@ def show(cells: list[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=report.first_line(__doc__))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--part", nargs="*", default=["cases", "features", "state", "window", "lengths"])
+    parser.add_argument("--part", nargs="*", default=["cases", "features", "state", "window", "hop", "lengths", "million"])
     parser.add_argument("--out", default="kernel-h200", help="name of the result file")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"question": report.first_line(__doc__), **report.environment()}
@@ -177,7 +222,9 @@ def main() -> None:
             result[part] = [cell for case in measured[part] for cell in measure(case, CANDIDATES, arguments.rounds)]
             Console(width=150).print(show(result[part]))
         else:
-            result[part] = {"features": features, "state": state, "window": window}[part](arguments.rounds)
+            result[part] = {"features": features, "state": state, "window": window, "hop": hop, "million": million}[part](
+                arguments.rounds
+            )
             Console(width=150).print(result[part])
         torch.cuda.empty_cache()
         path = report.save(arguments.out, result)

@@ -26,17 +26,18 @@ def take_turns(works: dict[str, Work], rounds: int) -> dict[str, float]:
     """
     calls = {}
     for name, work in works.items():
-        _seconds(work, 3)
-        calls[name] = max(1, round(ROUND / _seconds(work, 3)))
+        seconds(work, 3)
+        calls[name] = max(1, round(ROUND / seconds(work, 3)))
     measured: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name in _order.sample(sorted(works), len(works)):
-            _seconds(works[name], calls[name] // 2)
-            measured[name].append(_seconds(works[name], calls[name]))
+            seconds(works[name], calls[name] // 2)
+            measured[name].append(seconds(works[name], calls[name]))
     return {name: statistics.median(times) for name, times in measured.items()}
 
 
-def _seconds(work: Work, calls: int) -> float:
+def seconds(work: Work, calls: int) -> float:
+    """Seconds a call of so many, one after the other."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(calls):

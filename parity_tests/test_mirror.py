@@ -20,6 +20,7 @@ ONLY_IN_TORCH = {
     "sum_gradients": "in JAX shard_map sums the gradients of replicated parameters",
     "agreement.py": "JAX is one program, checked when it is traced",
     "groups.py": "process groups and device meshes",
+    "vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}
 ONLY_JAX_TAKES = {"rngs", "mesh", "batch_axes", "head_axis"}

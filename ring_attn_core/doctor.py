@@ -71,7 +71,7 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
         except (ImportError, OSError, RuntimeError) as error:  # a broken installation is what a doctor is called for
             found.append(Finding(name, (f"installed, but does not start: {error}".partition("\n")[0],)))
         else:
-            found.append(Finding(name, words, choices(replace(problem, device=device, capability=capability))))
+            found.append(Finding(name, words, choices(replace(problem, device=device, capability=capability, framework=package))))
     return found
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.kernels.backends import runnable
+from ring_attn_core.kernels.backends import VENDORS, check_vendor, runnable
 from ring_attn_core.kernels.problem import Given, Problem, check_extents, check_strategy
 from ring_attn_core.masks import causal
 from ring_attn_core.plan import RingPlan
@@ -89,8 +89,9 @@ def ring_attention(
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
-            "triton_tf32" multiplies float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as
-            all of these always do.
+            "triton_tf32" multiplies float32 in tf32. Or, to compare with, "flash" and "cudnn": FlashAttention-2 and cuDNN as
+            PyTorch carries them, without windows, extents, key_mask, softcap, ALiBi and dropout. strategy: "auto" or "ring".
+            deterministic: gradients repeat to the bit, as all but those two always do.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
@@ -105,6 +106,8 @@ def ring_attention(
     name = group_name(group)
     try:
         check_strategy(strategy)
+        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        check_vendor(backend, deterministic, return_lse and differentiates)
         arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
         numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
         refuse_forward_mode(q, k, v, sinks)
@@ -278,6 +281,7 @@ def problem_of(
         tuple(given),
         backend,
         capability(q.device),
+        "torch",
     )
 
 
@@ -290,4 +294,5 @@ def checked(problem: Problem, anywhere: bool = False) -> tuple[RingPlan, Score]:
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
     call = runnable(problem, tma=True, anywhere=anywhere)
-    return plan, Score(scale, problem.softcap, problem.dropout_rate, call, problem.blanks or anywhere)
+    vendor = problem.backend if problem.backend in VENDORS else None
+    return plan, Score(scale, problem.softcap, problem.dropout_rate, call, vendor, problem.blanks or anywhere)

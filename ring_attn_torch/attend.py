@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import blockwise, fused
+from . import blockwise, fused, vendor
 from .keys import Keys
 from .score import Cotangents, Gradients, Score, State
 from .tiles import Rows, accumulation_dtype
@@ -18,7 +18,8 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None,
     """``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
     if score.call is not None:
         return fused.attend(q, keys, rows, score, total, last)
-    out, lse = blockwise.attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+    backend = blockwise if score.vendor is None else vendor
+    out, lse = backend.attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
     return (out.to(q.dtype) if last else out), lse
 
 
@@ -41,7 +42,8 @@ def cotangents(
         return fused.cotangents(q, keys, rows, score, out, lse, dout, dlse)
     unseen = lse == -math.inf
     dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
-    return Cotangents(q, dout, lse, torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse)
+    delta = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse
+    return Cotangents(q, dout, lse, delta, out=None if score.vendor is None else out)
 
 
 def attend_backward(
@@ -60,7 +62,8 @@ def attend_backward(
     if score.call is not None:
         return fused.attend_backward(of_q, keys, rows, score, dq, arrived, last)
     dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
-    dq, dkv = blockwise.attend_backward(of_q, keys, rows, score, dq)
+    backend = blockwise if score.vendor is None else vendor
+    dq, dkv = backend.attend_backward(of_q, keys, rows, score, dq)
     before = arrived()
     return dq, dkv if before is None else dkv.add_(before)
 

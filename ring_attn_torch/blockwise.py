@@ -12,8 +12,6 @@ Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), ro
 Tiles      a tile lies within one run; r query heads that share a key head stand side by side: [b*g, r*block_q, ...].
            Under extents every batch row walks over its own tiles, else all walk together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
-Base 2     scores and their maxima are in base 2, s log2(e): on a CPU torch's exp takes 3 times as long as exp2, 30 where it
-           underflows, and a multiplication before every exp2 would be one of six passes over a tile's scores
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
     """
-    q, dout, lse, delta, _ = of_q
+    q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]
     dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
     for part in Part.all(q, keys, rows, score):

@@ -23,6 +23,7 @@ class Cotangents(NamedTuple):
     """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``bounds``: of the extents of a kernel's query tiles.
+    ``out`` [b s h e]: for a vendor's backend.
     """
 
     q: Tensor
@@ -30,6 +31,7 @@ class Cotangents(NamedTuple):
     lse: Tensor
     delta: Tensor
     bounds: Tensor | None = None
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Score:
     dropout_rate: float
     call: Call | None = None
     """What kernels are launched with; None: the blockwise backend computes."""
+    vendor: str | None = None
+    """Whose kernels compute instead: "flash" or "cudnn"."""
     blanks: bool = True
     """Some query, padding included, may see nothing."""
     extents: Tensor | None = None

@@ -84,6 +84,49 @@ def _drawback_of_hopper(problem: Problem) -> str | None:
     return None
 
 
+def _vendor(problem: Problem, widest: int) -> str | None:
+    """What PyTorch's FlashAttention-2 and cuDNN have in common."""
+    if problem.framework != "torch":
+        return "it is PyTorch's: JAX's attention takes no lse of a whole ring"
+    if problem.mask.hi is not None:
+        return "it knows no windows: masks without an upper side only"
+    names = [array.name for array in problem.arrays if array.name not in ("sinks", "dropout_seed")]
+    names += ["softcap"] * (problem.softcap is not None) + ["dropout_rate"] * (problem.dropout_rate > 0)
+    if names:
+        return f"it does not take {', '.join(names)}"
+    if problem.q_shape[-1] != problem.v_shape[-1]:
+        return f"its values are as wide as its keys, and head_dim is {problem.q_shape[-1]} and v_dim {problem.v_shape[-1]}"
+    if problem.device == "cpu":
+        return None
+    if problem.capability < OLDEST_GPU:
+        return f"its kernels run on NVIDIA GPUs from sm_80 on, and these arrays are on {problem.device}"
+    if problem.dtypes[0] not in ("bfloat16", "float16"):
+        return f"its kernels take bfloat16 and float16, not {problem.dtypes[0]}"
+    if problem.q_shape[-1] % 8 or problem.q_shape[-1] > widest:
+        return f"it takes head sizes that 8 divides, of at most {widest}, and head_dim is {problem.q_shape[-1]}"
+    return None
+
+
+def _flash(problem: Problem) -> str | None:
+    return _vendor(problem, widest=256)
+
+
+def _cudnn(problem: Problem) -> str | None:
+    if problem.framework == "torch" and problem.device == "cpu":
+        return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
+    return _vendor(problem, widest=128)
+
+
+def check_vendor(backend: str, deterministic: bool, differentiates_lse: bool) -> None:
+    """ValueError for what a vendor's backend cannot honour of a call besides its problem."""
+    if backend in VENDORS and deterministic:
+        raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
+    if backend in VENDORS and differentiates_lse:
+        raise ValueError(
+            f'the lse of backend={backend!r} has no gradient: leave out return_lse, call it under torch.no_grad(), or use "auto"'
+        )
+
+
 def triton_release() -> tuple[int, ...]:
     """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
     try:
@@ -96,14 +139,20 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("hopper", _hopper, _drawback_of_hopper),
     Backend("triton", _triton),
     Backend("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
+    Backend("flash", _flash, lambda problem: "it is there to compare with"),
+    Backend("cudnn", _cudnn, lambda problem: "it is there to compare with"),
     Backend("blockwise", lambda problem: None),
 )
 
+VENDORS = "flash", "cudnn"
+"""The backends that are others' kernels."""
+
 
 def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> Call | None:
-    """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise. Arguments as of ``calls.call_of``.
+    """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise or a vendor's.
 
-    Where they cannot run, "auto" warns and takes the next backend; asked for by name the backend raises ValueError.
+    Arguments as of ``calls.call_of``. Where its kernels cannot run, "auto" warns and takes the next backend; one that was asked
+    for by name raises ValueError.
     """
     from .calls import call_of
     from .launch import obstacle
@@ -113,7 +162,9 @@ def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> Call | None
     failed: list[str] = []
     while True:
         chosen = select(problem, problem.backend, failed)
-        if chosen == "blockwise":
+        if chosen in VENDORS and anywhere:
+            raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
+        if chosen in ("blockwise", *VENDORS):
             return None
         call = call_of(problem, chosen, tma, anywhere)
         reason = obstacle(of_ring(call, len(problem.plan.shifts)), problem.capability)

@@ -114,7 +114,7 @@ def refusal_of_backward(call: Call) -> str | None:
 
 
 def sums_of_dq(call: Call) -> tuple[int, int]:
-    """The shape of what dq is summed in, 0 at first: 8,192 sums of every tile of queries, then a word of each for whose turn it is.
+    """The shape of what dq is summed in, 0 at first: of every tile of queries 8,192 sums, then of each a word: whose turn it is.
 
     In rows of 256 float32, of which TMA adds to 32 at once. See hopper_sums.
     """

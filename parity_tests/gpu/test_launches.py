@@ -1,0 +1,63 @@
+"""A thousand launches of random problems: none hangs, and Hopper's kernels find what the portable ones find.
+
+LAUNCHES=10 compute-sanitizer --tool racecheck python -m pytest parity_tests/gpu/test_launches.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn_core import Band
+from ring_attn_core.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LAUNCHES = int(os.environ.get("LAUNCHES", "1000"))
+SAME = 1e-2
+"""Relative difference of two results in bfloat16 or float16 below which they are the same."""
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "heads", "dtype"), [(128, (4, 1), torch.bfloat16), (64, (4, 4), torch.float16), (96, (2, 2), torch.bfloat16)]
+)
+def test_random_launches_end_and_agree(dim, heads, dtype, masked):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    dice = random.Random(f"{dim} {masked}")
+    torch.manual_seed(dim)
+    for _ in range(math.ceil(LAUNCHES / 6)):
+        arrays, options = problem(dice, dim, heads, dtype, masked)
+        ours, portable = (gradients(arrays, backend, options) for backend in ("hopper", "triton"))
+        for name, mine, other in zip(("out", "dq", "dk", "dv"), ours, portable, strict=True):
+            error = relative_error(mine.float().cpu().numpy(), other.float().cpu().numpy())
+            assert error <= SAME, (name, error, [x.shape for x in arrays], options)
+
+
+def problem(
+    dice: random.Random, dim: int, heads: tuple[int, int], dtype: torch.dtype, masked: bool
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """q, k, v and the cotangent of out, of odd lengths, and a mask: often causal, else any band; some tokens are padding."""
+    batch, s, t = dice.randint(1, 3), dice.randrange(1, 1400, 2), dice.randrange(1, 1400, 2)
+    make = lambda tokens, h: torch.randn(batch, tokens, h, dim, device="cuda").to(dtype)
+    side = lambda: dice.choice([None, dice.randint(-t, s)])
+    mask = dice.choice([Band(0, None), Band(side(), side())])
+    options: dict[str, Any] = {"mask": mask, "length": dice.randint((s + 1) // 2, s), "kv_length": dice.randint((t + 1) // 2, t)}
+    if masked:
+        options["key_mask"] = torch.rand(batch, t, device="cuda") < dice.random()
+    return [make(s, heads[0]), make(t, heads[1]), make(t, heads[1]), make(s, heads[0])], options
+
+
+def gradients(arrays: list[torch.Tensor], backend: str, options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    from ring_attn_torch import ring_attention
+
+    *leaves, dout = (x.detach() for x in arrays)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = ring_attention(*leaves, backend=backend, layout="contiguous", **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
