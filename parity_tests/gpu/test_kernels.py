@@ -105,19 +105,24 @@ def gradients(attend, q, k, v, dout):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
-def test_the_same_bits_100_times_of_100():
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_the_same_bits_100_times_of_100(backend):
     from ring_attn_torch import ring_attention
 
-    once = gradients(partial(ring_attention, backend="triton"), *arrays())
+    once = gradients(partial(ring_attention, backend=backend), *arrays())
     for _ in range(99):
-        again = gradients(partial(ring_attention, backend="triton"), *arrays())
+        again = gradients(partial(ring_attention, backend=backend), *arrays())
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal_", [True, False])
-def test_no_more_error_than_flash_attention_2(dim, causal_, record_property):
-    """To a percent: tiles of other sizes meet other maxima, and where a score is the maximum its probability is exact."""
+def test_no_more_error_than_flash_attention_2(dim, causal_, backend, record_property):
+    """1.00 times, for out 1.002 and causal 1.004: where a score is the maximum so far its probability, 1, is not rounded.
+
+    Tiles of 64 keys, as there, meet more maxima than our 128; in plain arithmetic these numbers come out too (1.002 and 1.004).
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -125,7 +130,9 @@ def test_no_more_error_than_flash_attention_2(dim, causal_, record_property):
 
     given = arrays(dim=dim, kv_heads=8, length=2048)
     heads_first = lambda f: lambda q, k, v: f(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-    ours = gradients(partial(ring_attention, backend="triton", mask=causal() if causal_ else full()), *given)
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    ours = gradients(partial(ring_attention, backend=backend, mask=causal() if causal_ else full()), *given)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         theirs = gradients(heads_first(partial(scaled_dot_product_attention, is_causal=causal_)), *given)
     with sdpa_kernel(SDPBackend.MATH):
@@ -133,4 +140,4 @@ def test_no_more_error_than_flash_attention_2(dim, causal_, record_property):
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
         mine, other = ((x.double() - c).norm().item() for x in (a, b))
         record_property(name, mine / other)
-        assert mine <= 1.01 * other, (name, mine / other)
+        assert round(mine / other, 2) <= 1.0, (name, mine / other)
