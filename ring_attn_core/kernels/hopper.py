@@ -183,7 +183,8 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
         "BLOCK_D": width,
         "FIRST": first,
         "CLEAN": call.clean,
-        "STAGES": 3 if block_q == 64 else 2,
+        "STAGES": 3,
+        "OUT_STAGES": 3 if block_q == 64 else 2,
     }
     given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
     dq = Output("dq", sums_of_dq(call), "float32", "dq_in")

@@ -54,6 +54,7 @@ class Sizes(NamedTuple):
     FIRST: Any
     CLEAN: Any
     STAGES: Any
+    OUT_STAGES: Any
 
 
 class Given(NamedTuple):
@@ -126,9 +127,12 @@ def hopper_backward(
     FIRST: gl.constexpr,
     CLEAN: gl.constexpr,
     STAGES: gl.constexpr,
+    OUT_STAGES: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
-    sizes: gl.constexpr = Sizes(H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, STAGES)
+    sizes: gl.constexpr = Sizes(
+        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, STAGES, OUT_STAGES
+    )
     given = Given(
         rows_ptr, ceiling_BT, hidden_ptr, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, S, T
     )
@@ -146,20 +150,21 @@ def hopper_backward(
     place = Place(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, slot, S // Q_RUNS, steps * (H // G))
     shared = Shared(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_BSHD.layout),
-        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], dout_BSHE.layout),
+        gl.allocate_shared_memory(DTYPE, [OUT_STAGES, 1, BLOCK_Q, 1, BLOCK_D], dout_BSHE.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [OUT_STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
         gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [32, 256], dq_in_RX.layout),
         gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [OUT_STAGES, 1], mbarrier.MBarrierLayout()),
     )
     mbarrier.init(shared.keys_full.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(shared.q_full.index(stage), count=1)
+    for stage in gl.static_range(OUT_STAGES):
         mbarrier.init(shared.dout_full.index(stage), count=1)
     gl.warp_specialize(
         [
@@ -181,6 +186,7 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.
     """k and v, then q and dout of every step with their sums, in the order of the consumers."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
+    OUT_STAGES: gl.constexpr = sizes.OUT_STAGES
     if place.steps > 0:
         token = place.k_run * place.slot + place.n0
         full = shared.keys_full.index(0)
@@ -204,7 +210,8 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.
                     if step >= STAGES:
                         acquire(stage, 2)
                     bring(lse2, shared.lse2, q_BSHD, [place.batch, token, head, 0], shared.q, shared.q_full, stage, sizes)
-                    if step >= STAGES:
+                    stage = step % OUT_STAGES
+                    if step >= OUT_STAGES:
                         acquire(STAGES + stage, 2)
                     bring(
                         delta, shared.delta, dout_BSHE, [place.batch, token, head, 0], shared.dout, shared.dout_full, stage, sizes
@@ -212,7 +219,8 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.
                     step += 1
         for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay half full
             acquire(left % STAGES, 2)
-            acquire(STAGES + left % STAGES, 2)
+        for left in range(gl.maximum(step - OUT_STAGES, 0), step):
+            acquire(STAGES + left % OUT_STAGES, 2)
 
 
 @gluon.jit
@@ -291,11 +299,14 @@ def visit(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(BLOCK_D), 2)
     STAGES: gl.constexpr = sizes.STAGES
     stage, phase, step = at
+    out_stage, out_phase = stage, phase
+    if sizes.OUT_STAGES == 2:
+        out_stage, out_phase = step & 1, step >> 1 & 1
     q = matrix(shared.q.index(stage))
-    dout = matrix(shared.dout.index(stage))
+    dout = matrix(shared.dout.index(out_stage))
     k = matrix(shared.k)
     v = matrix(shared.v).slice(GROUP * 64, 64, dim=0)
-    mbarrier.wait(shared.dout_full.index(stage), phase)
+    mbarrier.wait(shared.dout_full.index(out_stage), out_phase)
     zero = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
     of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
@@ -312,7 +323,7 @@ def visit(
     mbarrier.wait(shared.q_full.index(following), following_phase)
     dv = warpgroup_mma(half, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[of_values])
-    delta = shared.delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    delta = shared.delta.index(out_stage).load(gl.SliceLayout(0, S_LAYOUT))
     ds = packed_half(p * (dp - gl.expand_dims(delta, 0)), DTYPE)
     tile = shared.ds.index(step & 1)
     tile.slice(GROUP * 64, 64, dim=0).store(ds)
@@ -325,7 +336,7 @@ def visit(
     else:
         dq = warpgroup_mma(tile.slice(GROUP * 64, 64, dim=1).permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
     dv, half = warpgroup_mma_wait(1, deps=[dv, half])
-    release(STAGES + stage, 2)
+    release(STAGES + out_stage, 2)
     ahead = multiply_queries(shared, following, sizes, GROUP)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq])
