@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ring_attn_core import causal
-from ring_attn_core.kernels import backends, calls, steps
+from ring_attn_core.kernels import backends, calls, hopper, steps
 from ring_attn_core.kernels.backends import runnable, select
 from ring_attn_core.kernels.calls import call_of
 from ring_attn_core.kernels.problem import Given, Problem
@@ -60,6 +60,7 @@ def test_auto_leaves_the_hopper_forward_to_compilers_that_do_not_spill(monkeypat
 def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, reason):
     """The problem and the reason are named, once; ranks learn of it before anything is sent."""
     monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
+    monkeypatch.setattr(hopper, "refusal_of_backward", lambda _: "the portable kernels, whose tiles these are, are to be tried")
     for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
         make.cache_clear()
     of = "bfloat16 heads of 64 and 64"
