@@ -90,8 +90,8 @@ def ring_attention(
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
             "triton_tf32" multiplies float32 in tf32. Or, to compare with, "flash" and "cudnn": FlashAttention-2 and cuDNN as
-            PyTorch carries them, without windows, extents, key_mask, softcap, ALiBi and dropout. strategy: "auto" or "ring".
-            deterministic: gradients repeat to the bit, as all but those two always do.
+            PyTorch carries them, as exact as they are; no windows, extents, key_mask, softcap, ALiBi, dropout. strategy: "auto"
+            or "ring". deterministic: gradients repeat to the bit, as all but those two always do.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
@@ -106,12 +106,12 @@ def ring_attention(
     name = group_name(group)
     try:
         check_strategy(strategy)
-        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        check_vendor(backend, deterministic, return_lse and differentiates)
         arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
         numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
         refuse_forward_mode(q, k, v, sinks)
         check_inputs(q, k, v, name, mask, arrays, layout=layout, length=length, kv_length=kv_length, backend=backend, **numbers)
+        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        check_vendor(backend, deterministic, return_lse and differentiates)
         draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None
     except Exception as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")

@@ -94,6 +94,8 @@ def _vendor(problem: Problem, widest: int) -> str | None:
     names += ["softcap"] * (problem.softcap is not None) + ["dropout_rate"] * (problem.dropout_rate > 0)
     if names:
         return f"it does not take {', '.join(names)}"
+    if problem.scale is not None and problem.scale <= 0:
+        return f"it multiplies by the scale after hiding keys, so that must be positive, and is {problem.scale}"
     if problem.q_shape[-1] != problem.v_shape[-1]:
         return f"its values are as wide as its keys, and head_dim is {problem.q_shape[-1]} and v_dim {problem.v_shape[-1]}"
     if problem.device == "cpu":

@@ -6,8 +6,8 @@ on; the last one counts back to 0, so that the sums can be carried round a ring.
 
 Only the adding warp waits, and no program for one that starts later: they start in the order of the keys. All walk from the last
 queries to the first, so each follows the one before it, some 3 us behind. With jitter and tails that costs 4 % (simulated); not
-waiting is no faster, for all programs then add to the same tiles at the same time: 551 / 428 / 507 TFLOP/s without order, 537 /
-526 / 517 with it (16,384 tokens, causal, full, 32/8 heads causal).
+waiting is hardly faster, for all programs then add to the same tiles at the same time: 551 / 428 / 507 TFLOP/s without order, 537 /
+526 / 517 with it (16,384 tokens, causal, full, 32/8 heads causal). So there is no other mode.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
