@@ -5,9 +5,9 @@ word: how many tiles of keys have added to it. A tile of keys waits until that i
 on; the last one counts back to 0, so that the sums can be carried round a ring. ``hopper_dq`` makes dq of them in the end.
 
 Only the adding warp waits, and no program for one that starts later: they start in the order of the keys. All walk from the last
-queries to the first, so each follows the one before it, some 3 us behind. With jitter and tails that costs 4 % (simulated); not
-waiting is hardly faster, for all programs then add to the same tiles at the same time: 551 / 428 / 507 TFLOP/s without order, 537 /
-526 / 517 with it (16,384 tokens, causal, full, 32/8 heads causal). So there is no other mode.
+queries to the first, so each follows the one before it, some 3 us behind. With jitter and tails that costs 4 % (simulated). Not
+waiting is hardly faster, for all programs then add to the same tiles at the same time: 551 / 428 / 507 TFLOP/s without order,
+537 / 526 / 517 with it (16,384 tokens, causal, full, 32/8 heads causal). So there is no other mode.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
