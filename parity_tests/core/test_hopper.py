@@ -112,10 +112,12 @@ def test_what_the_hopper_backward_refuses_the_portable_kernels_take(change, reas
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_the_hopper_backward_hardly_spills_and_waits_for_no_product(dim):
-    """Reloads in the loop without a mask, of some 390 instructions, are of addresses."""
+    """Reloads in the loop without a mask, of some 390 instructions, are of addresses; newer Tritons as with the forward."""
     kernel = compiled(hopper.backward(replace(HOPPER, head_dim=dim, v_dim=dim), True, True), 90)
-    _, reloaded, products = resources(kernel)
-    assert reloaded <= 20
+    used, reloaded, products = resources(kernel)
+    stack, reloads = (296, 50) if backends.triton_release() > (3, 7) else (160, 10)
+    assert used <= stack
+    assert reloaded <= reloads
     assert products > 0, "no wgmma in the binary"
     assert kernel.metadata.shared <= shared_memory(90)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 3, "registers are moved from the producer to the consumers"
