@@ -12,14 +12,14 @@ Prediction (H200, causal, 16 heads of 128, 16,384 tokens; forward 1.1 TFLOP, bac
   TFLOP/s at 3,600. The deterministic backward does 7 products for 5 counted, so it starts from 5/7 of such a rate, 360.
 
 Measured:
-  results/kernel-h200.json, Hopper's own kernels under "auto" (HOPPER.md beside them has their roofline and what was tried) and the
-  portable ones by name. Portable forward 3,550 cycles a tile, as predicted: the gap to FlashAttention-4 is softmax that is not overlapped. What
-  moved it: a 2-D descriptor for q (a 4-D one puts q into registers, and the loop spills), ranges of key tiles by
-  scalar arithmetic instead of reductions (+2 %), no cleaning of v in edge tiles without need (+3 %). Computing the next scores
-  before this softmax, by hand, lost 10 %: Triton waits for both products at once. Dear are softcap (2
-  more special functions a score, at 16 a cycle), a random key mask (a padding mask is skipped by whole tiles), and dropout (a
-  Philox counter is 21 instructions and serves 4 scores). Where the softmax hides, as on Hopper, each shows in full: there softcap
-  and ALiBi cost more than the whole gain.
+  results/kernel-h200.json, Hopper's own kernels under "auto" (HOPPER.md beside them has their roofline and what was tried) and
+  the portable ones by name. Portable forward 3,550 cycles a tile, as predicted: the gap to FlashAttention-4 is softmax that is
+  not overlapped. What moved it: a 2-D descriptor for q (a 4-D one puts q into registers, and the loop spills), ranges of key
+  tiles by scalar arithmetic instead of reductions (+2 %), no cleaning of v in edge tiles without need (+3 %). Computing the next
+  scores before this softmax, by hand, lost 10 %: Triton waits for both products at once. Dear are softcap (2 more special
+  functions a score, at 16 a cycle), a random key mask (a padding mask is skipped by whole tiles), and dropout (a Philox counter
+  is 21 instructions and serves 4 scores). Where the softmax hides, as on Hopper, each shows in full: there softcap and ALiBi cost
+  more than the whole gain.
 """
 
 from __future__ import annotations
