@@ -119,7 +119,7 @@ def test_the_same_bits_100_times_of_100(backend):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal_", [True, False])
 def test_no_more_error_than_flash_attention_2(dim, causal_, backend, record_property):
-    """1.00 times, for out 1.002 and causal 1.004: where a score is the maximum so far its probability, 1, is not rounded.
+    """Misses it: out 1.002 times, causal 1.004. Where a score is the maximum so far its probability, 1, is not rounded.
 
     Tiles of 64 keys, as there, meet more maxima than our 128; in plain arithmetic these numbers come out too (1.002 and 1.004).
     """
@@ -140,4 +140,4 @@ def test_no_more_error_than_flash_attention_2(dim, causal_, backend, record_prop
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
         mine, other = ((x.double() - c).norm().item() for x in (a, b))
         record_property(name, mine / other)
-        assert round(mine / other, 2) <= 1.0, (name, mine / other)
+        assert mine <= other, (name, mine / other)
