@@ -141,7 +141,7 @@ def hop(rounds: int) -> list[dict[str, Any]]:
         whole = the_call(128, device, tokens=8192, hopper=backend != "triton")
         half = replace(whole, q_runs=2, k_runs=2)
         inputs = arrays(whole, device, full())
-        rows = torch.tensor(RingPlan("zigzag", causal(), 2, 16384).rows(0, 1), dtype=torch.int32, device=device)
+        rows = torch.tensor(RingPlan("zigzag", causal(), 2, whole.seq_local).rows(0, 1), dtype=torch.int32, device=device)
         cell: dict[str, Any] = {"backend": backend}
         for name, one in (("forward", _forward), ("backward", _backward)):
             works = {"whole": partial(one, whole, inputs), "half": partial(one, half, inputs | {"rows": rows})}

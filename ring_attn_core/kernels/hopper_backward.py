@@ -113,6 +113,7 @@ def hopper_backward(
     inner,
     S,
     T,
+    together,
     H: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
@@ -138,9 +139,12 @@ def hopper_backward(
     )
     slot = T // K_RUNS
     tiles = gl.cdiv(slot, BLOCK_K)
-    heads = gl.num_programs(0) // (K_RUNS * tiles)
-    tile = gl.program_id(0) // heads
-    head = gl.program_id(0) % heads
+    # `together` heads of keys at a time, of each the tiles in their order.
+    before = gl.program_id(0) // (together * K_RUNS * tiles) * together
+    heads = gl.minimum(together, gl.num_programs(0) // (K_RUNS * tiles) - before)
+    place_in_heads = gl.program_id(0) - before * K_RUNS * tiles
+    tile = place_in_heads // heads
+    head = before + place_in_heads % heads
     k_run = tile // tiles
     k_tile = tile % tiles
     steps = 0
