@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ring_attn_core.kernels import hopper, steps
+from ring_attn_core.kernels.calls import BEYOND
 
 from .keys import Keys
 from .launch import launch
@@ -60,6 +61,8 @@ def attend_backward(
     before = arrived()
     arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
     arrays["dq_in"] = jnp.zeros(hopper.sums_of_dq(call), jnp.float32) if dq is None else dq
+    if of_q.bounds is not None:
+        arrays["bounds"] = of_q.bounds
     if before is not None:
         arrays["dkv_in"] = before
     dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
@@ -97,7 +100,7 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
     if score.extents is not None:
         extents = jnp.maximum(score.extents, 0)
         wide = extents.dtype.itemsize >= 4
-        arrays["extents"] = (jnp.minimum(extents, jnp.iinfo(jnp.int32).max) if wide else extents).astype(jnp.int32)
+        arrays["extents"] = (jnp.minimum(extents, BEYOND) if wide else extents).astype(jnp.int32)
     if keys.bits is not None:
         arrays["ceiling"], arrays["hidden"] = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
     if score.sinks is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attn_core.dropout import WORD
 from ring_attn_core.kernels import hopper, steps
+from ring_attn_core.kernels.calls import BEYOND
 from ring_attn_core.runs import Row
 
 from .keys import Keys
@@ -65,6 +66,8 @@ def attend_backward(
     before = arrived()
     arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
     arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(call), device=of_q.q.device) if dq is None else dq
+    if of_q.bounds is not None:
+        arrays["bounds"] = of_q.bounds
     if before is not None:
         arrays["dkv_in"] = before
     dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
@@ -100,7 +103,7 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     else:
         arrays["k"], arrays["v"] = aligned(keys.kv), aligned(keys.v)
     if score.extents is not None:
-        arrays["extents"] = aligned(score.extents.clamp(-(2**31), 2**31 - 1).to(torch.int32))
+        arrays["extents"] = aligned(score.extents.clamp(0, BEYOND).to(torch.int32))
     if keys.bits is not None:
         arrays["ceiling"], arrays["hidden"] = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
     if score.sinks is not None:

@@ -95,8 +95,6 @@ def test_the_hopper_backward_makes_all_gradients_in_one_pass():
 
 
 REFUSED = [
-    ({"softcap": 30.0}, "softcap"),
-    ({"given": frozenset({"streams"}), "dropout_rate": 0.1}, "streams"),
     ({"head_dim": 256, "v_dim": 256}, "256"),
     ({"v_dim": 64}, "v_dim 64"),
     ({"capability": 80}, "sm_80"),
@@ -131,6 +129,18 @@ def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
     call = replace(HOPPER, packed=packed, clean=True, q_runs=2, k_runs=2, given=frozenset({"ceiling"}), dtype="float16")
     check_compiled(hopper.backward(call, *place))
     compiled(hopper.dq(call), 90)
+
+
+@pytest.mark.parametrize("feature", [*sorted(EVERYTHING - {"sinks"}), "softcap"])
+def test_the_hopper_backward_compiles_with_each_feature(feature):
+    change = {"softcap": 30.0} if feature == "softcap" else {"given": frozenset({feature})}
+    check_compiled(hopper.backward(replace(HOPPER, dropout_rate=0.1, **change), True, True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_hopper_backward_compiles_with_every_feature_at_once(dim):
+    call = replace(HOPPER, head_dim=dim, v_dim=dim, clean=True, q_runs=2, k_runs=2, aligned=False)
+    check_compiled(hopper.backward(replace(call, given=EVERYTHING, dropout_rate=0.1, softcap=30.0), False, False))
 
 
 def check_compiled(launch: Launch) -> None:

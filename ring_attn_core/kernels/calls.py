@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .launch import Array
+from ..dropout import rescale, threshold
+from .launch import Argument, Array, Scalar
 from .problem import Problem
 from .tiles import TileConfig, choose_tiles, padded
+
+BEYOND = 2**30
+"""A position behind every sequence. Kernels are given extents up to there, so that int32 holds what they make of them."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,19 @@ class Call:
         if self.tiles_asked is not None:
             return self.tiles_asked
         return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
+
+    @property
+    def numbers(self) -> dict[str, Argument | None]:
+        """What every kernel of scores takes, by parameter; ``inner`` makes of products scores in base 2, or a tanh's argument."""
+        cap, log2e = self.softcap, math.log2(math.e)
+        return {
+            "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),
+            "cap": None if cap is None else Scalar(cap * log2e, "fp32"),
+            "threshold": Scalar(threshold(self.dropout_rate) << 16, "u32") if "streams" in self.given else None,
+            "rescale": Scalar(rescale(self.dropout_rate), "fp32"),
+            "S": Scalar(self.seq_local, "i32"),
+            "T": Scalar(self.kv_local, "i32"),
+        }
 
     def q_tiles(self, block: int) -> int:
         """How many tiles of queries a shard has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,8 +21,8 @@ KV_HEADS_TOGETHER = 8
 """Heads of keys whose gradients are made at a time, so that some 16 tiles of each read the same queries from the L2 cache.
 
 TFLOP/s of the backward on one H200 with 4 / 8 / 16 / all of them: 16/16 heads of 128, 16,384 tokens causal 523 / 516 / 504 / 504,
-full 528 / 520 / 497 / 501; 32/8 heads 491 / 509 / 509 / 509; 32/32 heads of 64 425 / 436 / 436 / 429; 4 x 4,096 tokens, 16/16 heads
-442 / 443 / 438 / 377.
+full 528 / 520 / 497 / 501; 32/8 heads 491 / 509 / 509 / 509; 32/32 heads of 64 425 / 436 / 436 / 429; 4 x 4,096 tokens, 16/16
+heads of 128 442 / 443 / 438 / 377.
 """
 
 
@@ -116,8 +115,6 @@ def refusal_of_backward(call: Call) -> str | None:
         reason = f"its sums for heads of more than 128 do not fit into registers, and these are of {call.head_dim}"
     elif reason is None and columns(call.head_dim) != columns(call.v_dim):
         reason = f"its tiles of keys and values are as wide, and head_dim is {call.head_dim} and v_dim {call.v_dim}"
-    elif reason is None and call.features - {"ceiling", "sinks"}:
-        reason = f"it does not know {', '.join(sorted(call.features - {'ceiling', 'sinks'}))}"
     return reason
 
 
@@ -126,18 +123,19 @@ def sums_of_dq(call: Call) -> tuple[int, int]:
 
     In rows of 256 float32, of which TMA adds to 32 at once. See hopper_sums.
     """
-    tiles = call.batch * call.heads * call.q_tiles(_queries(call))
+    tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * 32 + -(-tiles // 32), 256
 
 
-def _queries(call: Call) -> int:
+def queries(call: Call) -> int:
+    """Of a tile of the backward."""
     return 64 if columns(call.head_dim) == 128 else 128
 
 
 @lru_cache(maxsize=4096)
 def backward(call: Call, first: bool, last: bool) -> Launch:
     """The sums of dq over ``dq_in``, both shaped ``sums_of_dq``, and the gradients of one shard of keys of ``steps.dkv``."""
-    together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), _queries(call)
+    together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
     shape = call.batch, call.kv_local, call.kv_heads
     over = lambda name: name + "_in" if not first and dtype == "float32" else None
@@ -165,17 +163,19 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
         "lse2_BHS": Array("lse2", "float32"),
         "delta_BHS": Array("delta", "float32"),
         "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": call.array("extents", "int32"),
+        "bounds_ptr": call.array("extents", "int32", "bounds"),
         "ceiling_BT": call.array("ceiling"),
         "hidden_ptr": call.array("ceiling", "int32", "hidden"),
+        "slopes_ptr": call.array("slopes"),
+        "streams_BH": call.array("streams", "uint32"),
         "dk_in_BTGD": None if first else Array(names["dk"] + "_in", "float32"),
         "dv_in_BTGE": None if first or call.packed else Array("dv_in", "float32"),
         "dq_RX": Array("dq", "float32"),
         "dk_BTGD": Array(names["dk"], dtype),
         "dv_BTGE": None if call.packed else Array("dv", dtype),
         "scale": Scalar(call.scale, "fp32"),
-        "inner": Scalar(call.scale * math.log2(math.e), "fp32"),
-        "S": Scalar(call.seq_local, "i32"),
-        "T": Scalar(call.kv_local, "i32"),
+        **call.numbers,
         "together": Scalar(min(KV_HEADS_TOGETHER, call.batch * call.kv_heads), "i32"),
     }
     constants = {
@@ -192,6 +192,7 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
         "BLOCK_D": width,
         "FIRST": first,
         "CLEAN": call.clean,
+        "ALIGNED": call.aligned,
         "STAGES": 3,
         "OUT_STAGES": 3 if block_q == 64 else 2,
     }
@@ -214,9 +215,9 @@ def dq(call: Call) -> Launch:
         "H": call.heads,
         "D": call.head_dim,
         "Q_RUNS": call.q_runs,
-        "BLOCK_Q": _queries(call),
+        "BLOCK_Q": queries(call),
         "BLOCK_D": columns(call.head_dim),
     }
     output = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype)
-    grid = call.q_tiles(_queries(call)) * call.heads * call.batch
+    grid = call.q_tiles(queries(call)) * call.heads * call.batch
     return Launch("hopper_dq", grid, tuple(arguments.items()), tuple(constants.items()), (output,), 4, 1)

@@ -13,6 +13,10 @@ Sums       dq_RX, of every tile of queries 8192 in the order of the accumulators
 Order      tiles of keys add to a tile of queries in their own order: each waits for its turn, so two runs give the same bits. No
            program waits for one that starts later, since programs start in that order too; all of them walk from the last queries
            to the first, so each follows the one before, and only the adding warps ever wait
+Extents    every tile of queries may pass over some tiles of keys, by its bounds (triton_backward.extent_bounds). The producer
+           brings what each query sees of the keys in a word, and every score is masked
+ALiBi      is taken off lse2 for the queries by the producer; the rest of it is a number a key
+Dropout    the sign of p says what is kept, so that nothing else has to be kept for ds
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -27,9 +31,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .gluon import copy_tile
-from .hopper_common import accumulator, acquire, barrier, matrix, packed_half, release, rows_by_lines
-from .hopper_sums import BLOCK_K, DQ_FREE, DQ_FULL, TO_ADDER, WITH_ADDER, Place, adder, everywhere, hand_over, query_tiles
-from .triton_common import ROW_FIELDS, load_row, some_hidden
+from .hopper_common import accumulator, acquire, barrier, kept_of_keys, matrix, packed_half, release, rows_by_lines
+from .hopper_sums import (
+    BLOCK_K,
+    DQ_FREE,
+    DQ_FULL,
+    TO_ADDER,
+    WITH_ADDER,
+    Place,
+    adder,
+    everywhere,
+    hand_over,
+    query_tiles,
+    survey,
+    visits,
+    walk_of,
+)
+from .triton_common import LOG2E, ROW_FIELDS, keys_seen, load_row, some_hidden, tanh
 
 NEVER = gl.constexpr(2**30)
 
@@ -53,6 +71,7 @@ class Sizes(NamedTuple):
     BLOCK_D: Any
     FIRST: Any
     CLEAN: Any
+    ALIGNED: Any
     STAGES: Any
     OUT_STAGES: Any
 
@@ -61,8 +80,12 @@ class Given(NamedTuple):
     """The kernel's arguments but for its TMA descriptors; None for what there is not."""
 
     rows: Any
+    extents: Any
+    bounds: Any
     ceiling: Any
     hidden: Any
+    slopes: Any
+    streams: Any
     lse2: Any
     delta: Any
     dk_in: Any
@@ -72,6 +95,9 @@ class Given(NamedTuple):
     dv: Any
     scale: Any
     inner: Any
+    cap: Any
+    threshold: Any
+    rescale: Any
     S: Any
     T: Any
 
@@ -83,6 +109,7 @@ class Shared(NamedTuple):
     dout: Any
     lse2: Any
     delta: Any
+    seen: Any
     k: Any
     v: Any
     ds: Any
@@ -102,8 +129,12 @@ def hopper_backward(
     lse2_BHS,
     delta_BHS,
     rows_ptr,
+    extents_ptr,
+    bounds_ptr,
     ceiling_BT,
     hidden_ptr,
+    slopes_ptr,
+    streams_BH,
     dk_in_BTGD,
     dv_in_BTGE,
     dq_RX,
@@ -111,6 +142,9 @@ def hopper_backward(
     dv_BTGE,
     scale,
     inner,
+    cap,
+    threshold,
+    rescale,
     S,
     T,
     together,
@@ -127,16 +161,18 @@ def hopper_backward(
     BLOCK_D: gl.constexpr,
     FIRST: gl.constexpr,
     CLEAN: gl.constexpr,
+    ALIGNED: gl.constexpr,
     STAGES: gl.constexpr,
     OUT_STAGES: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
     sizes: gl.constexpr = Sizes(
-        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, STAGES, OUT_STAGES
+        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, ALIGNED, STAGES, OUT_STAGES
     )
     given = Given(
-        rows_ptr, ceiling_BT, hidden_ptr, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, S, T
-    )
+        rows_ptr, extents_ptr, bounds_ptr, ceiling_BT, hidden_ptr, slopes_ptr, streams_BH, lse2_BHS, delta_BHS,
+        dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, cap, threshold, rescale, S, T,
+    )  # fmt: skip
     slot = T // K_RUNS
     tiles = gl.cdiv(slot, BLOCK_K)
     # `together` heads of keys at a time, of each the tiles in their order.
@@ -147,16 +183,17 @@ def hopper_backward(
     head = before + place_in_heads % heads
     k_run = tile // tiles
     k_tile = tile % tiles
-    steps = 0
-    for q_run in range(Q_RUNS):
-        first, last, _, _ = query_tiles(rows_ptr, q_run, k_run, k_tile, sizes)
-        steps += last - first
-    place = Place(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, slot, S // Q_RUNS, steps * (H // G))
+    place = Place(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, slot, S // Q_RUNS, 0, (0, 0), (0, 0))
+    place = survey(given, place, sizes)
+    words = None
+    if extents_ptr is not None:
+        words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = Shared(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_BSHD.layout),
         gl.allocate_shared_memory(DTYPE, [OUT_STAGES, 1, BLOCK_Q, 1, BLOCK_D], dout_BSHE.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [OUT_STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        words,
         gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
         gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
@@ -202,25 +239,29 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.
             head = place.group * (sizes.H // sizes.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
-                first, last, _, _ = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
+                first, last = walk_of(place, q_run)
                 q_base = gl.load(given.rows + (q_run * sizes.K_RUNS + place.k_run) * ROW_FIELDS + 2)
                 for t in range(last - first):
-                    i = (last - 1 - t) * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
-                    token = q_base + (last - 1 - t) * BLOCK_Q
-                    at = (place.batch * sizes.H + head).to(gl.int64) * given.S + q_base + i
-                    lse2 = gl.load(given.lse2 + at, mask=i < place.q_slot, other=0.0)
-                    delta = gl.load(given.delta + at, mask=i < place.q_slot, other=0.0)
-                    stage = step % STAGES
-                    if step >= STAGES:
-                        acquire(stage, 2)
-                    bring(lse2, shared.lse2, q_BSHD, [place.batch, token, head, 0], shared.q, shared.q_full, stage, sizes)
-                    stage = step % OUT_STAGES
-                    if step >= OUT_STAGES:
-                        acquire(STAGES + stage, 2)
-                    bring(
-                        delta, shared.delta, dout_BSHE, [place.batch, token, head, 0], shared.dout, shared.dout_full, stage, sizes
-                    )
-                    step += 1
+                    tile = last - 1 - t
+                    if visits(given, place, sizes, q_run, tile):
+                        i = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
+                        at = [place.batch, q_base + tile * BLOCK_Q, head, 0]
+                        sums = (place.batch * sizes.H + head).to(gl.int64) * given.S + q_base + i
+                        lse2 = gl.load(given.lse2 + sums, mask=i < place.q_slot, other=0.0)
+                        delta = gl.load(given.delta + sums, mask=i < place.q_slot, other=0.0)
+                        if given.slopes is not None:
+                            lse2 -= bias_of_queries(given, place, sizes, q_run, head, i)
+                        stage = step % STAGES
+                        if step >= STAGES:
+                            acquire(stage, 2)
+                        if given.extents is not None:
+                            shared.seen.index(stage).store(seen_of_tile(given, place, sizes, q_run, i))
+                        bring(lse2, shared.lse2, q_BSHD, at, shared.q, shared.q_full, stage, sizes)
+                        stage = step % OUT_STAGES
+                        if step >= OUT_STAGES:
+                            acquire(STAGES + stage, 2)
+                        bring(delta, shared.delta, dout_BSHE, at, shared.dout, shared.dout_full, stage, sizes)
+                        step += 1
         for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay half full
             acquire(left % STAGES, 2)
         for left in range(gl.maximum(step - OUT_STAGES, 0), step):
@@ -234,6 +275,24 @@ def bring(x, sums, source, at, tiles, full, stage, sizes: gl.constexpr):
     everywhere("bar.warp.sync 0xffffffff;")
     mbarrier.expect(full.index(stage), 2 * sizes.BLOCK_Q * sizes.BLOCK_D)
     copy_tile(source, at, full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def seen_of_tile(given, place, sizes: gl.constexpr, q_run, i):
+    """A word for each query: the first key of the tile that it sees, and from bit 8 on how many."""
+    lo, hi, q_base, q_len, _, _, k_len, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
+    begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
+    begin = gl.minimum(gl.maximum(begin - place.n0, 0), BLOCK_K)
+    end = gl.minimum(gl.maximum(end - place.n0, 0), BLOCK_K)
+    return begin | gl.maximum(end - begin, 0) << 8
+
+
+@gluon.jit
+def bias_of_queries(given, place, sizes: gl.constexpr, q_run, head, i):
+    """What ALiBi adds to the scores of queries with the tile's first key, in base 2."""
+    _, _, _, _, q_start, _, _, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
+    slope = gl.load(given.slopes + head).to(gl.float32) * LOG2E
+    return slope * (k_start - q_start + stride * (place.n0 - i)).to(gl.float32)
 
 
 # --- the warpgroups that multiply -------------------------------------------------------------------------------------
@@ -261,36 +320,75 @@ def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
         mbarrier.wait(shared.q_full.index(0), 0)
         s = warpgroup_mma_wait(0, deps=[multiply_queries(shared, 0, sizes, GROUP)])
         at = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
-        for _ in range(sizes.H // sizes.G):
+        for member in range(sizes.H // sizes.G):
+            head = place.group * (sizes.H // sizes.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
-                first, last, whole_first, whole_last = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
-                lo, hi, _, q_len, _, _, _, _, _ = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
-                whole_last = gl.where(some_unseen, whole_first, whole_last)
-                begin = gl.where(seen, j + lo, 2147483647)
-                for part in range(2):  # from the last queries to the first: partly seen, whole, and partly seen again
-                    above = gl.where(part == 0, last, whole_first)
-                    for t in range(above - gl.where(part == 0, whole_last, first)):
-                        query = (above - 1 - t) * BLOCK_Q
-                        at, s, dk, dv = visit(
-                            at, s, dk, dv, query, begin, hi - lo, q_len, given, shared, place, sizes, True, GROUP
-                        )
-                    for t in range(gl.where(part == 0, whole_last - whole_first, 0)):
-                        query = (whole_last - 1 - t) * BLOCK_Q
-                        at, s, dk, dv = visit(
-                            at, s, dk, dv, query, begin, hi - lo, q_len, given, shared, place, sizes, False, GROUP
-                        )
+                run = run_of(given, place, sizes, q_run, head, j, seen)
+                if given.extents is not None:
+                    first, last = walk_of(place, q_run)
+                    here = visits(given, place, sizes, q_run, last - 1)
+                    for t in range(last - first):
+                        query = (last - 1 - t) * BLOCK_Q
+                        visited = here
+                        here = visits(given, place, sizes, q_run, gl.maximum(last - 2 - t, 0))
+                        if visited:
+                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True, GROUP)
+                else:
+                    first, last, whole_first, whole_last = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
+                    whole_last = gl.where(some_unseen, whole_first, whole_last)
+                    for part in range(2):  # from the last queries to the first: partly seen, whole, and partly seen again
+                        above = gl.where(part == 0, last, whole_first)
+                        for t in range(above - gl.where(part == 0, whole_last, first)):
+                            query = (above - 1 - t) * BLOCK_Q
+                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True, GROUP)
+                        for t in range(gl.where(part == 0, whole_last - whole_first, 0)):
+                            query = (whole_last - 1 - t) * BLOCK_Q
+                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, False, GROUP)
     barrier(BOTH, CONSUMERS_MET, 4)
+    if given.streams is not None:
+        dv *= given.rescale
     dv_in = given.dk_in if given.dv_in is None else given.dv_in
     dv_to = given.dk if given.dv is None else given.dv
     finish(dk * given.scale, given.dk_in, given.dk, 0, shared.k, sizes.K_STRIDE, sizes.D, given, place, sizes, GROUP)
     finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v, sizes.V_STRIDE, sizes.E, given, place, sizes, GROUP)
 
 
+class Run(NamedTuple):
+    """A run of queries as 64 keys see it: the first query that sees a key, ``width`` after it; with extents the key's number
+    in the tile. ``bias``: what ALiBi adds for the keys. ``stream``: what dropout draws by."""
+
+    begin: Any
+    width: Any
+    q_len: Any
+    q_start: Any
+    k_start: Any
+    stride: Any
+    bias: Any
+    stream: Any
+
+
+@gluon.jit
+def run_of(given, place, sizes: gl.constexpr, q_run, head, j, seen):
+    """The run of queries of a head."""
+    lo, hi, _, q_len, q_start, _, _, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
+    if given.extents is None:
+        begin = gl.where(seen, j + lo, 2147483647)
+    else:
+        begin = gl.where(seen, j - place.n0, NEVER)
+    bias = 0.0
+    if given.slopes is not None:
+        slope = gl.load(given.slopes + head).to(gl.float32) * LOG2E
+        bias = slope * (stride * (j - place.n0)).to(gl.float32)
+    stream = 0
+    if given.streams is not None:
+        stream = gl.load(given.streams + place.batch * sizes.H + head)
+    return Run(begin, hi - lo, q_len, q_start, k_start, stride, bias, stream)
+
+
 @gluon.jit
 def visit(
-    at, s, dk, dv, query, begin, width, q_len, given, shared, place, sizes: gl.constexpr,
-    MASKED: gl.constexpr, GROUP: gl.constexpr,
+    at, s, dk, dv, query, run, given, shared, place, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """One tile of queries. ``s``: k q^T of it; those of the next tile run beside the sums of this one.
 
@@ -314,12 +412,32 @@ def visit(
     zero = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
     of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
-    p = gl.exp2(s * given.inner - gl.expand_dims(lse2, 0))
+    factor = 1.0
+    if given.cap is None:
+        s *= given.inner
+    else:
+        s = tanh(s * given.inner, False)
+        factor = 1.0 - s * s
+        s *= given.cap
+    s -= gl.expand_dims(lse2, 0)
+    if given.slopes is not None:
+        s += gl.expand_dims(run.bias, 1)
+    p = gl.exp2(s)
     if MASKED:
-        i = query + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
-        i = gl.expand_dims(gl.where(i < q_len, i, NEVER), 0)
-        p = gl.where((i - gl.expand_dims(begin, 1)).to(gl.uint32) <= width.to(gl.uint32), p, 0.0)
-    half = gl.convert_layout(packed_half(p, DTYPE), P_LAYOUT, assert_trivial=True)
+        p = gl.where(visible(query, run, shared, stage, given, sizes), p, 0.0)
+    if given.streams is None:
+        half = packed_half(p, DTYPE)
+    else:
+        first = place.n0 + GROUP * 64
+        keep = kept_of_keys(
+            run.stream, given.threshold, query, first, run.q_start, run.k_start, run.stride, BLOCK_Q, sizes.ALIGNED
+        )
+        half = packed_half(gl.where(keep, p, 0.0), DTYPE)
+    if given.cap is not None:
+        p *= factor
+    if given.streams is not None:
+        p = gl.where(keep, p, -p)
+    half = gl.convert_layout(half, P_LAYOUT, assert_trivial=True)
     more = step < place.steps - 1  # behind the last tile its scores are made again, for nothing
     around = more & (stage == STAGES - 1)
     following = gl.where(around, 0, stage + more.to(gl.int32))
@@ -328,6 +446,9 @@ def visit(
     dv = warpgroup_mma(half, dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[of_values])
     delta = shared.delta.index(out_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    if given.streams is not None:
+        dp = gl.where(p > 0.0, dp * given.rescale, 0.0)
+        p = gl.abs(p)
     ds = packed_half(p * (dp - gl.expand_dims(delta, 0)), DTYPE)
     tile = shared.ds.index(step & 1)
     tile.slice(GROUP * 64, 64, dim=0).store(ds)
@@ -352,6 +473,20 @@ def visit(
     s, dk, ds = warpgroup_mma_wait(0, deps=[ahead, dk, ds])
     release(stage, 2)
     return (following, following_phase, step + 1), s, dk, dv
+
+
+@gluon.jit
+def visible(query, run, shared, stage, given, sizes: gl.constexpr):
+    """bool [64, queries]: which keys a query sees."""
+    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q)
+    if given.extents is None:
+        i = query + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+        i = gl.expand_dims(gl.where(i < run.q_len, i, NEVER), 0)
+        seen = (i - gl.expand_dims(run.begin, 1)).to(gl.uint32) <= run.width.to(gl.uint32)
+    else:
+        words = gl.expand_dims(shared.seen.index(stage).load(gl.SliceLayout(0, S_LAYOUT)), 0)
+        seen = (gl.expand_dims(run.begin, 1) - (words & 255)).to(gl.uint32) < (words >> 8).to(gl.uint32)
+    return seen
 
 
 @gluon.jit
@@ -380,14 +515,19 @@ def keys_seen_by_some(given, place, sizes: gl.constexpr, j):
 
 @gluon.jit
 def hide_unseen(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Keys and values that no query sees become 0, since 0 times NaN is NaN."""
+    """Keys and values that no query sees become 0, since 0 times NaN is NaN.
+
+    With extents, of which each query may see others: what is not finite. Whoever sees such a key has NaN for lse2 or delta.
+    """
     LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D)
     j = place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LINES))
     seen = gl.expand_dims(keys_seen_by_some(given, place, sizes, j), 1)
-    k = matrix(shared.k).slice(GROUP * 64, 64, dim=0)
-    k.store(gl.where(seen, k.load(LINES), 0.0))
-    v = matrix(shared.v).slice(GROUP * 64, 64, dim=0)
-    v.store(gl.where(seen, v.load(LINES), 0.0))
+    for tile in gl.static_range(2):
+        half = matrix(shared.k if tile == 0 else shared.v).slice(GROUP * 64, 64, dim=0)
+        x = half.load(LINES)
+        if given.extents is not None:
+            seen = seen & (gl.abs(x.to(gl.float32)) < float("inf"))
+        half.store(gl.where(seen, x, 0.0))
     fence_async_shared()
 
 

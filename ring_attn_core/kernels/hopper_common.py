@@ -126,3 +126,21 @@ def kept_of_tile(stream, threshold, i, first, key, q_start, k_start, stride, WID
         k_pos = k_start + stride * (key + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
         keep = kept(stream, threshold, q_pos, k_pos, 0, 0, 64, WIDTH, False, False)
     return keep
+
+
+@gluon.jit
+def kept_of_keys(stream, threshold, query, key, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
+    """bool [64 keys, WIDTH queries], the other way round; ``query``, ``key``: the first ones."""
+    LAYOUT: gl.constexpr = accumulator(WIDTH)
+    if ALIGNED:
+        COUNTERS: gl.constexpr = counters(WIDTH)
+        of_q = (q_start + stride * query) // 2 + gl.arange(0, WIDTH // 2, gl.SliceLayout(0, COUNTERS))
+        of_k = (k_start + stride * key) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        a, b = philox2x32(gl.expand_dims(of_q, 0), gl.expand_dims(of_k, 1), stream)
+        keep = gl.join(halves_kept(a, threshold), halves_kept(b, threshold)).reshape([4, 8, WIDTH // 16, 8, 2, 2])
+        keep = gl.convert_layout(keep.permute([0, 4, 1, 2, 5, 3]).reshape([64, WIDTH]), LAYOUT, assert_trivial=True)
+    else:
+        q_pos = q_start + stride * (query + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
+        k_pos = k_start + stride * (key + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, 64, False, True)
+    return keep

@@ -26,6 +26,7 @@ from .gluon import add_tile
 from .hopper_common import barrier
 from .triton_common import load_row, tiles_in_band
 
+SCAN = gl.constexpr(128)
 BLOCK_K = gl.constexpr(128)
 WITH_ADDER = gl.constexpr("bar.sync $1, 288; mov.u32 $0, $1;")
 TO_ADDER = gl.constexpr("bar.arrive $1, 288; mov.u32 $0, $1;")
@@ -34,7 +35,10 @@ DQ_FREE = gl.constexpr(8)
 
 
 class Place(NamedTuple):
-    """A program's tile of keys, from ``n0`` on of a run of ``slot``; ``k_tile`` is its number in that run."""
+    """A program's tile of keys, from ``n0`` on of a run of ``slot``; ``k_tile`` is its number in that run.
+
+    ``steps``: tiles of queries that it visits, of all heads; from the ``first`` to the ``last`` of each run (see walk_of).
+    """
 
     batch: Any
     group: Any
@@ -44,6 +48,8 @@ class Place(NamedTuple):
     slot: Any
     q_slot: Any
     steps: Any
+    first: Any
+    last: Any
 
 
 @gluon.jit
@@ -53,6 +59,68 @@ def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
     n0 = k_tile * BLOCK_K
     first, last, whole_first, whole_last = tiles_in_band(n0, gl.minimum(n0 + BLOCK_K, k_len), -hi, -lo, q_len, sizes.BLOCK_Q)
     return first, last, whole_first, gl.where(n0 + BLOCK_K > k_len, whole_first, whole_last)
+
+
+@gluon.jit
+def survey(given, place, sizes: gl.constexpr):
+    """The place with the tiles of queries that it visits: of a run those between ``first`` and ``last`` that ``visits`` names."""
+    gl.static_assert(sizes.Q_RUNS <= 2)
+    steps = 0
+    firsts = (0, 0)
+    lasts = (0, 0)
+    for q_run in gl.static_range(sizes.Q_RUNS):
+        first, last, _, _ = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
+        if given.extents is None:
+            steps += last - first
+        else:
+            lowest = last
+            highest = first
+            for at in range(first, last, SCAN):
+                tile = at + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // 32], [32], [gl.num_warps()], [0]))
+                some = (tile < last) & visits(given, place, sizes, q_run, tile)
+                lowest = gl.minimum(lowest, gl.min(gl.where(some, tile, last), 0))
+                highest = gl.maximum(highest, gl.max(gl.where(some, tile + 1, first), 0))
+                steps += gl.sum(some.to(gl.int32), 0)
+            first = lowest
+            last = gl.maximum(highest, lowest)
+        if q_run == 0:
+            firsts = (first, first)
+            lasts = (last, last)
+        else:
+            firsts = (firsts[0], first)
+            lasts = (lasts[0], last)
+    steps = steps * (sizes.H // sizes.G)
+    return Place(
+        place.batch, place.group, place.k_run, place.k_tile, place.n0, place.slot, place.q_slot, steps, firsts, lasts
+    )  # fmt: skip
+
+
+@gluon.jit
+def walk_of(place, q_run):
+    """The first and the last tile of a run of queries that a tile of keys visits, and what is between them."""
+    return gl.where(q_run == 0, place.first[0], place.first[1]), gl.where(q_run == 0, place.last[0], place.last[1])
+
+
+@gluon.jit
+def visits(given, place, sizes: gl.constexpr, q_run, tile):
+    """Whether some query of a tile may see this tile of keys by its extent."""
+    if given.extents is None:
+        some = True
+    else:
+        first, last = keys_in_extents(given, place, sizes, q_run, place.k_run, tile)
+        some = (first <= place.k_tile) & (place.k_tile < last)
+    return some
+
+
+@gluon.jit
+def keys_in_extents(given, place, sizes: gl.constexpr, q_run, k_run, tile):
+    """Tiles of a run of keys that some query of a tile of queries may see by its extent: first, last."""
+    _, _, _, _, _, _, k_len, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + k_run)
+    tiles = gl.cdiv(place.q_slot, sizes.BLOCK_Q)
+    at = given.bounds + ((place.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(tile, tiles - 1)) * 4
+    begin = (gl.maximum(gl.load(at) - k_start, 0) + stride - 1) // stride
+    end = gl.minimum((gl.maximum(gl.load(at + 1) - k_start, 0) + stride - 1) // stride, k_len)
+    return begin // BLOCK_K, (end + BLOCK_K - 1) // BLOCK_K
 
 
 @gluon.jit
@@ -66,22 +134,27 @@ def adder(dq_in_RX, given, shared, place, sizes: gl.constexpr):
         head = place.group * (sizes.H // sizes.G) + member
         for each in range(sizes.Q_RUNS):
             q_run = sizes.Q_RUNS - 1 - each
-            first, last, _, _ = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
+            first, last = walk_of(place, q_run)
             at = ((place.batch * sizes.H + head) * sizes.Q_RUNS + q_run) * tiles
             turn, turns = turn_of(given, place, sizes, q_run, last - 1)
+            here = visits(given, place, sizes, q_run, last - 1)
             for t in range(last - first):
                 tile = last - 1 - t
+                visited = here
                 word = words + (at + tile) * 8
-                wait_for_turn(word, turn)
-                barrier(WITH_ADDER, DQ_FULL, 1)
-                add_tile(dq_in_RX, [(at + tile) * 32, 0], shared.dq)
                 by = gl.where(turn == turns - 1, -turn, 1)
-                turn, turns = turn_of(given, place, sizes, q_run, tile - 1)
-                everywhere("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
-                if step < place.steps - 1:
-                    barrier(TO_ADDER, DQ_FREE, 1)
-                next_turn(word, by)
-                step += 1
+                if visited:
+                    wait_for_turn(word, turn)
+                    barrier(WITH_ADDER, DQ_FULL, 1)
+                    add_tile(dq_in_RX, [(at + tile) * 32, 0], shared.dq)
+                turn, turns = turn_of(given, place, sizes, q_run, gl.maximum(tile - 1, 0))
+                here = visits(given, place, sizes, q_run, gl.maximum(tile - 1, 0))
+                if visited:
+                    everywhere("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
+                    if step < place.steps - 1:
+                        barrier(TO_ADDER, DQ_FREE, 1)
+                    next_turn(word, by)
+                    step += 1
 
 
 @gluon.jit
@@ -94,6 +167,10 @@ def turn_of(given, place, sizes: gl.constexpr, q_run, tile):
         m0 = tile * sizes.BLOCK_Q
         first = gl.maximum(m0 - hi, 0) // BLOCK_K
         last = gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - lo, 0) + BLOCK_K - 1, k_len + BLOCK_K - 1) // BLOCK_K
+        if given.extents is not None:
+            least, greatest = keys_in_extents(given, place, sizes, q_run, k_run, tile)
+            first = gl.maximum(first, least)
+            last = gl.minimum(last, greatest)
         some = (lo <= hi) & (m0 < q_len) & (m0 < k_len + hi)
         count = gl.where(some, gl.maximum(last - first, 0), 0)
         turn += gl.where(k_run < place.k_run, count, 0) + gl.where(k_run == place.k_run, place.k_tile - first, 0)
@@ -103,12 +180,15 @@ def turn_of(given, place, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Until ``turn`` programs have added; what they added is there then."""
+    """Until ``turn`` programs have added; what they added is there then.
+
+    Relaxed, for an acquire would empty the L1 cache at every step, and TMA adds in the L2 cache whatever L1 holds.
+    """
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     expected = gl.full([32], 0, gl.int32, EACH) + turn
     text: gl.constexpr = (
-        "{ .reg .pred p; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [$1]; setp.ne.b32 p, seen, $2; "
+        "{ .reg .pred p; .reg .b32 seen; again: ld.relaxed.gpu.global.b32 seen, [$1]; setp.ne.b32 p, seen, $2; "
         "@p bra again; fence.proxy.async.global; mov.b32 $0, seen; }"
     )
     gl.inline_asm_elementwise(text, "=r,l,r,~{memory}", [address, expected], dtype=gl.int32, is_pure=False, pack=1)
@@ -122,7 +202,7 @@ def next_turn(at, by):
     increment = gl.full([32], 0, gl.int32, EACH) + by
     text: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
-        "setp.eq.u32 p, lane, 0; @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.s32 [$1], $2; mov.b32 $0, $2; }"
+        "setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.s32 [$1], $2; mov.b32 $0, $2; }"
     )
     gl.inline_asm_elementwise(text, "=r,l,r,~{memory}", [address, increment], dtype=gl.int32, is_pure=False, pack=1)
 

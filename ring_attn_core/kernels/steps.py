@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from ..dropout import rescale, threshold
 from . import hopper
 from .calls import Call
 from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from .tiles import TileConfig, padded
-
-LOG2E = math.log2(math.e)
 
 
 def of_ring(call: Call, steps: int) -> Iterator[Launch]:
@@ -62,7 +58,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
         "lse_in_BSH": None if first else Array("lse_in", "float32"),
         "out_BSHE": Array("out", out.dtype),
         "lse_BSH": Array("lse", "float32"),
-        **_numbers(call),
+        **call.numbers,
     }
     constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
@@ -92,16 +88,16 @@ def delta(call: Call, out_dtype: str) -> Launch:
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: Call) -> Launch:
-    """What the queries of a tile may see by their extents: output ``bounds`` int32 [b, q tiles of dkv, 4]."""
-    tiles = call.tiles("dkv")
+    """What the queries of a tile may see by their extents: output ``bounds`` int32 [b, q tiles of the backward, 4]."""
+    block_q = hopper.queries(call) if in_one_pass(call) else call.tiles("dkv").block_q
     arguments = {
         "extents_ptr": Array("extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
         "bounds_ptr": Array("bounds", "int32"),
         "S": Scalar(call.seq_local, "i32"),
     }
-    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": tiles.block_q}
-    q_tiles = call.q_tiles(tiles.block_q)
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q}
+    q_tiles = call.q_tiles(block_q)
     outputs = (Output("bounds", (call.batch, q_tiles, 4), "int32"),)
     return _launch("extent_bounds", q_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
 
@@ -147,7 +143,7 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
         "dq_in_BSHD": None if first else Array("dq_in", "float32"),
         "dq_BSHD": Array("dq", out.dtype),
         "scale": Scalar(call.scale, "fp32"),
-        **_numbers(call),
+        **call.numbers,
     }
     constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
@@ -179,7 +175,7 @@ def dkv(call: Call, first: bool, last: bool) -> Launch:
         **given,
         **{p + suffix[p]: Array(name, dtype) for p, name in names.items()},
         "scale": Scalar(call.scale, "fp32"),
-        **_numbers(call),
+        **call.numbers,
     }
     constants = {**_constants(call, tiles), "FIRST": first}
     grid = call.k_tiles(tiles.block_k) * call.kv_heads * call.batch
@@ -229,18 +225,6 @@ def _backward_inputs(call: Call) -> dict[str, Argument | None]:
         "ceiling_BT": call.array("ceiling"),
         "slopes_ptr": call.array("slopes"),
         "streams_BH": call.array("streams", "uint32"),
-    }
-
-
-def _numbers(call: Call) -> dict[str, Argument | None]:
-    cap = call.softcap
-    return {
-        "inner": Scalar(call.scale * LOG2E if cap is None else call.scale / cap, "fp32"),
-        "cap": None if cap is None else Scalar(cap * LOG2E, "fp32"),
-        "threshold": Scalar(threshold(call.dropout_rate) << 16, "u32") if "streams" in call.given else None,
-        "rescale": Scalar(rescale(call.dropout_rate), "fp32"),
-        "S": Scalar(call.seq_local, "i32"),
-        "T": Scalar(call.kv_local, "i32"),
     }
 
 
