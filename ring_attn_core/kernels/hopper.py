@@ -199,7 +199,7 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
     given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
     dq = Output("dq", sums_of_dq(call), "float32", "dq_in")
     grid = call.k_tiles(128) * call.kv_heads * call.batch
-    return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 4, 1)
+    return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
 
 
 @lru_cache(maxsize=4096)

@@ -1,12 +1,13 @@
 """Backward attention of one rank's queries over one k/v shard, in Gluon for Hopper (sm_90a): one pass over tiles of keys.
 
 What it computes is said in triton_backward. Here a program takes a tile of 128 keys of a key head and walks over the queries that
-see it, of every query head of the group, with 5 products where the portable kernels make 7: two warpgroups have 64 keys each,
+see it, of every query head of the group, with 5 products where the portable kernels make 7: two warpgroups, 64 keys each,
 
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q
 
 with p^T and ds^T going from registers into the products; ds passes through shared memory once, for dq = ds k, of which each
-warpgroup makes a half. A warp has TMA bring q and dout; another has it add dq to float32 sums in memory.
+warpgroup makes a half. They are one partition of 8 warps, and the first: what others get of shared memory are numbers at run time,
+which cost registers. A warp has TMA bring q and dout; another has it add dq to float32 sums in memory.
 
 Sums       dq_RX, of every tile of queries 8192 in the order of the accumulators' registers; behind all of them a word for each
            tile, the number of the k tile whose turn it is. ``hopper_dq`` makes dq of them, once per ring
@@ -42,6 +43,7 @@ from .hopper_sums import (
     adder,
     everywhere,
     hand_over,
+    layout_of_dq,
     query_tiles,
     survey,
     visits,
@@ -50,9 +52,6 @@ from .hopper_sums import (
 from .triton_common import LOG2E, ROW_FIELDS, keys_seen, load_row, some_hidden, tanh
 
 NEVER = gl.constexpr(2**30)
-
-BOTH = gl.constexpr("bar.sync $1, 256; mov.u32 $0, $1;")
-CONSUMERS_MET = gl.constexpr(6)
 
 
 class Sizes(NamedTuple):
@@ -209,13 +208,12 @@ def hopper_backward(
         mbarrier.init(shared.dout_full.index(stage), count=1)
     gl.warp_specialize(
         [
-            (consumer, (given, shared, place, sizes, 0)),
-            (consumer, (given, shared, place, sizes, 1)),
+            (consumer, (given, shared, place, sizes)),
             (producer, (q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes)),
             (adder, (dq_in_RX, given, shared, place, sizes)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [1, 1],
+        [24, 24],
     )
 
 
@@ -299,16 +297,16 @@ def bias_of_queries(given, place, sizes: gl.constexpr, q_run, head, i):
 
 
 @gluon.jit
-def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """dk and dv of 64 keys, and a half of dq of 128."""
+def consumer(given, shared, place, sizes: gl.constexpr):
+    """dk and dv of the keys, and dq of the queries."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
-    O_LAYOUT: gl.constexpr = accumulator(BLOCK_D)
-    dk = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
-    dv = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
+    S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q, 8)
+    O_LAYOUT: gl.constexpr = accumulator(BLOCK_D, 8)
+    dk = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, O_LAYOUT)
+    dv = gl.zeros([BLOCK_K, BLOCK_D], gl.float32, O_LAYOUT)
     if place.steps > 0:
-        j = place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+        j = place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, S_LAYOUT))
         seen = keys_seen_by_some(given, place, sizes, j)
         some_unseen = False
         if given.ceiling is not None:
@@ -316,9 +314,9 @@ def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
             some_unseen = some_hidden(given.hidden, place.batch, given.T, k_base + place.n0, BLOCK_K, 16)
         mbarrier.wait(shared.keys_full.index(0), 0)
         if sizes.CLEAN:
-            hide_unseen(given, shared, place, sizes, GROUP)
+            hide_unseen(given, shared, place, sizes)
         mbarrier.wait(shared.q_full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=[multiply_queries(shared, 0, sizes, GROUP)])
+        s = warpgroup_mma_wait(0, deps=[multiply_queries(shared, 0, sizes)])
         at = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
         for member in range(sizes.H // sizes.G):
             head = place.group * (sizes.H // sizes.G) + member
@@ -333,7 +331,7 @@ def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
                         visited = here
                         here = visits(given, place, sizes, q_run, gl.maximum(last - 2 - t, 0))
                         if visited:
-                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True, GROUP)
+                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True)
                 else:
                     first, last, whole_first, whole_last = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
                     whole_last = gl.where(some_unseen, whole_first, whole_last)
@@ -341,21 +339,20 @@ def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
                         above = gl.where(part == 0, last, whole_first)
                         for t in range(above - gl.where(part == 0, whole_last, first)):
                             query = (above - 1 - t) * BLOCK_Q
-                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True, GROUP)
+                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True)
                         for t in range(gl.where(part == 0, whole_last - whole_first, 0)):
                             query = (whole_last - 1 - t) * BLOCK_Q
-                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, False, GROUP)
-    barrier(BOTH, CONSUMERS_MET, 4)
+                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, False)
     if given.streams is not None:
         dv *= given.rescale
     dv_in = given.dk_in if given.dv_in is None else given.dv_in
     dv_to = given.dk if given.dv is None else given.dv
-    finish(dk * given.scale, given.dk_in, given.dk, 0, shared.k, sizes.K_STRIDE, sizes.D, given, place, sizes, GROUP)
-    finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v, sizes.V_STRIDE, sizes.E, given, place, sizes, GROUP)
+    finish(dk * given.scale, given.dk_in, given.dk, 0, shared.k, sizes.K_STRIDE, sizes.D, given, place, sizes)
+    finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v, sizes.V_STRIDE, sizes.E, given, place, sizes)
 
 
 class Run(NamedTuple):
-    """A run of queries as 64 keys see it: the first query that sees a key, ``width`` after it; with extents the key's number
+    """A run of queries as the keys see it: the first query that sees a key, ``width`` after it; with extents the key's number
     in the tile. ``bias``: what ALiBi adds for the keys. ``stream``: what dropout draws by."""
 
     begin: Any
@@ -388,7 +385,7 @@ def run_of(given, place, sizes: gl.constexpr, q_run, head, j, seen):
 
 @gluon.jit
 def visit(
-    at, s, dk, dv, query, run, given, shared, place, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
+    at, s, dk, dv, query, run, given, shared, place, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
     """One tile of queries. ``s``: k q^T of it; those of the next tile run beside the sums of this one.
 
@@ -397,8 +394,8 @@ def visit(
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     DTYPE: gl.constexpr = shared.q.dtype
-    S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(BLOCK_D), 2)
+    S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q, 8)
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(BLOCK_D, 8), 2)
     STAGES: gl.constexpr = sizes.STAGES
     stage, phase, step = at
     out_stage, out_phase = stage, phase
@@ -407,9 +404,9 @@ def visit(
     q = matrix(shared.q.index(stage))
     dout = matrix(shared.dout.index(out_stage))
     k = matrix(shared.k)
-    v = matrix(shared.v).slice(GROUP * 64, 64, dim=0)
+    v = matrix(shared.v)
     mbarrier.wait(shared.dout_full.index(out_stage), out_phase)
-    zero = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
+    zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, S_LAYOUT)
     of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
     lse2 = shared.lse2.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
     factor = 1.0
@@ -428,9 +425,8 @@ def visit(
     if given.streams is None:
         half = packed_half(p, DTYPE)
     else:
-        first = place.n0 + GROUP * 64
         keep = kept_of_keys(
-            run.stream, given.threshold, query, first, run.q_start, run.k_start, run.stride, BLOCK_Q, sizes.ALIGNED
+            run.stream, given.threshold, query, place.n0, run.q_start, run.k_start, run.stride, BLOCK_Q, sizes.ALIGNED
         )
         half = packed_half(gl.where(keep, p, 0.0), DTYPE)
     if given.cap is not None:
@@ -451,34 +447,31 @@ def visit(
         p = gl.abs(p)
     ds = packed_half(p * (dp - gl.expand_dims(delta, 0)), DTYPE)
     tile = shared.ds.index(step & 1)
-    tile.slice(GROUP * 64, 64, dim=0).store(ds)
+    tile.store(ds)
     ds = gl.convert_layout(ds, P_LAYOUT, assert_trivial=True)
     fence_async_shared()
-    barrier(BOTH, CONSUMERS_MET, 4)
-    zero_dq = gl.zeros([64, 64], gl.float32, accumulator(64))
-    if BLOCK_D == 128:
-        dq = warpgroup_mma(tile.permute([1, 0]), k.slice(GROUP * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
-    else:
-        dq = warpgroup_mma(tile.slice(GROUP * 64, 64, dim=1).permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
+    # Here Triton has all 8 warps meet: the product reads what all of them have stored.
+    zero_dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout_of_dq(BLOCK_Q))
+    dq = warpgroup_mma(tile.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
     dv, half = warpgroup_mma_wait(1, deps=[dv, half])
-    release(STAGES + out_stage, 2)
-    ahead = multiply_queries(shared, following, sizes, GROUP)
+    release(STAGES + out_stage, 2, 8)
+    ahead = multiply_queries(shared, following, sizes)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dq = warpgroup_mma_wait(2, deps=[dq])
     if step > 0:
-        barrier(WITH_ADDER, DQ_FREE, 4)
-    hand_over(dq, shared.dq.slice(GROUP * 16, 16, dim=0))
+        barrier(WITH_ADDER, DQ_FREE, 8)
+    hand_over(dq, shared.dq, BLOCK_Q)
     fence_async_shared()
-    barrier(TO_ADDER, DQ_FULL, 4)
+    barrier(TO_ADDER, DQ_FULL, 8)
     s, dk, ds = warpgroup_mma_wait(0, deps=[ahead, dk, ds])
-    release(stage, 2)
+    release(stage, 2, 8)
     return (following, following_phase, step + 1), s, dk, dv
 
 
 @gluon.jit
 def visible(query, run, shared, stage, given, sizes: gl.constexpr):
-    """bool [64, queries]: which keys a query sees."""
-    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q)
+    """bool [keys, queries]: which keys a query sees."""
+    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, 8)
     if given.extents is None:
         i = query + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
         i = gl.expand_dims(gl.where(i < run.q_len, i, NEVER), 0)
@@ -490,12 +483,11 @@ def visible(query, run, shared, stage, given, sizes: gl.constexpr):
 
 
 @gluon.jit
-def multiply_queries(shared, stage, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """k q^T [64, queries], in flight."""
-    zero = gl.zeros([64, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q))
-    k = matrix(shared.k).slice(GROUP * 64, 64, dim=0)
+def multiply_queries(shared, stage, sizes: gl.constexpr):
+    """k q^T [keys, queries], in flight."""
+    zero = gl.zeros([BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
     q = matrix(shared.q.index(stage))
-    return warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(matrix(shared.k), q.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -514,16 +506,16 @@ def keys_seen_by_some(given, place, sizes: gl.constexpr, j):
 
 
 @gluon.jit
-def hide_unseen(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+def hide_unseen(given, shared, place, sizes: gl.constexpr):
     """Keys and values that no query sees become 0, since 0 times NaN is NaN.
 
     With extents, of which each query may see others: what is not finite. Whoever sees such a key has NaN for lse2 or delta.
     """
-    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D)
-    j = place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D, 8)
+    j = place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
     seen = gl.expand_dims(keys_seen_by_some(given, place, sizes, j), 1)
     for tile in gl.static_range(2):
-        half = matrix(shared.k if tile == 0 else shared.v).slice(GROUP * 64, 64, dim=0)
+        half = matrix(shared.k if tile == 0 else shared.v)
         x = half.load(LINES)
         if given.extents is not None:
             seen = seen & (gl.abs(x.to(gl.float32)) < float("inf"))
@@ -534,31 +526,29 @@ def hide_unseen(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
-    given, place, sizes: gl.constexpr, GROUP: gl.constexpr,
+    given, place, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Adds what came before to the gradients of 64 keys, and stores them."""
+    """Adds what came before to the gradients of the keys, and stores them."""
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     DTYPE: gl.constexpr = to.dtype.element_ty
     if to.dtype.element_ty == gl.float32:
-        LAYOUT: gl.constexpr = accumulator(BLOCK_D)
-        at, inside = elements(given, place, sizes, GROUP, LAYOUT, STRIDE, WIDTH)
+        LAYOUT: gl.constexpr = accumulator(BLOCK_D, 8)
+        at, inside = elements(given, place, sizes, LAYOUT, STRIDE, WIDTH)
         if not sizes.FIRST:
             x += gl.load(before + at + COLUMN, mask=inside, other=0.0)
         gl.store(to + at + COLUMN, x, mask=inside)
     else:
-        LINES: gl.constexpr = rows_by_lines(BLOCK_D)
-        half = matrix(tile).slice(GROUP * 64, 64, dim=0)
+        LINES: gl.constexpr = rows_by_lines(BLOCK_D, 8)
+        half = matrix(tile)
         half.store(x.to(DTYPE))
-        at, inside = elements(given, place, sizes, GROUP, LINES, STRIDE, WIDTH)
+        at, inside = elements(given, place, sizes, LINES, STRIDE, WIDTH)
         gl.store(to + at + COLUMN, half.load(LINES), mask=inside)
 
 
 @gluon.jit
-def elements(
-    given, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr
-):
-    """Offsets of the elements of 64 keys of the group, and which of them there are."""
-    j = gl.expand_dims(place.n0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+def elements(given, place, sizes: gl.constexpr, LAYOUT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of the elements of the keys, and which of them there are."""
+    j = gl.expand_dims(place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT)), 1)
     d = gl.expand_dims(gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, LAYOUT)), 0)
     token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot
     return ((token + j) * sizes.G + place.group) * STRIDE + d, (j < place.slot) & (d < WIDTH)

@@ -36,9 +36,9 @@ def barrier(text: gl.constexpr, stage, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def release(stage, GROUPS: gl.constexpr):
-    """This warpgroup, of GROUPS, has read a stage for the last time."""
-    barrier(barrier_text("arrive", GROUPS), stage, 4)
+def release(stage, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
+    """This partition, one warpgroup of GROUPS or all of them, has read a stage for the last time."""
+    barrier(barrier_text("arrive", GROUPS), stage, WARPS)
 
 
 @gluon.jit
@@ -64,9 +64,9 @@ def prefetch_text(size):
 
 
 @constexpr_function
-def accumulator(width):
-    """The layout of wgmma's results [64, width] in one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+def accumulator(width, warps=4):
+    """The layout of wgmma's results [16 * warps, width], 64 rows to a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
 
 
 @gluon.jit
@@ -82,9 +82,9 @@ def column(x, LAYOUT: gl.constexpr):
 
 
 @constexpr_function
-def rows_by_lines(width):
+def rows_by_lines(width, warps=4):
     """A layout of [rows, width] of 16 bits in which a warp reads and writes whole lines of memory."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -103,11 +103,12 @@ def packed_half(p, DTYPE: gl.constexpr):
 
 
 @constexpr_function
-def counters(width):
-    """Of dropout's counters [32, width / 2] for scores [64, width]: a thread draws for just what it holds of an accumulator."""
+def counters(width, warps=4):
+    """Of dropout's counters [8 * warps, width / 2]: a thread draws for just what it holds of an ``accumulator``."""
     keys = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], *keys], lanes, [[8, 0], [16, 0]], [], [32, width // 2])
+    of_warps = [[8 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 1], *keys], lanes, of_warps, [], [8 * warps, width // 2])
 
 
 @gluon.jit
@@ -130,17 +131,17 @@ def kept_of_tile(stream, threshold, i, first, key, q_start, k_start, stride, WID
 
 @gluon.jit
 def kept_of_keys(stream, threshold, query, key, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """bool [64 keys, WIDTH queries], the other way round; ``query``, ``key``: the first ones."""
-    LAYOUT: gl.constexpr = accumulator(WIDTH)
+    """bool [128 keys, WIDTH queries] in 8 warps, the other way round; ``query``, ``key``: the first ones."""
+    LAYOUT: gl.constexpr = accumulator(WIDTH, 8)
     if ALIGNED:
-        COUNTERS: gl.constexpr = counters(WIDTH)
+        COUNTERS: gl.constexpr = counters(WIDTH, 8)
         of_q = (q_start + stride * query) // 2 + gl.arange(0, WIDTH // 2, gl.SliceLayout(0, COUNTERS))
-        of_k = (k_start + stride * key) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        of_k = (k_start + stride * key) // 2 + gl.arange(0, 64, gl.SliceLayout(1, COUNTERS))
         a, b = philox2x32(gl.expand_dims(of_q, 0), gl.expand_dims(of_k, 1), stream)
-        keep = gl.join(halves_kept(a, threshold), halves_kept(b, threshold)).reshape([4, 8, WIDTH // 16, 8, 2, 2])
-        keep = gl.convert_layout(keep.permute([0, 4, 1, 2, 5, 3]).reshape([64, WIDTH]), LAYOUT, assert_trivial=True)
+        keep = gl.join(halves_kept(a, threshold), halves_kept(b, threshold)).reshape([8, 8, WIDTH // 16, 8, 2, 2])
+        keep = gl.convert_layout(keep.permute([0, 4, 1, 2, 5, 3]).reshape([128, WIDTH]), LAYOUT, assert_trivial=True)
     else:
         q_pos = q_start + stride * (query + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
-        k_pos = k_start + stride * (key + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
-        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, 64, False, True)
+        k_pos = k_start + stride * (key + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)))
+        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, 128, False, True)
     return keep

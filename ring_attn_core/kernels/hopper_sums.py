@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon import add_tile
+from .gluon import add_tile, constexpr_function
 from .hopper_common import barrier
 from .triton_common import load_row, tiles_in_band
 
@@ -208,11 +208,26 @@ def next_turn(at, by):
 
 
 @gluon.jit
-def hand_over(dq, tile):
-    """An accumulator [64, 64] to shared memory as threads hold it: a thread's register 4 line + c at 512 line + 4 thread + c."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0])
-    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
-    tile.store(gl.convert_layout(dq, LINES, assert_trivial=True))
+def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
+    """dq to shared memory as threads hold it: register 4 line + c of a warpgroup's thread at 512 line + 4 thread + c."""
+    LINES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
+        [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        [[0, 128], [1, 0], [16, 0]],
+        [],
+        [32, 256],
+    )
+    if BLOCK_Q == 64:
+        dq = dq.reshape([4, 2, 8, 2, 8, 4, 2]).permute([3, 4, 0, 2, 5, 1, 6])
+    else:
+        dq = dq.reshape([2, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6])
+    tile.store(gl.convert_layout(dq.reshape([32, 256]), LINES, assert_trivial=True))
+
+
+@constexpr_function
+def layout_of_dq(block_q):
+    """Of dq [64, 128] or [128, 64] in two warpgroups: a half of the columns each, or of the queries."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
 
 
 @gluon.jit
