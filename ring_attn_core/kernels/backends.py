@@ -72,11 +72,6 @@ def _hopper(problem: Problem) -> str | None:
 
 
 def _drawback_of_hopper(problem: Problem) -> str | None:
-    """Forward on one H200: with softcap 3.6 ms against 3.3, with ALiBi 2.6 against 2.4 (benchmarks/results/kernel-h200.json)."""
-    if problem.softcap is not None:
-        return "with softcap the portable kernels are faster"
-    if any(array.name == "alibi_slopes" for array in problem.arrays):
-        return "with ALiBi the portable kernels are faster"
     if problem.q_shape[-1] > 128:
         return "its tiles of heads wider than 128 are measured on no GPU"
     if triton_release() > (3, 7):

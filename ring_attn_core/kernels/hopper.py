@@ -26,8 +26,16 @@ heads of 128 442 / 443 / 438 / 377.
 """
 
 
+def refusal_of_forward(call: Call) -> str | None:
+    """Why the Hopper forward does not take a call, in words; None where it does. The portable kernel takes what it refuses.
+
+    With softcap it took 3.7 ms against 2.9, with heads of 64 6.6 against 4.0 (one H200, 16,384 tokens, causal, 2,048 columns).
+    """
+    return "with softcap the portable forward is faster" if refusal(call) is None and call.softcap else refusal(call)
+
+
 def refusal(call: Call) -> str | None:
-    """Why the Hopper forward does not take a call, in words; None where it does. The portable kernel takes what it refuses."""
+    """Why neither of Hopper's kernels takes a call, in words; None where one does."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
         reason = f"it is for sm_90, and this GPU is sm_{call.capability}"
@@ -68,7 +76,6 @@ def forward(call: Call, portable: Launch) -> Launch:
         "BLOCK_D": d,
         "BLOCK_E": e,
         "STAGES": tiles.stages,
-        "AHEAD": tiles.ahead,
         "Q_IN_REGISTERS": tiles.q_in_registers,
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,

@@ -6,8 +6,8 @@ see it, of every query head of the group, with 5 products where the portable ker
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q
 
 with p^T and ds^T going from registers into the products; ds passes through shared memory once, for dq = ds k, of which each
-warpgroup makes a half. They are one partition of 8 warps, and the first: what others get of shared memory are numbers at run time,
-which cost registers. A warp has TMA bring q and dout; another has it add dq to float32 sums in memory.
+warpgroup makes a half. They are one partition of 8 warps, and the first one, for to the others addresses in shared memory come as
+numbers, which take registers. A warp has TMA bring q and dout; another has it add dq to float32 sums in memory.
 
 Sums       dq_RX, of every tile of queries 8192 in the order of the accumulators' registers; behind all of them a word for each
            tile, the number of the k tile whose turn it is. ``hopper_dq`` makes dq of them, once per ring
@@ -31,8 +31,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .gluon import copy_tile
-from .hopper_common import accumulator, acquire, barrier, kept_of_keys, matrix, packed_half, release, rows_by_lines
+from .hopper_common import accumulator, barrier, kept_of_keys, matrix, packed_half, release
+from .hopper_keys import finish, hide_unseen, keys_seen_by_some
+from .hopper_queries import producer
 from .hopper_sums import (
     BLOCK_K,
     DQ_FREE,
@@ -41,7 +42,6 @@ from .hopper_sums import (
     WITH_ADDER,
     Place,
     adder,
-    everywhere,
     hand_over,
     layout_of_dq,
     query_tiles,
@@ -49,7 +49,7 @@ from .hopper_sums import (
     visits,
     walk_of,
 )
-from .triton_common import LOG2E, ROW_FIELDS, keys_seen, load_row, some_hidden, tanh
+from .triton_common import LOG2E, load_row, some_hidden, tanh
 
 NEVER = gl.constexpr(2**30)
 
@@ -215,82 +215,6 @@ def hopper_backward(
         [1, 1],
         [24, 24],
     )
-
-
-# --- the warp that brings tiles ---------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.constexpr):
-    """k and v, then q and dout of every step with their sums, in the order of the consumers."""
-    BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
-    STAGES: gl.constexpr = sizes.STAGES
-    OUT_STAGES: gl.constexpr = sizes.OUT_STAGES
-    if place.steps > 0:
-        token = place.k_run * place.slot + place.n0
-        full = shared.keys_full.index(0)
-        mbarrier.expect(full, 4 * BLOCK_K * sizes.BLOCK_D)
-        copy_tile(k_BTGD, [place.batch, token, place.group, 0], full, shared.k)
-        copy_tile(v_BTGE, [place.batch, token, place.group, sizes.V_COLUMN], full, shared.v)
-        step = 0
-        for member in range(sizes.H // sizes.G):
-            head = place.group * (sizes.H // sizes.G) + member
-            for each in range(sizes.Q_RUNS):
-                q_run = sizes.Q_RUNS - 1 - each
-                first, last = walk_of(place, q_run)
-                q_base = gl.load(given.rows + (q_run * sizes.K_RUNS + place.k_run) * ROW_FIELDS + 2)
-                for t in range(last - first):
-                    tile = last - 1 - t
-                    if visits(given, place, sizes, q_run, tile):
-                        i = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
-                        at = [place.batch, q_base + tile * BLOCK_Q, head, 0]
-                        sums = (place.batch * sizes.H + head).to(gl.int64) * given.S + q_base + i
-                        lse2 = gl.load(given.lse2 + sums, mask=i < place.q_slot, other=0.0)
-                        delta = gl.load(given.delta + sums, mask=i < place.q_slot, other=0.0)
-                        if given.slopes is not None:
-                            lse2 -= bias_of_queries(given, place, sizes, q_run, head, i)
-                        stage = step % STAGES
-                        if step >= STAGES:
-                            acquire(stage, 2)
-                        if given.extents is not None:
-                            shared.seen.index(stage).store(seen_of_tile(given, place, sizes, q_run, i))
-                        bring(lse2, shared.lse2, q_BSHD, at, shared.q, shared.q_full, stage, sizes)
-                        stage = step % OUT_STAGES
-                        if step >= OUT_STAGES:
-                            acquire(STAGES + stage, 2)
-                        bring(delta, shared.delta, dout_BSHE, at, shared.dout, shared.dout_full, stage, sizes)
-                        step += 1
-        for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay half full
-            acquire(left % STAGES, 2)
-        for left in range(gl.maximum(step - OUT_STAGES, 0), step):
-            acquire(STAGES + left % OUT_STAGES, 2)
-
-
-@gluon.jit
-def bring(x, sums, source, at, tiles, full, stage, sizes: gl.constexpr):
-    """A tile of q or dout by TMA, and the sums of its queries by hand: TMA reads from multiples of 16 bytes only."""
-    sums.index(stage).store(x)
-    everywhere("bar.warp.sync 0xffffffff;")
-    mbarrier.expect(full.index(stage), 2 * sizes.BLOCK_Q * sizes.BLOCK_D)
-    copy_tile(source, at, full.index(stage), tiles.index(stage))
-
-
-@gluon.jit
-def seen_of_tile(given, place, sizes: gl.constexpr, q_run, i):
-    """A word for each query: the first key of the tile that it sees, and from bit 8 on how many."""
-    lo, hi, q_base, q_len, _, _, k_len, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
-    begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
-    begin = gl.minimum(gl.maximum(begin - place.n0, 0), BLOCK_K)
-    end = gl.minimum(gl.maximum(end - place.n0, 0), BLOCK_K)
-    return begin | gl.maximum(end - begin, 0) << 8
-
-
-@gluon.jit
-def bias_of_queries(given, place, sizes: gl.constexpr, q_run, head, i):
-    """What ALiBi adds to the scores of queries with the tile's first key, in base 2."""
-    _, _, _, _, q_start, _, _, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
-    slope = gl.load(given.slopes + head).to(gl.float32) * LOG2E
-    return slope * (k_start - q_start + stride * (place.n0 - i)).to(gl.float32)
 
 
 # --- the warpgroups that multiply -------------------------------------------------------------------------------------
@@ -488,67 +412,3 @@ def multiply_queries(shared, stage, sizes: gl.constexpr):
     zero = gl.zeros([BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
     q = matrix(shared.q.index(stage))
     return warpgroup_mma(matrix(shared.k), q.permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def keys_seen_by_some(given, place, sizes: gl.constexpr, j):
-    """Which keys of the run some query of the shard sees, by the band, the length and the key mask."""
-    some = gl.zeros_like(j)
-    for q_run in range(sizes.Q_RUNS):
-        lo, hi, _, q_len, _, _, k_len, _, _ = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
-        seen = (j < k_len) & (gl.maximum(j + lo, 0) < gl.minimum(j + hi + 1, q_len))
-        some |= seen.to(gl.int32)
-    if given.ceiling is not None:
-        at = place.batch.to(gl.int64) * given.T + place.k_run * place.slot + j
-        ceiling = gl.load(given.ceiling + at, mask=some > 0, other=-float("inf"))
-        some = gl.where(ceiling > 0.0, some, 0)
-    return some > 0
-
-
-@gluon.jit
-def hide_unseen(given, shared, place, sizes: gl.constexpr):
-    """Keys and values that no query sees become 0, since 0 times NaN is NaN.
-
-    With extents, of which each query may see others: what is not finite. Whoever sees such a key has NaN for lse2 or delta.
-    """
-    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D, 8)
-    j = place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
-    seen = gl.expand_dims(keys_seen_by_some(given, place, sizes, j), 1)
-    for tile in gl.static_range(2):
-        half = matrix(shared.k if tile == 0 else shared.v)
-        x = half.load(LINES)
-        if given.extents is not None:
-            seen = seen & (gl.abs(x.to(gl.float32)) < float("inf"))
-        half.store(gl.where(seen, x, 0.0))
-    fence_async_shared()
-
-
-@gluon.jit
-def finish(
-    x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
-    given, place, sizes: gl.constexpr,
-):  # fmt: skip
-    """Adds what came before to the gradients of the keys, and stores them."""
-    BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    DTYPE: gl.constexpr = to.dtype.element_ty
-    if to.dtype.element_ty == gl.float32:
-        LAYOUT: gl.constexpr = accumulator(BLOCK_D, 8)
-        at, inside = elements(given, place, sizes, LAYOUT, STRIDE, WIDTH)
-        if not sizes.FIRST:
-            x += gl.load(before + at + COLUMN, mask=inside, other=0.0)
-        gl.store(to + at + COLUMN, x, mask=inside)
-    else:
-        LINES: gl.constexpr = rows_by_lines(BLOCK_D, 8)
-        half = matrix(tile)
-        half.store(x.to(DTYPE))
-        at, inside = elements(given, place, sizes, LINES, STRIDE, WIDTH)
-        gl.store(to + at + COLUMN, half.load(LINES), mask=inside)
-
-
-@gluon.jit
-def elements(given, place, sizes: gl.constexpr, LAYOUT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Offsets of the elements of the keys, and which of them there are."""
-    j = gl.expand_dims(place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT)), 1)
-    d = gl.expand_dims(gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, LAYOUT)), 0)
-    token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot
-    return ((token + j) * sizes.G + place.group) * STRIDE + d, (j < place.slot) & (d < WIDTH)

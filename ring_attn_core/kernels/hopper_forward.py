@@ -7,7 +7,7 @@ Program    one (q tile, query head, batch row): one warp produces, 2 or 3 warpgr
 Producer   TMA into rings of STAGES tiles, k of a step ahead of v of the step before; descriptors of [batch, tokens, heads,
            columns], so that no tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden
 Consumers  q and the probabilities in registers; S = q k^T of this tile and P v of the tile before are in flight together, and the
-           softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2). AHEAD: S of the next tile too
+           softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
 Walk       of all runs of keys one after the other, the pipeline never drained between them
 Epilogue   the state of the keys seen before is read at the end, prefetched into L2 at the start
 
@@ -59,7 +59,6 @@ class Sizes(NamedTuple):
     BLOCK_E: Any
     GROUPS: Any
     STAGES: Any
-    AHEAD: Any
     Q_IN_REGISTERS: Any
     FIRST: Any
     LAST: Any
@@ -83,7 +82,6 @@ class Given(NamedTuple):
     out: Any
     lse: Any
     inner: Any
-    cap: Any
     threshold: Any
     rescale: Any
     S: Any
@@ -118,7 +116,6 @@ def hopper_forward(
     out_BSHE,
     lse_BSH,
     inner,
-    cap,
     threshold,
     rescale,
     S,
@@ -135,7 +132,6 @@ def hopper_forward(
     BLOCK_D: gl.constexpr,
     BLOCK_E: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -147,14 +143,13 @@ def hopper_forward(
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
     GROUPS: gl.constexpr = BLOCK_Q // 64
-    gl.static_assert(not (AHEAD and Q_IN_REGISTERS))
     sizes: gl.constexpr = Sizes(
-        H, G, E, V_COLUMN, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, AHEAD, Q_IN_REGISTERS,
+        H, G, E, V_COLUMN, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
         FIRST, LAST, FOLDED, CLEAN, ALIGNED,
     )  # fmt: skip
     given = Given(
         rows_ptr, extents_ptr, ceiling_BT, hidden_ptr, sinks_ptr, slopes_ptr, streams_BH, out_in_BSHE, lse_in_BSH,
-        out_BSHE, lse_BSH, inner, cap, threshold, rescale, S, T,
+        out_BSHE, lse_BSH, inner, threshold, rescale, S, T,
     )  # fmt: skip
     slot = S // Q_RUNS
     tiles = Q_RUNS * gl.cdiv(slot, BLOCK_Q)
@@ -227,29 +222,18 @@ def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
         wait_for_keys(shared, 0, place, STAGES)
         products = wait_for_products(multiply_keys(q, shared, 0, sizes), q, 0, sizes)
         release(0, sizes.GROUPS)
-        if sizes.AHEAD:
-            wait_for_keys(shared, 1, place, STAGES)
-            ahead = multiply_keys(q, shared, gl.minimum(1, place.tiles - 1), sizes)
         weights, m, _ = softmax_step(products, m, run, key, i, given, place, sizes, True)
         l = gl.sum(weights, 1)
-        if sizes.AHEAD:
-            wait_for_keys(shared, 2, place, STAGES)
-            products = wait_for_products(ahead, q, 0, sizes)
-            if place.tiles > 1:
-                release(1, sizes.GROUPS)
-        else:
-            wait_for_keys(shared, 1, place, STAGES)
+        wait_for_keys(shared, 1, place, STAGES)
         p = probabilities(weights, 0, run, key, i, shared, given, place, sizes, True, GROUP)
         step = gl.to_tensor(1)
         if sizes.K_RUNS == 1:
-            step, products, acc, p, m, l = walk(step, products, acc, p, m, l, q, run, 1, i, shared, given, place, sizes, GROUP)
+            step, acc, p, m, l = walk(step, acc, p, m, l, q, run, 1, i, shared, given, place, sizes, GROUP)
         else:
             for number in range(place.first_run, sizes.K_RUNS):
                 run = run_of(given, place, sizes, number, i)
                 done = gl.where(number == place.first_run, 1, 0)
-                step, products, acc, p, m, l = walk(
-                    step, products, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP
-                )
+                step, acc, p, m, l = walk(step, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP)
         acc = multiply_values(acc, p, shared, place.tiles - 1, sizes)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         release(STAGES + (place.tiles - 1) % STAGES, sizes.GROUPS)
@@ -258,57 +242,41 @@ def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def walk(step, products, acc, p, m, l, q, run, done, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+def walk(step, acc, p, m, l, q, run, done, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
     """The tiles of a run behind the first ``done``: those that need a mask, then the whole ones."""
     masked = run.last - run.first - (run.whole_last - run.whole_first)
     for t in range(done, masked):
         key = partly_seen(t, run.first, run.whole_first, run.whole_last) * sizes.BLOCK_K
-        step, products, acc, p, m, l = visit(
-            step, products, acc, p, m, l, q, run, key, i, shared, given, place, sizes, True, GROUP
-        )
+        step, acc, p, m, l = visit(step, acc, p, m, l, q, run, key, i, shared, given, place, sizes, True, GROUP)
     for t in range(gl.maximum(done - masked, 0), run.whole_last - run.whole_first):
         key = (run.whole_last - 1 - t) * sizes.BLOCK_K
-        step, products, acc, p, m, l = visit(
-            step, products, acc, p, m, l, q, run, key, i, shared, given, place, sizes, False, GROUP
-        )
-    return step, products, acc, p, m, l
+        step, acc, p, m, l = visit(step, acc, p, m, l, q, run, key, i, shared, given, place, sizes, False, GROUP)
+    return step, acc, p, m, l
 
 
 @gluon.jit
 def visit(
-    step, products, acc, p, m, l, q, run, key, i, shared, given, place, sizes: gl.constexpr,
+    step, acc, p, m, l, q, run, key, i, shared, given, place, sizes: gl.constexpr,
     MASKED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One tile: its softmax runs while the tensor cores multiply the probabilities ``p`` of the tile before with their values.
 
-    AHEAD: and the queries with the keys of the next tile; ``products`` are those of this one. Nothing stays in flight at the end:
-    over the edge of a loop, ptxas would have every product wait for the one before.
+    Nothing stays in flight at the end: over the edge of a loop, ptxas would have every product wait for the one before.
     """
     STAGES: gl.constexpr = sizes.STAGES
-    if sizes.AHEAD:
-        stage = gl.minimum(step + 1, place.tiles - 1) % STAGES  # behind the last tile the last one again, for nothing
-        ahead = multiply_keys(q, shared, stage, sizes)
-        acc = multiply_values(acc, p, shared, step - 1, sizes)
-    else:
-        stage = step % STAGES
-        products = multiply_keys(q, shared, stage, sizes)
-        acc = multiply_values(acc, p, shared, step - 1, sizes)
-        products = wait_for_products(products, q, 1, sizes)
-        release(stage, sizes.GROUPS)
+    stage = step % STAGES
+    products = multiply_keys(q, shared, stage, sizes)
+    acc = multiply_values(acc, p, shared, step - 1, sizes)
+    products = wait_for_products(products, q, 1, sizes)
+    release(stage, sizes.GROUPS)
     weights, m, decay = softmax_step(products, m, run, key, i, given, place, sizes, MASKED)
     l = l * decay + gl.sum(weights, 1)
     # The spin loop of this wait ends a basic block: without it ptxas moves the exponentials behind the next wait.
-    if sizes.AHEAD:
-        wait_for_keys(shared, step + 2, place, STAGES)
-        products, acc, p = warpgroup_mma_wait(0, deps=[ahead, acc, p])
-        if step + 1 < place.tiles:
-            release(stage, sizes.GROUPS)
-    else:
-        wait_for_keys(shared, step + 1, place, STAGES)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    wait_for_keys(shared, step + 1, place, STAGES)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(STAGES + (step - 1) % STAGES, sizes.GROUPS)
     p = probabilities(weights, step, run, key, i, shared, given, place, sizes, MASKED, GROUP)
-    return step + 1, products, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l
+    return step + 1, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l
 
 
 @gluon.jit
@@ -349,13 +317,13 @@ def softmax_step(products, m, run, key, i, given, place, sizes: gl.constexpr, MA
     """exp2 of a tile's scores less the greatest so far, that one, and the factor for what was summed before."""
     columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, products.type.layout))
     # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
-    if sizes.FOLDED and given.cap is None and given.slopes is None:
+    if sizes.FOLDED and given.slopes is None:
         s = products
         factor = given.inner
     else:
         slope = None if given.slopes is None else gl.load(given.slopes + place.head).to(gl.float32)
         i_column, j_row = gl.expand_dims(i, 1), gl.expand_dims(key + columns, 0)
-        s, _ = scores(products, i_column, j_row, slope, given.inner, given.cap, run.q_start, run.k_start, run.stride, False)
+        s, _ = scores(products, i_column, j_row, slope, given.inner, None, run.q_start, run.k_start, run.stride, False)
         factor = 1.0
     if MASKED:
         s = gl.where(visible(columns, run.begin - key, run.end - key), s, -float("inf"))

@@ -63,7 +63,7 @@ def choose_tiles(
     narrow = {
         "forward": (64, 128, 4, 2),  # 2.52 (128 x 64, 8 warps 2.64)
         "dq": (64, 64, 4, 2),  # 2.89 (64 x 64 with 3 stages 3.00)
-        "dkv": (128, 64, 4, 2),  # 4.95 (32 x 128 6.05)
+        "dkv": (64, 64, 4, 2) if "softcap" in features else (128, 64, 4, 2),  # 4.95 (32 x 128 6.05); with softcap it spills
     }
     return TileConfig(*narrow[kernel], tma)
 
@@ -87,14 +87,13 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 class HopperConfig:
     """Tiles of ``block_q`` queries, 64 to a warpgroup, and ``block_k`` keys, ``stages`` of these in flight.
 
-    ``ahead``: scores of the next tile are multiplied during the softmax of this one. ``q_in_registers``: else every product reads
-    q from shared memory. ``registers`` of a consumer's thread and ``producer_registers``: a warpgroup's together 65536 / 128.
+    ``q_in_registers``: else every product reads q from shared memory. ``registers`` of a consumer's thread and
+    ``producer_registers``: a warpgroup's together 65536 / 128.
     """
 
     block_q: int
     block_k: int
     stages: int
-    ahead: bool
     q_in_registers: bool
     registers: int = 240
     producer_registers: int = 24
@@ -106,11 +105,11 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
     TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, in brackets what lost in the same run.
     """
     if max(head_dim, v_dim) > 128:
-        return HopperConfig(128, 64, 2, ahead=False, q_in_registers=False)  # what registers hold, measured on none
+        return HopperConfig(128, 64, 2, q_in_registers=False)  # what registers hold, measured on none
     if head_dim == 64:
-        return HopperConfig(128, 128, 2, ahead=True, q_in_registers=False)  # 473 (not ahead 427, 192 queries 412, 64 keys 391)
-    # 657 (64 keys ahead 538). The key mask takes the registers of q.
-    return HopperConfig(128, 128, 2, ahead=False, q_in_registers="ceiling" not in features)
+        return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
+    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: ALiBi 2.04 ms (2.27).
+    return HopperConfig(128, 128, 2, q_in_registers=not features & {"ceiling", "slopes", "streams"})
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:

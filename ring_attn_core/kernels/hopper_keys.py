@@ -1,0 +1,78 @@
+"""The tile of keys of a program of the Hopper backward: which of them are seen, and where their gradients go, in Gluon."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .hopper_common import accumulator, matrix, rows_by_lines
+from .hopper_sums import BLOCK_K
+from .triton_common import load_row
+
+
+@gluon.jit
+def keys_seen_by_some(given, place, sizes: gl.constexpr, j):
+    """Which keys of the run some query of the shard sees, by the band, the length and the key mask."""
+    some = gl.zeros_like(j)
+    for q_run in range(sizes.Q_RUNS):
+        lo, hi, _, q_len, _, _, k_len, _, _ = load_row(given.rows, q_run * sizes.K_RUNS + place.k_run)
+        seen = (j < k_len) & (gl.maximum(j + lo, 0) < gl.minimum(j + hi + 1, q_len))
+        some |= seen.to(gl.int32)
+    if given.ceiling is not None:
+        at = place.batch.to(gl.int64) * given.T + place.k_run * place.slot + j
+        ceiling = gl.load(given.ceiling + at, mask=some > 0, other=-float("inf"))
+        some = gl.where(ceiling > 0.0, some, 0)
+    return some > 0
+
+
+@gluon.jit
+def hide_unseen(given, shared, place, sizes: gl.constexpr):
+    """Keys and values that no query sees become 0, since 0 times NaN is NaN.
+
+    With extents, of which each query may see others: what is not finite. Whoever sees such a key has NaN for lse2 or delta.
+    """
+    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D, 8)
+    j = place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
+    seen = gl.expand_dims(keys_seen_by_some(given, place, sizes, j), 1)
+    for tile in gl.static_range(2):
+        half = matrix(shared.k if tile == 0 else shared.v)
+        x = half.load(LINES)
+        if given.extents is not None:
+            seen = seen & (gl.abs(x.to(gl.float32)) < float("inf"))
+        half.store(gl.where(seen, x, 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def finish(
+    x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    given, place, sizes: gl.constexpr,
+):  # fmt: skip
+    """Adds what came before to the gradients of the keys, and stores them."""
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    DTYPE: gl.constexpr = to.dtype.element_ty
+    if to.dtype.element_ty == gl.float32:
+        LAYOUT: gl.constexpr = accumulator(BLOCK_D, 8)
+        at, inside = elements(given, place, sizes, LAYOUT, STRIDE, WIDTH)
+        if not sizes.FIRST:
+            x += gl.load(before + at + COLUMN, mask=inside, other=0.0)
+        gl.store(to + at + COLUMN, x, mask=inside)
+    else:
+        LINES: gl.constexpr = rows_by_lines(BLOCK_D, 8)
+        half = matrix(tile)
+        half.store(x.to(DTYPE))
+        at, inside = elements(given, place, sizes, LINES, STRIDE, WIDTH)
+        gl.store(to + at + COLUMN, half.load(LINES), mask=inside)
+
+
+@gluon.jit
+def elements(given, place, sizes: gl.constexpr, LAYOUT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of the elements of the keys, and which of them there are."""
+    j = gl.expand_dims(place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT)), 1)
+    d = gl.expand_dims(gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, LAYOUT)), 0)
+    token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot
+    return ((token + j) * sizes.G + place.group) * STRIDE + d, (j < place.slot) & (d < WIDTH)
