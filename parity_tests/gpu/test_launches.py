@@ -23,17 +23,17 @@ SAME = 1e-2
 """Relative difference of two results in bfloat16 or float16 below which they are the same."""
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("featured", [False, True])
 @pytest.mark.parametrize(
     ("dim", "heads", "dtype"), [(128, (4, 1), torch.bfloat16), (64, (4, 4), torch.float16), (96, (2, 2), torch.bfloat16)]
 )
-def test_random_launches_end_and_agree(dim, heads, dtype, masked):
+def test_random_launches_end_and_agree(dim, heads, dtype, featured):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    dice = random.Random(f"{dim} {masked}")
+    dice = random.Random(f"{dim} {featured}")
     torch.manual_seed(dim)
     for _ in range(math.ceil(LAUNCHES / 6)):
-        arrays, options = problem(dice, dim, heads, dtype, masked)
+        arrays, options = problem(dice, dim, heads, dtype, featured)
         ours, portable = (gradients(arrays, backend, options) for backend in ("hopper", "triton"))
         for name, mine, other in zip(("out", "dq", "dk", "dv"), ours, portable, strict=True):
             error = relative_error(mine.float().cpu().numpy(), other.float().cpu().numpy())
@@ -41,16 +41,28 @@ def test_random_launches_end_and_agree(dim, heads, dtype, masked):
 
 
 def problem(
-    dice: random.Random, dim: int, heads: tuple[int, int], dtype: torch.dtype, masked: bool
+    dice: random.Random, dim: int, heads: tuple[int, int], dtype: torch.dtype, featured: bool
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """q, k, v and the cotangent of out, of odd lengths, and a mask: often causal, else any band; some tokens are padding."""
+    """q, k, v and the cotangent of out, of odd lengths, and a mask: often causal, else any band; some tokens are padding.
+
+    ``featured``: some of every feature, extents in any order or those of documents among them.
+    """
     batch, s, t = dice.randint(1, 3), dice.randrange(1, 1400, 2), dice.randrange(1, 1400, 2)
     make = lambda tokens, h: torch.randn(batch, tokens, h, dim, device="cuda").to(dtype)
     side = lambda: dice.choice([None, dice.randint(-t, s)])
     mask = dice.choice([Band(0, None), Band(side(), side())])
     options: dict[str, Any] = {"mask": mask, "length": dice.randint((s + 1) // 2, s), "kv_length": dice.randint((t + 1) // 2, t)}
-    if masked:
-        options["key_mask"] = torch.rand(batch, t, device="cuda") < dice.random()
+    if featured:
+        some = lambda made: dice.choice([{}, made])
+        ends = torch.randint(0, t + 1, (batch, s, 2), device="cuda", dtype=torch.int32).sort(-1).values
+        documents = torch.randint(0, t + 1, (batch, s), device="cuda", dtype=torch.int32).sort(-1).values
+        documents = torch.stack([documents, documents + dice.randint(0, 300)], -1)
+        options |= some({"extents": dice.choice([ends, documents])})
+        options |= some({"key_mask": torch.rand(batch, t, device="cuda") < dice.random()})
+        options |= some({"softcap": dice.choice([1.0, 20.0])})
+        options |= some({"alibi_slopes": torch.rand(heads[0], device="cuda") / 50})
+        options |= some({"sinks": torch.randn(heads[0], device="cuda")})
+        options |= some({"dropout_rate": 0.2, "dropout_seed": dice.randint(0, 99)})
     return [make(s, heads[0]), make(t, heads[1]), make(t, heads[1]), make(s, heads[0])], options
 
 
