@@ -67,7 +67,7 @@ def test_the_hopper_forward_hardly_spills_and_waits_for_no_product(dim):
     assert not re.search(r"C75\d\d", advice(kernel)), "ptxas gave up on asynchronous products"
 
 
-SPILLS = {64: (104, 0), 128: (264, 3)}
+SPILLS = {64: (8, 0), 128: (264, 3)}
 """Bytes of stack and reloads by the assembler of Triton 3.9."""
 
 
@@ -112,7 +112,7 @@ def test_the_hopper_backward_hardly_spills_and_waits_for_no_product(dim):
     """Reloads in the loop without a mask, of some 390 instructions; newer Tritons as with the forward."""
     kernel = compiled(hopper.backward(replace(HOPPER, head_dim=dim, v_dim=dim), True, True), 90)
     used, reloaded, products = resources(kernel)
-    stack, reloads = (296, 50) if backends.triton_release() > (3, 7) else (104, 6)
+    stack, reloads = (304, 53) if backends.triton_release() > (3, 7) else (104, 6)
     assert used <= stack
     assert reloaded <= reloads
     assert products > 0, "no wgmma in the binary"

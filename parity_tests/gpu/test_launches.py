@@ -54,9 +54,10 @@ def problem(
     options: dict[str, Any] = {"mask": mask, "length": dice.randint((s + 1) // 2, s), "kv_length": dice.randint((t + 1) // 2, t)}
     if featured:
         some = lambda made: dice.choice([{}, made])
-        ends = torch.randint(0, t + 1, (batch, s, 2), device="cuda", dtype=torch.int32).sort(-1).values
-        documents = torch.randint(0, t + 1, (batch, s), device="cuda", dtype=torch.int32).sort(-1).values
-        documents = torch.stack([documents, documents + dice.randint(0, 300)], -1)
+        end = options["kv_length"]
+        ends = torch.randint(0, end + 1, (batch, s, 2), device="cuda", dtype=torch.int32).sort(-1).values
+        firsts = torch.randint(0, end + 1, (batch, s), device="cuda", dtype=torch.int32).sort(-1).values
+        documents = torch.stack([firsts, (firsts + dice.randint(0, 300)).clamp(max=end)], -1)
         options |= some({"extents": dice.choice([ends, documents])})
         options |= some({"key_mask": torch.rand(batch, t, device="cuda") < dice.random()})
         options |= some({"softcap": dice.choice([1.0, 20.0])})
