@@ -31,7 +31,7 @@ def take_turns(works: dict[str, Work], rounds: int) -> dict[str, float]:
     measured: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name in _order.sample(sorted(works), len(works)):
-            seconds(works[name], calls[name] // 2)
+            seconds(works[name], max(1, calls[name] // 2))
             measured[name].append(seconds(works[name], calls[name]))
     return {name: statistics.median(times) for name, times in measured.items()}
 

@@ -15,13 +15,13 @@ Prediction for 64 queries x 128 keys of dim 128: 2 x 1024 cycles of wgmma for th
 warpgroup, 464 instructions a warp. So the tensor cores set the time where the softmax hides: 989 TFLOP/s at 1.83 GHz, of which
 the power limit leaves some 790 (a matrix product of 8192^3). At dim 64 products and exp2 take the same time, 512 cycles.
 
-Measured   TFLOP/s on one H200, bf16, 16,384 tokens, interleaved with the others in one process, medians of 7 rounds:
+Measured   TFLOP/s on one H200, bf16, 16,384 tokens, interleaved with the others in one process, medians of 9 rounds:
                                          this    FlashAttention-4    cuDNN
-           16/16 heads of 128, causal    641     645                 533
-           16/16 heads of 128, full      643     680                 618
-           32/8  heads of 128, causal    641     671                 553
-           32/32 heads of 64, causal     473     556                 447
-           4 x 4,096 tokens, causal      535     579                 501
+           16/16 heads of 128, causal    611     625                 544
+           16/16 heads of 128, full      622     662                 595
+           32/8  heads of 128, causal    609     628                 559
+           32/32 heads of 64, causal     424     505                 432
+           4 x 4,096 tokens, causal      530     544                 497
 The gap at dim 64 and of the full mask is softmax that does not hide: without exp2 it gains 9%, without any softmax 24%. That of
 short sequences is each program's beginning and end, some 10 us, which nothing overlaps.
 """
