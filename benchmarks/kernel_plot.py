@@ -28,7 +28,7 @@ def plot(name: str = "kernel-h200") -> Path:
     from matplotlib.figure import Figure
 
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, passes in zip(panels, ("forward", "backward"), strict=True):
         for candidate, (colour, style) in STYLES.items():
@@ -39,8 +39,9 @@ def plot(name: str = "kernel-h200") -> Path:
         axes.set_xlabel("tokens")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("TFLOP/s")
-    panels[0].legend(frameon=False)
-    figure.suptitle(f"{result['hardware']['gpu']}, bfloat16, causal, 16 heads of 128, at least 16,384 tokens in all")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    about = f"{result['hardware']['gpu']}, bfloat16, causal, 16 heads of 128, at least 16,384 tokens in all"
+    figure.suptitle(about + result.get("lengths_when", ""))
     path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=110)
     return path

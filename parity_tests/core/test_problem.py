@@ -240,7 +240,7 @@ def test_auto_takes_the_first_backend_without_an_objection(monkeypatch: pytest.M
 
 def test_a_backend_asked_for_by_name_gives_its_own_reason(monkeypatch: pytest.MonkeyPatch):
     backends_of(monkeypatch, fast="needs sm_90", slow=None)
-    with pytest.raises(ValueError, match=r"backend='fast' cannot run this: fast: needs sm_90$"):
+    with pytest.raises(ValueError, match=r"backend='fast' cannot run this: needs sm_90. backend=.auto. takes 'slow'$"):
         select(GOOD, "fast")
 
 

@@ -47,9 +47,10 @@ def _triton(problem: Problem) -> str | None:
 
 
 def _triton_tf32(problem: Problem) -> str | None:
-    if problem.dtypes[0] != "float32":
-        return f'tf32 is for float32 inputs, and these are {problem.dtypes[0]}: use "triton"'
-    return _triton(problem)
+    objection = _triton(problem)
+    if objection is None and problem.dtypes[0] != "float32":
+        objection = f'tf32 is for float32 inputs, and these are {problem.dtypes[0]}: use "triton"'
+    return objection
 
 
 def _has_gluon() -> bool:
@@ -82,7 +83,7 @@ def _drawback_of_hopper(problem: Problem) -> str | None:
 def _vendor(problem: Problem, widest: int) -> str | None:
     """What PyTorch's FlashAttention-2 and cuDNN have in common."""
     if problem.framework != "torch":
-        return "it is PyTorch's: JAX's attention takes no lse of a whole ring"
+        return "it is there in PyTorch only"
     if problem.mask.hi is not None:
         return "it knows no windows: masks without an upper side only"
     names = [array.name for array in problem.arrays if array.name not in ("sinks", "dropout_seed")]
@@ -184,8 +185,12 @@ def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()
         raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
     objections = []
     for candidate in BACKENDS:
-        if backend == candidate.name or (backend == "auto" and candidate.name not in failed):
-            objection = candidate.objection(problem) or (candidate.drawback(problem) if backend == "auto" else None)
+        if backend == candidate.name:
+            if (objection := candidate.objection(problem)) is not None:
+                raise ValueError(f'backend={backend!r} cannot run this: {objection}. backend="auto" takes {select(problem)!r}')
+            return backend
+        if backend == "auto" and candidate.name not in failed:
+            objection = candidate.objection(problem) or candidate.drawback(problem)
             if objection is None:
                 return candidate.name
             objections.append(f"{candidate.name}: {objection}")
