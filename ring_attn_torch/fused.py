@@ -103,7 +103,7 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     else:
         arrays["k"], arrays["v"] = aligned(keys.kv), aligned(keys.v)
     if score.extents is not None:
-        arrays["extents"] = aligned(score.extents.clamp(0, BEYOND).to(torch.int32))
+        arrays["extents"] = aligned(score.extents.long().clamp(0, BEYOND).int())
     if keys.bits is not None:
         arrays["ceiling"], arrays["hidden"] = launch(steps.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
     if score.sinks is not None:

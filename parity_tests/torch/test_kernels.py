@@ -9,11 +9,13 @@ so that short sequences have whole, partly seen and unseen ones.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from parity_tests.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from parity_tests.combinations import COMBINATIONS, EVERYTHING
@@ -99,3 +101,15 @@ def test_a_ring_of_four_hides_the_future(interpreter):
     case = Case(ranks=4, length=61, batch=1)
     token = 23
     check_future_unseen(run(interpreter, case), run(interpreter, case.with_other_future(token)), token, case.length)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32", "int64"])
+def test_kernels_are_given_extents_of_any_integers_within_int32(dtype):
+    """And not beyond 2**30, so that a stride added to an end in the kernels does not wrap."""
+    high = min(np.iinfo(dtype).max, 2**40)
+    extents = torch.tensor([[[3, high]]], dtype=getattr(torch, dtype))
+    score = SimpleNamespace(extents=extents, sinks=None, slopes=None, draw=None)
+    keys = SimpleNamespace(kv=torch.zeros(1, 1, 1, 2), v=None, bits=None)
+    given = fused._arrays(torch.zeros(1, 1, 1, 1), keys, [[(0,) * 10]], score)["extents"]  # type: ignore[arg-type]
+    assert given.dtype == torch.int32
+    assert given.tolist() == [[[3, min(high, 2**30)]]]

@@ -116,7 +116,9 @@ def test_auto_never_takes_them():
     assert select(problem) not in ("flash", "cudnn")
     wide = replace(problem, q_shape=(1, 256, 2, 256), k_shape=(1, 256, 2, 256), v_shape=(1, 256, 2, 256))
     assert select(wide, "flash") == "flash"
-    with pytest.raises(ValueError, match="'cudnn' cannot run this: it takes head sizes that 8 divides, of at most 128, and head_dim is 256"):
+    with pytest.raises(
+        ValueError, match="'cudnn' cannot run this: it takes head sizes that 8 divides, of at most 128, and head_dim is 256"
+    ):
         select(wide, "cudnn")
     with pytest.raises(ValueError, match="'flash' cannot run this: it is there in PyTorch only"):
         select(replace(problem, framework="jax"), "flash")

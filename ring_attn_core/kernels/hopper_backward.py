@@ -253,7 +253,7 @@ def consumer(given, shared, place, sizes: gl.constexpr):
                     for t in range(last - first):
                         query = (last - 1 - t) * BLOCK_Q
                         visited = here
-                        here = visits(given, place, sizes, q_run, gl.maximum(last - 2 - t, 0))
+                        here = visits(given, place, sizes, q_run, last - 2 - t)
                         if visited:
                             at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True)
                 else:

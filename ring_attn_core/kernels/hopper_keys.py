@@ -33,7 +33,8 @@ def keys_seen_by_some(given, place, sizes: gl.constexpr, j):
 def hide_unseen(given, shared, place, sizes: gl.constexpr):
     """Keys and values that no query sees become 0, since 0 times NaN is NaN.
 
-    With extents, of which each query may see others: what is not finite. Whoever sees such a key has NaN for lse2 or delta.
+    With extents, of which each query may see others, what is not finite becomes 0, seen or not: who sees it has NaN in out, but
+    not, as without extents, in every gradient.
     """
     LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D, 8)
     j = place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
@@ -42,7 +43,7 @@ def hide_unseen(given, shared, place, sizes: gl.constexpr):
         half = matrix(shared.k if tile == 0 else shared.v)
         x = half.load(LINES)
         if given.extents is not None:
-            seen = seen & (gl.abs(x.to(gl.float32)) < float("inf"))
+            x = gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0)
         half.store(gl.where(seen, x, 0.0))
     fence_async_shared()
 

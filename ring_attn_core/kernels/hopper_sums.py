@@ -114,10 +114,16 @@ def visits(given, place, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def keys_in_extents(given, place, sizes: gl.constexpr, q_run, k_run, tile):
-    """Tiles of a run of keys that some query of a tile of queries may see by its extent: first, last."""
+    """Tiles of a run of keys that some query of a tile of queries may see by its extent: first, last.
+
+    The walk asks for one tile ahead, so ``tile`` may be -1; what it says of that one is not used.
+    """
     _, _, _, _, _, _, k_len, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(place.q_slot, sizes.BLOCK_Q)
-    at = given.bounds + ((place.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(tile, tiles - 1)) * 4
+    at = (
+        given.bounds
+        + ((place.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)) * 4
+    )
     begin = (gl.maximum(gl.load(at) - k_start, 0) + stride - 1) // stride
     end = gl.minimum((gl.maximum(gl.load(at + 1) - k_start, 0) + stride - 1) // stride, k_len)
     return begin // BLOCK_K, (end + BLOCK_K - 1) // BLOCK_K
@@ -147,8 +153,8 @@ def adder(dq_in_RX, given, shared, place, sizes: gl.constexpr):
                     wait_for_turn(word, turn)
                     barrier(WITH_ADDER, DQ_FULL, 1)
                     add_tile(dq_in_RX, [(at + tile) * 32, 0], shared.dq)
-                turn, turns = turn_of(given, place, sizes, q_run, gl.maximum(tile - 1, 0))
-                here = visits(given, place, sizes, q_run, gl.maximum(tile - 1, 0))
+                turn, turns = turn_of(given, place, sizes, q_run, tile - 1)
+                here = visits(given, place, sizes, q_run, tile - 1)
                 if visited:
                     everywhere("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
                     if step < place.steps - 1:
