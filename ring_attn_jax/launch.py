@@ -23,14 +23,15 @@ _target: ContextVar[int | None] = ContextVar("target", default=None)
 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """The outputs of a launch. ``arrays`` by name; one that an output overwrites is reused where nobody else needs it."""
+    arrays = {**arrays, **{x.over: jnp.zeros(x.shape, x.dtype) for x in launch.scratch}}
     inputs = [arrays[name] for name in launch.inputs]
-    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in launch.outputs]
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in launch.written]
     if launch.grid == 0:
         outputs = [arrays[x.over] if x.over else jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
     else:
-        overwritten = {launch.inputs.index(x.over): i for i, x in enumerate(launch.outputs) if x.over}
+        overwritten = {launch.inputs.index(x.over): i for i, x in enumerate(launch.written) if x.over}
         call = jax.ffi.ffi_call(CUSTOM_CALL, shapes, input_output_aliases=overwritten, vmap_method="sequential")
-        outputs = call(*inputs, opaque=_opaque(launch, capability()))
+        outputs = call(*inputs, opaque=_opaque(launch, capability()))[: len(launch.outputs)]
     axes = frozenset().union(*map(axes_of, inputs))
     return tuple(_varying(x, axes) for x in outputs)
 

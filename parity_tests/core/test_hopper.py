@@ -9,7 +9,7 @@ import pytest
 
 from parity_tests.compilation import EVERYTHING, PLAIN, advice, resources
 from ring_attn_core.kernels import backends, hopper, steps
-from ring_attn_core.kernels.launch import Descriptor, Launch, compiled
+from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, compiled
 from ring_attn_core.kernels.tiles import shared_memory
 
 HOPPER = replace(PLAIN, hopper=True)
@@ -18,10 +18,24 @@ HOPPER = replace(PLAIN, hopper=True)
 def test_the_hopper_forward_takes_the_place_of_the_portable_one():
     assert steps.forward(HOPPER, True, True).kernel == "hopper_forward"
     assert steps.forward(PLAIN, True, True).kernel == "forward"
-    for name in ("inputs", "outputs"):
-        for place in ((True, True), (True, False), (False, False), (False, True)):
-            ours, portable = steps.forward(HOPPER, *place), steps.forward(PLAIN, *place)
-            assert getattr(ours, name) == getattr(portable, name), "whoever launches it passes the same arrays"
+    for place in ((True, True), (True, False), (False, False), (False, True)):
+        ours, portable = steps.forward(HOPPER, *place), steps.forward(PLAIN, *place)
+        made = [x.over for x in ours.scratch]
+        assert [x for x in ours.inputs if x not in made] == list(portable.inputs), "whoever launches it passes the same arrays"
+        assert ours.outputs == portable.outputs
+
+
+def test_programs_of_the_hopper_forward_take_tiles_until_none_is_left():
+    launch = steps.forward(HOPPER, True, True)
+    assert (launch.grid, dict(launch.arguments)["total"]) == (hopper.PROGRAMS, Scalar(16 * 128, "i32"))
+    assert steps.forward(replace(HOPPER, seq_local=256, heads=1, kv_heads=1), True, True).grid == 2
+    assert [(x.shape, x.over) for x in launch.scratch] == [((1,), "tickets_in")]
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(4096, 8), (16384, 8), (32768, 4), (131072, 1), (2**20, 1)])
+def test_longer_walks_of_the_hopper_backward_share_their_queries_among_fewer_heads(tokens, heads):
+    launch = hopper.backward(replace(HOPPER, seq_local=tokens, kv_local=tokens), True, True)
+    assert dict(launch.arguments)["together"] == Scalar(heads, "i32")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_arguments_are_the_kernels_parameters_in_their_order(call):
         buffers = [
             x.name for name, x in sorted(launch.arguments, key=lambda each: names.index(each[0])) if not isinstance(x, Scalar)
         ]
-        assert buffers == [*launch.inputs, *(output.name for output in launch.outputs)]
+        assert buffers == [*launch.inputs, *(output.name for output in launch.written)]
         assert {*names} >= {name for name, _ in launch.constants}
 
 

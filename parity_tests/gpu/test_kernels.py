@@ -44,12 +44,13 @@ JUDGED = [("triton", case) for case in CASES] + [("hopper", case) for case in HO
 
 
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
-def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property):
+def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property, programs):
     """What it records makes the table of benchmarks/bits.py."""
     from parity_tests.gpu.emulate import on_jax, on_torch
 
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
+    programs(3)
     case = replace(case, poison=True)
     ours, theirs = on_torch(case, backend), on_jax(case, backend)
     shares = check(case, ours)
@@ -91,6 +92,19 @@ def test_a_ring_is_the_single_launch(ranks):
     one, ring = on_torch(replace(case, ranks=1)), on_torch(replace(case, ranks=ranks))
     for name, a, b in zip(Attention._fields, one, ring, strict=True):
         assert a is None or relative_error(a[:, :1200], b[:, :1200]) <= 3e-3, name
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [causal(), full(), sliding_window(3000, 100)], ids=str)
+def test_the_hopper_forward_at_real_size_is_the_portable_one(dim, mask):
+    """Every program takes some 15 tiles, all of them at the same time."""
+    from ring_attn_torch import ring_attention
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    q, k, v, _ = arrays(length=16384, heads=16, kv_heads=4, dim=dim)
+    ours, portable = (ring_attention(q, k, v, backend=backend, mask=mask).float() for backend in ("hopper", "triton"))
+    assert (ours - portable).norm() / portable.norm() <= 5e-3
 
 
 def arrays(length=4096, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16):

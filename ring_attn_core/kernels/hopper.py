@@ -17,12 +17,18 @@ TFLOP/s on one H200 with one head of keys / 8 / 16 / 32 / 64 MiB, causal: 16,384
 625, 32/32 of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 of 128 513 / 535 / 530 / 537 / 528.
 """
 
-KV_HEADS_TOGETHER = 8
-"""Heads of keys whose gradients are made at a time, so that some 16 tiles of each read the same queries from the L2 cache.
+PROGRAMS = 132
+"""Of a forward: one for every multiprocessor of an H100 SXM or an H200. Where there are fewer, or others hold some of them, those
+that start late find no tile left."""
 
-TFLOP/s of the backward on one H200 with 4 / 8 / 16 / all of them: 16/16 heads of 128, 16,384 tokens causal 523 / 516 / 504 / 504,
-full 528 / 520 / 497 / 501; 32/8 heads 491 / 509 / 509 / 509; 32/32 heads of 64 425 / 436 / 436 / 429; 4 x 4,096 tokens, 16/16
-heads of 128 442 / 443 / 438 / 377.
+KV_HEADS_TOGETHER = 8
+KEY_TILES_TOGETHER = 1024
+"""Heads of keys whose gradients are made at a time: so many, or as hold so many tiles of keys, so that the programs that run
+together read the same queries from the L2 cache. In a longer walk they drift further apart, and fewer heads fit.
+
+TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
+461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072
+573 / 575 / 570 / 552, 1,048,576 576 / 565 / 488 / -. With 4 / 8 / 16 / all: 4 x 4,096 tokens 442 / 443 / 438 / 377.
 """
 
 
@@ -80,18 +86,24 @@ def forward(call: Call, portable: Launch) -> Launch:
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
     }
-    descriptors = _descriptors(call, tiles, d, e)
+    total = call.q_tiles(tiles.block_q) * call.heads * call.batch
+    arguments: dict[str, Argument] = {}
+    for parameter, argument in (dict(portable.arguments) | _descriptors(call, tiles, d, e)).items():
+        if parameter == "out_BSHE":
+            arguments["tickets_in_ptr"] = Array("tickets_in", "int32")
+        arguments[parameter] = argument
+        if parameter == "lse_BSH":
+            arguments["tickets_ptr"] = Array("tickets", "int32")
+    arguments |= {"together": Scalar(_heads_together(call), "i32"), "total": Scalar(total, "i32")}
     return replace(
         portable,
         kernel="hopper_forward",
-        grid=call.q_tiles(tiles.block_q) * call.heads * call.batch,
-        arguments=(
-            *((parameter, descriptors.get(parameter, x)) for parameter, x in portable.arguments),
-            ("together", Scalar(_heads_together(call), "i32")),
-        ),
+        grid=min(total, PROGRAMS),
+        arguments=tuple(arguments.items()),
         constants=tuple(constants.items()),
         warps=4,
         stages=1,
+        scratch=(Output("tickets", (1,), "int32", over="tickets_in"),),
     )
 
 
@@ -183,7 +195,7 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
         "dv_BTGE": None if call.packed else Array("dv", dtype),
         "scale": Scalar(call.scale, "fp32"),
         **call.numbers,
-        "together": Scalar(min(KV_HEADS_TOGETHER, call.batch * call.kv_heads), "i32"),
+        "together": Scalar(_kv_heads_together(call), "i32"),
     }
     constants = {
         "H": call.heads,
@@ -207,6 +219,11 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
     dq = Output("dq", sums_of_dq(call), "float32", "dq_in")
     grid = call.k_tiles(128) * call.kv_heads * call.batch
     return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
+
+
+def _kv_heads_together(call: Call) -> int:
+    enough = -(-KEY_TILES_TOGETHER // call.k_tiles(128))
+    return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 
 
 @lru_cache(maxsize=4096)

@@ -19,6 +19,9 @@ from .triton_common import halves_kept, kept, philox2x32
 
 FIRST_BARRIER = gl.constexpr(6)
 """Named barriers have ids 0 to 15, of which Triton takes 0, 1 and one for each partition."""
+PLACE_READ = gl.constexpr(4)
+Q_FREE = gl.constexpr(5)
+"""Barriers of the forward beyond those of its stages of keys and values; the latter of every consumer."""
 
 # --- barriers ---------------------------------------------------------------------------------------------------------
 
@@ -37,7 +40,11 @@ def barrier(text: gl.constexpr, stage, WARPS: gl.constexpr):
 
 @gluon.jit
 def release(stage, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """This partition, one warpgroup of GROUPS or all of them, has read a stage for the last time."""
+    """This partition, one warpgroup of GROUPS or all of them, has read a stage for the last time.
+
+    To be called behind what uses the last loads of it: bar.arrive does not wait for loads in flight, and TMA, or another warp,
+    would overwrite what they read.
+    """
     barrier(barrier_text("arrive", GROUPS), stage, WARPS)
 
 
@@ -45,6 +52,13 @@ def release(stage, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
 def acquire(stage, GROUPS: gl.constexpr):
     """The producer waits until every consumer has released a stage."""
     barrier(barrier_text("sync", GROUPS), stage, 1)
+
+
+@gluon.jit
+def everywhere(text: gl.constexpr):
+    """PTX that every lane of a partition of one warp runs once."""
+    x = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(text + " mov.u32 $0, $1;", "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

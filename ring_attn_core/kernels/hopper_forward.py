@@ -2,10 +2,12 @@
 
 What it computes, from what and to what, is said in triton_forward: the arrays are the same and the results agree to a rounding.
 
-Program    one (q tile, query head, batch row): one warp produces, 2 or 3 warpgroups consume, 64 queries each. Some heads at a
-           time, which share their keys in the L2 cache; of these the heaviest tiles first
-Producer   TMA into rings of STAGES tiles, k of a step ahead of v of the step before; descriptors of [batch, tokens, heads,
-           columns], so that no tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden
+Program    one a multiprocessor: one warp produces, 2 or 3 warpgroups consume, 64 queries each of a (q tile, head, batch row).
+           Programs take tiles by a ticket, a count in memory: some heads at a time, which share their keys in the L2 cache, of
+           these the heaviest tiles first. The beginning and end of a warpgroup's tile hide behind the products of the other
+Producer   takes tickets, and has the next tile's q and first k brought while the consumers finish this one. TMA into rings of
+           STAGES tiles, k of a step ahead of v of the step before; descriptors of [batch, tokens, heads, columns], so that no
+           tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden
 Consumers  q and the probabilities in registers; S = q k^T of this tile and P v of the tile before are in flight together, and the
            softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
 Walk       of all runs of keys one after the other, the pipeline never drained between them
@@ -38,10 +40,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import accumulator, column, kept_of_tile, matrix, packed_half, release, rows_by_lines
+from .hopper_common import PLACE_READ, Q_FREE, accumulator, column, kept_of_tile, matrix, packed_half, release, rows_by_lines
 from .hopper_merge import finish
 from .hopper_producer import producer
-from .hopper_walk import Place, run_of, survey, tile_at, visible
+from .hopper_walk import FIELDS, run_of, tile_at, told, visible
 from .triton_common import keys_seen, load_row, partly_seen, scores, some_hidden, under_ceiling
 
 
@@ -52,6 +54,7 @@ class Sizes(NamedTuple):
     G: Any
     E: Any
     V_COLUMN: Any
+    Q_RUNS: Any
     K_RUNS: Any
     BLOCK_Q: Any
     BLOCK_K: Any
@@ -81,11 +84,14 @@ class Given(NamedTuple):
     lse_in: Any
     out: Any
     lse: Any
+    tickets: Any
     inner: Any
     threshold: Any
     rescale: Any
     S: Any
     T: Any
+    together: Any
+    total: Any
 
 
 class Shared(NamedTuple):
@@ -94,9 +100,12 @@ class Shared(NamedTuple):
     q: Any
     k: Any
     v: Any
+    out: Any
+    place: Any
     q_full: Any
     k_full: Any
     v_full: Any
+    place_full: Any
 
 
 @gluon.jit
@@ -113,14 +122,17 @@ def hopper_forward(
     streams_BH,
     out_in_BSHE,
     lse_in_BSH,
+    tickets_in_ptr,
     out_BSHE,
     lse_BSH,
+    tickets_ptr,
     inner,
     threshold,
     rescale,
     S,
     T,
     together,
+    total,
     H: gl.constexpr,
     G: gl.constexpr,
     E: gl.constexpr,
@@ -144,33 +156,29 @@ def hopper_forward(
     DTYPE: gl.constexpr = q_BSHD.dtype
     GROUPS: gl.constexpr = BLOCK_Q // 64
     sizes: gl.constexpr = Sizes(
-        H, G, E, V_COLUMN, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
+        H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
         FIRST, LAST, FOLDED, CLEAN, ALIGNED,
     )  # fmt: skip
     given = Given(
         rows_ptr, extents_ptr, ceiling_BT, hidden_ptr, sinks_ptr, slopes_ptr, streams_BH, out_in_BSHE, lse_in_BSH,
-        out_BSHE, lse_BSH, inner, threshold, rescale, S, T,
+        out_BSHE, lse_BSH, tickets_ptr, inner, threshold, rescale, S, T, together, total,
     )  # fmt: skip
-    slot = S // Q_RUNS
-    tiles = Q_RUNS * gl.cdiv(slot, BLOCK_Q)
-    # `together` heads at a time, of which the heaviest tiles come first.
-    before = gl.program_id(0) // (together * tiles) * together
-    heads = gl.minimum(together, gl.num_programs(0) // tiles - before)
-    place_in_heads = gl.program_id(0) - before * tiles
-    tile = tiles - 1 - place_in_heads // heads
-    head = before + place_in_heads % heads
-    q_run = tile // gl.cdiv(slot, BLOCK_Q)
-    m0 = tile % gl.cdiv(slot, BLOCK_Q) * BLOCK_Q
-    count, first_run, first_token = survey(rows_ptr, extents_ptr, head // H, S, q_run, m0, K_RUNS, BLOCK_Q, BLOCK_K)
-    place = Place(head // H, head % H, q_run, m0, slot, count, first_run, first_token)
+    q = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
+    out = q
+    if BLOCK_D <= 128:
+        out = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
     shared = Shared(
-        gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout),
+        q,
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_E], v_BTGE.layout),
+        out,
+        gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
     )
+    mbarrier.init(shared.place_full.index(0), count=1)
     for group in gl.static_range(GROUPS):
         mbarrier.init(shared.q_full.index(group), count=1)
     for stage in gl.static_range(STAGES):
@@ -179,9 +187,9 @@ def hopper_forward(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (given, shared, place, sizes, 0)),
-                (consumer, (given, shared, place, sizes, 1)),
-                (producer, (q_BSHD, k_BTGD, v_BTGE, given, shared, place, sizes)),
+                (consumer, (given, shared, sizes, 0)),
+                (consumer, (given, shared, sizes, 1)),
+                (producer, (q_BSHD, k_BTGD, v_BTGE, given, shared, sizes)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -190,10 +198,10 @@ def hopper_forward(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (consumer, (given, shared, place, sizes, 0)),
-                (consumer, (given, shared, place, sizes, 1)),
-                (consumer, (given, shared, place, sizes, 2)),
-                (producer, (q_BSHD, k_BTGD, v_BTGE, given, shared, place, sizes)),
+                (consumer, (given, shared, sizes, 0)),
+                (consumer, (given, shared, sizes, 1)),
+                (consumer, (given, shared, sizes, 2)),
+                (producer, (q_BSHD, k_BTGD, v_BTGE, given, shared, sizes)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -204,59 +212,97 @@ def hopper_forward(
 
 
 @gluon.jit
-def consumer(given, shared, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """out and lse of 64 queries."""
+def consumer(given, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """out and lse of 64 queries of every tile that the producer takes."""
+    taken = gl.to_tensor(0)
+    loads = gl.to_tensor(0)
+    step = gl.to_tensor(0)
+    place = told(taken, shared)
+    while place.tiles >= 0:
+        if place.tiles > 0:
+            step = attend(step, loads, shared, given, place, sizes, GROUP)
+            loads += 1
+        else:
+            leave(shared, given, place, sizes, GROUP)
+            release(PLACE_READ, sizes.GROUPS)
+        taken += 1
+        place = told(taken, shared)
+    release(PLACE_READ, sizes.GROUPS)
+
+
+@gluon.jit
+def attend(step, loads, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """out and lse of 64 queries; the first step that is not theirs."""
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = place.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([64, sizes.BLOCK_E], gl.float32, accumulator(sizes.BLOCK_E))
-    if place.tiles > 0:
-        run = run_of(given, place, sizes, place.first_run, i)
-        key = tile_at(0, run.first, run.last, run.whole_first, run.whole_last) * sizes.BLOCK_K
-        mbarrier.wait(shared.q_full.index(GROUP), 0)
-        q = matrix(shared.q.index(GROUP))
-        if sizes.Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-        wait_for_keys(shared, 0, place, STAGES)
-        products = wait_for_products(multiply_keys(q, shared, 0, sizes), q, 0, sizes)
-        release(0, sizes.GROUPS)
-        weights, m, _ = softmax_step(products, m, run, key, i, given, place, sizes, True)
-        l = gl.sum(weights, 1)
-        wait_for_keys(shared, 1, place, STAGES)
-        p = probabilities(weights, 0, run, key, i, shared, given, place, sizes, True, GROUP)
-        step = gl.to_tensor(1)
-        if sizes.K_RUNS == 1:
-            step, acc, p, m, l = walk(step, acc, p, m, l, q, run, 1, i, shared, given, place, sizes, GROUP)
-        else:
-            for number in range(place.first_run, sizes.K_RUNS):
-                run = run_of(given, place, sizes, number, i)
-                done = gl.where(number == place.first_run, 1, 0)
-                step, acc, p, m, l = walk(step, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP)
-        acc = multiply_values(acc, p, shared, place.tiles - 1, sizes)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        release(STAGES + (place.tiles - 1) % STAGES, sizes.GROUPS)
-    if sizes.FIRST or sizes.LAST or place.tiles > 0:
+    end = step + place.tiles
+    run = run_of(given, place, sizes, place.first_run, i)
+    key = tile_at(0, run.first, run.last, run.whole_first, run.whole_last) * sizes.BLOCK_K
+    mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
+    q = matrix(shared.q.index(GROUP))
+    if sizes.Q_IN_REGISTERS:
+        q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+    wait_for_keys(shared, step, end, STAGES)
+    products = wait_for_products(multiply_keys(q, shared, step % STAGES, sizes), q, 0, sizes)
+    release(step % STAGES, sizes.GROUPS)
+    # Only now: bar.arrive does not wait for loads in flight, but what uses them does.
+    release(PLACE_READ, sizes.GROUPS)
+    if sizes.Q_IN_REGISTERS:
+        release(Q_FREE + GROUP, 1)
+    weights, m, _ = softmax_step(products, m, run, key, i, given, place, sizes, True)
+    l = gl.sum(weights, 1)
+    wait_for_keys(shared, step + 1, end, STAGES)
+    p = probabilities(weights, step, run, key, i, shared, given, place, sizes, True, GROUP)
+    step += 1
+    if sizes.K_RUNS == 1:
+        step, acc, p, m, l = walk(step, end, acc, p, m, l, q, run, 1, i, shared, given, place, sizes, GROUP)
+    else:
+        for number in range(place.first_run, sizes.K_RUNS):
+            run = run_of(given, place, sizes, number, i)
+            done = gl.where(number == place.first_run, 1, 0)
+            step, acc, p, m, l = walk(step, end, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP)
+    if sizes.BLOCK_D <= 128 and not sizes.Q_IN_REGISTERS:
+        release(Q_FREE + GROUP, 1)
+    acc = multiply_values(acc, p, shared, end - 1, sizes)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    release(STAGES + (end - 1) % STAGES, sizes.GROUPS)
+    finish(acc, m, l, i, shared, given, place, sizes, GROUP)
+    if sizes.BLOCK_D > 128:  # out passed through the memory of q
+        release(Q_FREE + GROUP, 1)
+    return end
+
+
+@gluon.jit
+def leave(shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """out and lse of 64 queries that see no key of this shard."""
+    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
+    if sizes.FIRST or sizes.LAST:
+        i = place.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        acc = gl.zeros([64, sizes.BLOCK_E], gl.float32, accumulator(sizes.BLOCK_E))
         finish(acc, m, l, i, shared, given, place, sizes, GROUP)
 
 
 @gluon.jit
-def walk(step, acc, p, m, l, q, run, done, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+def walk(step, end, acc, p, m, l, q, run, done, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
     """The tiles of a run behind the first ``done``: those that need a mask, then the whole ones."""
     masked = run.last - run.first - (run.whole_last - run.whole_first)
     for t in range(done, masked):
         key = partly_seen(t, run.first, run.whole_first, run.whole_last) * sizes.BLOCK_K
-        step, acc, p, m, l = visit(step, acc, p, m, l, q, run, key, i, shared, given, place, sizes, True, GROUP)
+        step, acc, p, m, l = visit(step, end, acc, p, m, l, q, run, key, i, shared, given, place, sizes, True, GROUP)
     for t in range(gl.maximum(done - masked, 0), run.whole_last - run.whole_first):
         key = (run.whole_last - 1 - t) * sizes.BLOCK_K
-        step, acc, p, m, l = visit(step, acc, p, m, l, q, run, key, i, shared, given, place, sizes, False, GROUP)
+        step, acc, p, m, l = visit(step, end, acc, p, m, l, q, run, key, i, shared, given, place, sizes, False, GROUP)
     return step, acc, p, m, l
 
 
 @gluon.jit
 def visit(
-    step, acc, p, m, l, q, run, key, i, shared, given, place, sizes: gl.constexpr,
+    step, end, acc, p, m, l, q, run, key, i, shared, given, place, sizes: gl.constexpr,
     MASKED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One tile: its softmax runs while the tensor cores multiply the probabilities ``p`` of the tile before with their values.
@@ -272,7 +318,7 @@ def visit(
     weights, m, decay = softmax_step(products, m, run, key, i, given, place, sizes, MASKED)
     l = l * decay + gl.sum(weights, 1)
     # The spin loop of this wait ends a basic block: without it ptxas moves the exponentials behind the next wait.
-    wait_for_keys(shared, step + 1, place, STAGES)
+    wait_for_keys(shared, step + 1, end, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(STAGES + (step - 1) % STAGES, sizes.GROUPS)
     p = probabilities(weights, step, run, key, i, shared, given, place, sizes, MASKED, GROUP)
@@ -306,10 +352,10 @@ def wait_for_products(products, q, LATER: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_keys(shared, step, place, STAGES: gl.constexpr):
-    """Until the keys of a step are there; those of the last where there is no such step."""
-    step = gl.minimum(step, place.tiles - 1)
-    mbarrier.wait(shared.k_full.index(step % STAGES), step // STAGES & 1)
+def wait_for_keys(shared, step, end, STAGES: gl.constexpr):
+    """Until the keys of a step are there, where there is such a step."""
+    if step < end:
+        mbarrier.wait(shared.k_full.index(step % STAGES), step // STAGES & 1)
 
 
 @gluon.jit

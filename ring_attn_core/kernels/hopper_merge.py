@@ -21,11 +21,12 @@ def finish(acc, m, l, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.co
     DTYPE: gl.constexpr = given.out.dtype.element_ty
     O_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_E)
     _, _, _, q_len, _, _, _, _, _ = load_row(given.rows, place.q_run * sizes.K_RUNS)
-    valid, inside = i < q_len, i < place.slot
-    token = place.batch.to(gl.int64) * given.S + place.q_run * place.slot + place.m0 + GROUP * 64
+    slot = given.S // sizes.Q_RUNS
+    valid, inside = i < q_len, i < slot
+    token = place.batch.to(gl.int64) * given.S + place.q_run * slot + place.m0 + GROUP * 64
     at_lse = (token + (i - place.m0 - GROUP * 64)) * sizes.H + place.head
     if not sizes.FIRST:
-        at_out, inside_out = elements_of_out(token, place, sizes, GROUP, O_LAYOUT)
+        at_out, inside_out = elements_of_out(token, slot, place, sizes, GROUP, O_LAYOUT)
         out_in = gl.load(given.out_in + at_out, mask=inside_out, other=0.0)
         before = gl.load(given.lse_in + at_lse, mask=inside, other=-float("inf"))
     elif given.sinks is not None:
@@ -51,20 +52,20 @@ def finish(acc, m, l, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.co
         acc += out_in * column(w_before / both, O_LAYOUT)
     gl.store(given.lse + at_lse, lse, mask=inside)
     if DTYPE.is_fp32():
-        at_out, inside_out = elements_of_out(token, place, sizes, GROUP, O_LAYOUT)
+        at_out, inside_out = elements_of_out(token, slot, place, sizes, GROUP, O_LAYOUT)
         gl.store(given.out + at_out, acc, mask=inside_out)
     else:
         LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)
-        tile = matrix(shared.q.index(GROUP)).slice(0, sizes.BLOCK_E, dim=1)
+        tile = matrix(shared.out.index(GROUP)).slice(0, sizes.BLOCK_E, dim=1)
         tile.store(acc.to(DTYPE))
-        at_out, inside_out = elements_of_out(token, place, sizes, GROUP, LINES)
+        at_out, inside_out = elements_of_out(token, slot, place, sizes, GROUP, LINES)
         gl.store(given.out + at_out, tile.load(LINES), mask=inside_out)
 
 
 @gluon.jit
-def elements_of_out(token, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+def elements_of_out(token, slot, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
     """Offsets of the elements of out of 64 queries from a token of all on, and which of them there are."""
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
-    inside = (place.m0 + GROUP * 64 + i < place.slot) & (e < sizes.E)
+    inside = (place.m0 + GROUP * 64 + i < slot) & (e < sizes.E)
     return (token * sizes.H + place.head) * sizes.E + i * (sizes.H * sizes.E) + e, inside

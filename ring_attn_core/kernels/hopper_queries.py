@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon import copy_tile
-from .hopper_common import acquire
-from .hopper_sums import BLOCK_K, everywhere, visits, walk_of
+from .hopper_common import acquire, everywhere
+from .hopper_sums import BLOCK_K, visits, walk_of
 from .triton_common import LOG2E, ROW_FIELDS, keys_seen, load_row
 
 

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon import add_tile, constexpr_function
-from .hopper_common import barrier
+from .hopper_common import barrier, everywhere
 from .triton_common import load_row, tiles_in_band
 
 SCAN = gl.constexpr(128)
@@ -234,13 +234,6 @@ def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
 def layout_of_dq(block_q):
     """Of dq [64, 128] or [128, 64] in two warpgroups: a half of the columns each, or of the queries."""
     return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
-
-
-@gluon.jit
-def everywhere(text: gl.constexpr):
-    """PTX that every lane of a partition of one warp runs once."""
-    x = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(text + " mov.u32 $0, $1;", "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -10,21 +10,27 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .hopper_common import everywhere
 from .triton_common import keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
 
 
 class Place(NamedTuple):
-    """A tile of queries, from ``m0`` on of a run of ``slot``, and how many tiles of keys it walks, from which run, token on."""
+    """A tile of queries, from ``m0`` on of a run: how many tiles of keys it walks (-1: there is no such tile of queries), from
+    which run on, and which token comes first."""
 
     batch: Any
     head: Any
     q_run: Any
     m0: Any
-    slot: Any
     tiles: Any
     first_run: Any
     first_token: Any
+
+
+FIELDS = gl.constexpr(8)
+"""Numbers of a Place in shared memory, and some room."""
 
 
 class Run(NamedTuple):
@@ -65,6 +71,54 @@ def key_tiles(rows_ptr, extents_ptr, batch, S, pair, m0, BLOCK_Q: gl.constexpr, 
             first, last, whole_first, whole_last, begin, end, i < q_len, BLOCK_K
         )
     return first, last, whole_first, whole_last
+
+
+@gluon.jit
+def place_of(ticket, given, sizes: gl.constexpr):
+    """The tile of queries with a number: ``together`` heads at a time, of which the heaviest tiles come first."""
+    tiles_of_run = gl.cdiv(given.S // sizes.Q_RUNS, sizes.BLOCK_Q)
+    tiles = sizes.Q_RUNS * tiles_of_run
+    before = ticket // (given.together * tiles) * given.together
+    heads = gl.minimum(given.together, given.total // tiles - before)
+    place_in_heads = ticket - before * tiles
+    tile = tiles - 1 - place_in_heads // heads
+    head = before + place_in_heads % heads
+    batch = head // sizes.H
+    q_run = tile // tiles_of_run
+    m0 = tile % tiles_of_run * sizes.BLOCK_Q
+    count = -1
+    first_run = 0
+    first_token = 0
+    if ticket < given.total:
+        count, first_run, first_token = survey(
+            given.rows, given.extents, batch, given.S, q_run, m0, sizes.K_RUNS, sizes.BLOCK_Q, sizes.BLOCK_K
+        )
+    return Place(batch, head % sizes.H, q_run, m0, count, first_run, first_token)
+
+
+@gluon.jit
+def tell(place, shared):
+    """The producer's word to the consumers; they have read the one before."""
+    for field in gl.static_range(7):
+        number = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + place[field]
+        shared.place.index(field).store(number)
+    everywhere("bar.warp.sync 0xffffffff;")
+    mbarrier.arrive(shared.place_full.index(0), count=1)
+
+
+@gluon.jit
+def told(taken, shared):
+    """The tile of queries that the producer takes after ``taken`` others; to be released as PLACE_READ."""
+    mbarrier.wait(shared.place_full.index(0), taken & 1)
+    return Place(
+        field_of(shared, 0), field_of(shared, 1), field_of(shared, 2), field_of(shared, 3), field_of(shared, 4),
+        field_of(shared, 5), field_of(shared, 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def field_of(shared, field: gl.constexpr):
+    return gl.max(shared.place.index(field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -98,7 +98,8 @@ class Output:
 class Launch:
     """``arguments`` and ``constants`` by the kernel's parameters; one that is in neither is None in the kernel.
 
-    Arrays that are outputs come last among the kernel's arrays, in the order of ``outputs``.
+    Arrays that are outputs come last among the kernel's arrays, in the order of ``outputs``; behind them ``scratch``, which is
+    overwritten like an output, over an input of zeros that whoever launches it makes, and which nobody sees afterwards.
     """
 
     kernel: str
@@ -108,11 +109,17 @@ class Launch:
     outputs: tuple[Output, ...]
     warps: int
     stages: int
+    scratch: tuple[Output, ...] = ()
+
+    @property
+    def written(self) -> tuple[Output, ...]:
+        """Outputs and scratch, in the order of the kernel's parameters."""
+        return self.outputs + self.scratch
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
-        made = {output.name for output in self.outputs}
+        made = {output.name for output in self.written}
         return tuple(x.name for _, x in self.arguments if not isinstance(x, Scalar) and x.name not in made)
 
     @cached_property

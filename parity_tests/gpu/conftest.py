@@ -1,0 +1,22 @@
+"""What the GPU tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ring_attn_core.kernels import hopper, steps
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """programs(3): no more than 3 programs of the Hopper forward share the tiles, so that each takes many, as at real sizes."""
+
+    def limit(count: int) -> None:
+        monkeypatch.setattr(hopper, "PROGRAMS", count)
+        steps.forward.cache_clear()
+
+    yield limit
+    monkeypatch.undo()
+    steps.forward.cache_clear()
