@@ -33,7 +33,9 @@ def plot(name: str = "kernel-h200") -> Path:
     for axes, passes in zip(panels, ("forward", "backward"), strict=True):
         for candidate, (colour, style) in STYLES.items():
             cells = [cell for cell in result["lengths"] if cell["candidate"] == candidate and passes in cell]
-            axes.plot([c["tokens"] for c in cells], [c[passes]["tflops"] for c in cells], style, color=colour, label=candidate)
+            rates = [cell[passes]["tflops"] for cell in cells]
+            if rates:
+                axes.plot([cell["tokens"] for cell in cells], rates, style, color=colour, label=candidate)
         axes.set_xscale("log", base=2)
         axes.set_title(passes, loc="left")
         axes.set_xlabel("tokens")

@@ -39,12 +39,7 @@ EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "streams"})
 
 def resources(kernel) -> tuple[int, int, int]:
     """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(kernel.asm["cubin"])
-        binary.flush()
-        run = lambda option: subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout
-        used, code = run("-res-usage"), run("-sass")
+    used, code = cuobjdump(kernel, "-res-usage"), sass(kernel)
     instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
     loops = []
     for at, text in instructions:
@@ -65,3 +60,34 @@ def advice(kernel) -> str:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "registers" in said
     return said
+
+
+def released_in_flight(kernel) -> list[str]:
+    """Loads from shared memory that nothing has used yet where a thread says, by bar.arrive, that others may overwrite it."""
+    found, pending = [], {}
+    for text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(kernel)):
+        name, _, operands = re.sub(r"^@!?U?P\d+ ", "", text.strip()).partition(" ")
+        if name.startswith(("EXIT", "BRA", "RET")):
+            pending = {} if text.startswith(name) else pending  # what follows is reached from elsewhere
+        elif name.startswith("BAR.ARV"):
+            found += pending.values()
+            pending = {}
+        else:
+            used = {int(n) for n in re.findall(r"\bR(\d+)", operands)}
+            pending = {first: load for first, load in pending.items() if not used & set(range(first, first + 4))}
+            if name.startswith(("LDS", "LDSM")):
+                pending[int(re.search(r"R(\d+)", operands)[1])] = text  # type: ignore[index]
+    return found
+
+
+def sass(kernel) -> str:
+    """The instructions of a kernel."""
+    return cuobjdump(kernel, "-sass")
+
+
+def cuobjdump(kernel, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        return subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .hopper import refusal_of_shape
+from .launch import triton_release
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -123,14 +123,6 @@ def check_vendor(backend: str, deterministic: bool, differentiates_lse: bool) ->
         raise ValueError(
             f'the lse of backend={backend!r} has no gradient: leave out return_lse, call it under torch.no_grad(), or use "auto"'
         )
-
-
-def triton_release() -> tuple[int, ...]:
-    """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
-    try:
-        return tuple(map(int, version("triton").split(".")[:2]))
-    except PackageNotFoundError:
-        return 0, 0
 
 
 BACKENDS: tuple[Backend, ...] = (

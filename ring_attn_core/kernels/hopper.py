@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from .calls import Call
-from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
+from .launch import Argument, Array, Descriptor, Launch, Output, Scalar, triton_release
 from .tiles import HopperConfig, hopper_tiles
 
 WIDEST = 256
@@ -72,7 +72,7 @@ def columns(width: int) -> int:
 def forward(call: Call, portable: Launch) -> Launch:
     """The Hopper kernel in place of the portable one, with its arrays and outputs."""
     d, e = columns(call.head_dim), columns(call.v_dim)
-    tiles = hopper_tiles(d, e, call.features)
+    tiles = hopper_tiles(d, e, call.features, newer=triton_release() > (3, 7))
     given = dict(portable.constants)
     constants = {
         **{name: given[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},

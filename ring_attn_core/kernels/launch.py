@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .tiles import shared_memory
@@ -212,6 +213,14 @@ def _compiled(
         "ptx_version": PTX_VERSIONS.get(capability, 87),
     }
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def triton_release() -> tuple[int, ...]:
+    """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
+    try:
+        return tuple(map(int, version("triton").split(".")[:2]))
+    except PackageNotFoundError:
+        return 0, 0
 
 
 def interpreted() -> bool:
