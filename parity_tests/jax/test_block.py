@@ -19,6 +19,7 @@ from ring_attn_core.oracle import Attention
 from ring_attn_jax import attend_block, merge
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("cut", cuts(), ids=str)
 def test_blocks_merged_are_the_whole(case: Case, cut: Cut):

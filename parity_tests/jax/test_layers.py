@@ -52,6 +52,7 @@ def test_layer_without_rotary_and_with_a_window_is_exact():
     check_layer(got, layer_weights(), x, dout, **arguments)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "ranks", "whole"), [*((name, 2, False) for name in ARGUMENTS), ("everything", 4, True)])
 def test_every_argument_of_attention_over_a_ring_is_exact(name, ranks, whole):
     x, dout = layer_data()

@@ -34,6 +34,7 @@ def test_the_rest_of_the_grid_is_exact(case):
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case))
@@ -46,6 +47,7 @@ def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(ranks
     check(case, run(case, quick=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_error_does_not_grow_with_the_ring(dtype):
     """As it would if the state were rounded to the inputs' dtype at each hop."""
@@ -60,6 +62,7 @@ def test_future_tokens_change_nothing_on_any_rank(layout):
     check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", COMBINATIONS, ids=str)
 def test_any_two_features_together_are_exact(case):
     check(case, run(case, quick=True))
@@ -75,6 +78,7 @@ def test_nan_that_nobody_may_see_changes_no_bit(case):
     check_same(run(replace(case, poison=True), quick=True), run(case, quick=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_keeps_the_same_set_on_every_ring(layout, ranks):
@@ -126,5 +130,6 @@ def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 def test_random_problems_are_exact():
     fuzz(run_once, 40)

@@ -39,6 +39,7 @@ def permutes(function, *inputs) -> int:
     return str(jax.make_jaxpr(function)(*inputs)).count("ppermute[")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("mask", [*MASKS.values(), sliding_window(0), sliding_window(3, offset=-40)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,6 +162,7 @@ def test_outside_shard_map_the_remedy_is_named():
         ring_attention(q, k, v)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mask", [causal(2**31 - 1), causal(2**40), sliding_window(2**31, 2**31), sliding_window(2**31 - 1, 8)], ids=str
 )

@@ -37,6 +37,7 @@ from ring_attn_core import LAYOUTS
 from ring_attn_jax import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_token_of_every_shard_is_right(layout, ranks):
