@@ -126,6 +126,6 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
     except BrokenPipeError:
         pass  # nobody is left to tell
     except BaseException as error:
+        sys.stdout.flush()  # what was printed comes before the traceback
         traceback.print_exc()
-        sys.stdout.flush()
         pipe.send(("failed", f"{type(error).__name__}: {error}"))

@@ -76,7 +76,7 @@ def _drawback_of_hopper(problem: Problem) -> str | None:
     if problem.q_shape[-1] > 128:
         return "its tiles of heads wider than 128 are measured on no GPU"
     if triton_release() > (3, 7):
-        return "Triton newer than 3.7 compiles it with spills, and no GPU has run that"
+        return "Triton newer than 3.7 compiles its backward with spills, and no GPU has run that"
     return None
 
 

@@ -21,7 +21,7 @@ FIRST_BARRIER = gl.constexpr(6)
 """Named barriers have ids 0 to 15, of which Triton takes 0, 1 and one for each partition."""
 PLACE_READ = gl.constexpr(4)
 Q_FREE = gl.constexpr(5)
-"""Barriers of the forward beyond those of its stages of keys and values; the latter of every consumer."""
+"""Barriers of the forward behind those of its two stages of keys and of values: one, and from Q_FREE on one for each consumer."""
 
 # --- barriers ---------------------------------------------------------------------------------------------------------
 

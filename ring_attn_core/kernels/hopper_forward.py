@@ -8,8 +8,8 @@ Program    one a multiprocessor: one warp produces, 2 or 3 warpgroups consume, 6
 Producer   takes tickets, and has the next tile's q and first k brought while the consumers finish this one. TMA into rings of
            STAGES tiles, k of a step ahead of v of the step before; descriptors of [batch, tokens, heads, columns], so that no
            tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden
-Consumers  q and the probabilities in registers; S = q k^T of this tile and P v of the tile before are in flight together, and the
-           softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
+Consumers  the probabilities in registers, and mostly q (HopperConfig); S = q k^T of this tile and P v of the tile before are in
+           flight together, and the softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
 Walk       of all runs of keys one after the other, the pipeline never drained between them
 Epilogue   the state of the keys seen before is read at the end, prefetched into L2 at the start
 
@@ -154,6 +154,7 @@ def hopper_forward(
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
     GROUPS: gl.constexpr = BLOCK_Q // 64
+    gl.static_assert(2 * STAGES <= PLACE_READ, "named barriers overlap")
     sizes: gl.constexpr = Sizes(
         H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
         FIRST, LAST, FOLDED, CLEAN, ALIGNED,
@@ -223,6 +224,8 @@ def consumer(given, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
             loads += 1
         else:
             leave(shared, given, place, sizes, GROUP)
+            if sizes.BLOCK_D > 128:  # out passed through the memory of q
+                fence_async_shared()
             release(PLACE_READ, sizes.GROUPS)
         taken += 1
         place = told(taken, shared)
@@ -270,6 +273,7 @@ def attend(step, loads, shared, given, place, sizes: gl.constexpr, GROUP: gl.con
     release(STAGES + (end - 1) % STAGES, sizes.GROUPS)
     finish(acc, m, l, i, shared, given, place, sizes, GROUP)
     if sizes.BLOCK_D > 128:  # out passed through the memory of q
+        fence_async_shared()
         release(Q_FREE + GROUP, 1)
     return end
 

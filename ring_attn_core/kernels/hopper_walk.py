@@ -79,7 +79,7 @@ def place_of(ticket, given, sizes: gl.constexpr):
     tiles_of_run = gl.cdiv(given.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (given.together * tiles) * given.together
-    heads = gl.minimum(given.together, given.total // tiles - before)
+    heads = gl.maximum(gl.minimum(given.together, given.total // tiles - before), 1)  # 0 behind the last tile
     place_in_heads = ticket - before * tiles
     tile = tiles - 1 - place_in_heads // heads
     head = before + place_in_heads % heads
