@@ -23,7 +23,7 @@ _target: ContextVar[int | None] = ContextVar("target", default=None)
 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """The outputs of a launch. ``arrays`` by name; one that an output overwrites is reused where nobody else needs it."""
-    arrays = {**arrays, **{x.over: jnp.zeros(x.shape, x.dtype) for x in launch.scratch}}
+    arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in launch.written]
     if launch.grid == 0:

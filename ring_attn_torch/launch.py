@@ -21,8 +21,8 @@ def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     if launch.grid == 0:
         return outputs
     named = {**arrays, **{x.name: made for x, made in zip(launch.outputs, outputs, strict=True)}}
-    for x in launch.scratch:
-        named[x.name] = named[x.over] = torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device)
+    for name, x in launch.zeros.items():
+        named[x.name] = named[name] = torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device)
     arguments = {parameter: _argument(x, named) for parameter, x in launch.arguments}
     function = kernel_function(launch.kernel)
     if interpreted():

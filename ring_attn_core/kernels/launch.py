@@ -118,6 +118,11 @@ class Launch:
         return self.outputs + self.scratch
 
     @property
+    def zeros(self) -> dict[str, Output]:
+        """What the inputs of zeros become, by their names."""
+        return {x.over: x for x in self.scratch if x.over}
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """The names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
         made = {output.name for output in self.written}
