@@ -39,7 +39,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, given, shared, sizes: gl.constexpr):
             at = [place.batch, place.first_token, group, 0]
             fill(k_BTGD, shared.k, shared.k_full, at, step, 0, sizes, sizes.BLOCK_D)
             if not sizes.FIRST:
-                # What the epilogue reads: fetched now, since every program of a wave reaches its epilogue at the same time.
+                # What the epilogue reads, fetched into the L2 cache meanwhile.
                 i = gl.arange(0, sizes.BLOCK_Q, gl.BlockedLayout([sizes.BLOCK_Q // 32], [32], [1], [0]))
                 row = place.batch.to(gl.int64) * given.S + place.q_run * slot + gl.minimum(place.m0 + i, slot - 1)
                 prefetch(given.out_in + (row * sizes.H + place.head) * sizes.E, 4 * sizes.E)
