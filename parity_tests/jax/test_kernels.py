@@ -62,7 +62,7 @@ def test_a_gluon_kernel_is_called_like_the_others(monkeypatch):
     monkeypatch.setattr(launch, "_opaque", lambda each, capability: launched.append(each) or opaque(each, capability))
     lowered(ring(2, backend="hopper"), *shapes())
     assert {each.kernel for each in launched} == {"hopper_forward"}
-    assert [len(each.inputs) for each in launched] == [4, 6], "q, kv, kv, rows; then out and lse too"
+    assert [len(each.inputs) for each in launched] == [5, 7], "q, kv, kv, rows and the ticket; then out and lse too"
 
 
 @needs_plugin
