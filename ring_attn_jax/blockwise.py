@@ -26,6 +26,7 @@ from .score import Cotangents, Score, State
 from .tiles import Call, Pair, dot
 
 
+@jax.jit  # traced once for all the steps of a ring
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
     """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible."""
     if q.size == 0 or keys.kv.size == 0:
@@ -55,6 +56,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     return lax.fori_loop(0, call.query_tiles, query_tile, total)
 
 
+@jax.jit
 def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One pass over the tiles: (dq with these keys' part added, dkv of these keys from this rank's queries).
 
