@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, but for files that compare what another file's tests have computed: they run in its process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return WITH.get(file, file)
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+WITH = {"parity_tests/test_parity.py": "parity_tests/jax/test_ring.py"}
 
 tests = itertools.count(1)
 
