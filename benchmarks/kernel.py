@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.kernel_candidates import CANDIDATES, Case, ours_in_torch, truth
+from benchmarks.kernel_candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
 from benchmarks.tune import arrays, the_call
-from benchmarks.turns import seconds, take_turns
+from benchmarks.turns import device_seconds, seconds, take_turns
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.kernels import hopper, steps
 from ring_attn_core.kernels.calls import Call
@@ -46,6 +46,7 @@ from ring_attn_torch.launch import launch
 
 PASSES = "forward", "backward"
 BACKENDS = "auto", "triton"
+FRAMEWORKS = {"torch": ours_in_torch, "jax": ours_in_jax}
 STATES = {"none": (True, True), "written": (True, False), "read": (False, True), "read and written": (False, False)}
 """What a launch does with the float32 state, and whether it is a ring's first and last."""
 CASES = [
@@ -102,6 +103,20 @@ def measure(case: Case, names: Iterable[str], rounds: int) -> list[dict[str, Any
             tflops = case.flops * (1, 2.5)[index] / second / 1e12
             cells[name][passes] = {"ms": round(second * 1e3, 4), "tflops": round(tflops, 1)}
     return list(cells.values())
+
+
+def device(rounds: int) -> list[dict[str, Any]]:
+    """How long the GPU works on a call of JAX over how long on one of PyTorch: all its kernels, without the gaps between them."""
+    cells = []
+    for backend, case in product(BACKENDS, CASES):
+        works = {name: ours(case, backend) for name, ours in FRAMEWORKS.items()}
+        cell: dict[str, Any] = {"case": str(case), "backend": backend}
+        for index, passes in enumerate(PASSES):
+            times = take_turns({name: work[1 + index] for name, work in works.items()}, rounds, device_seconds)
+            milliseconds = {name: round(time * 1e3, 4) for name, time in times.items()}
+            cell[passes] = {"ms": milliseconds, "jax_over_torch": round(times["jax"] / times["torch"], 3)}
+        cells.append(cell)
+    return cells
 
 
 def features(rounds: int) -> list[dict[str, Any]]:
@@ -196,6 +211,10 @@ def _tiles_of_row(case: Case, first: int, block: int = 128) -> int:
     return (first + block - 1) // block - least // block + 1
 
 
+MEASURED = {"cases": CASES, "lengths": LENGTHS}
+OTHERS = {"device": device, "features": features, "state": state, "window": window, "hop": hop, "million": million}
+
+
 def show(cells: list[dict[str, Any]]) -> Table:
     table = Table(title="TFLOP/s", title_justify="left")
     for column in ("case", "candidate", *PASSES):
@@ -212,20 +231,17 @@ def show(cells: list[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=report.first_line(__doc__))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--part", nargs="*", default=["cases", "features", "state", "window", "hop", "lengths", "million"])
+    parser.add_argument("--part", nargs="*", choices=[*MEASURED, *OTHERS], default=[*MEASURED, *OTHERS])
     parser.add_argument("--out", default="kernel-h200", help="name of the result file")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"question": report.first_line(__doc__), **report.environment()}
     result["hardware"] = {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    measured = {"cases": CASES, "lengths": LENGTHS}
     for part in arguments.part:
-        if part in measured:
-            result[part] = [cell for case in measured[part] for cell in measure(case, CANDIDATES, arguments.rounds)]
+        if part in MEASURED:
+            result[part] = [cell for case in MEASURED[part] for cell in measure(case, CANDIDATES, arguments.rounds)]
             Console(width=150).print(show(result[part]))
         else:
-            result[part] = {"features": features, "state": state, "window": window, "hop": hop, "million": million}[part](
-                arguments.rounds
-            )
+            result[part] = OTHERS[part](arguments.rounds)
             Console(width=150).print(result[part])
         torch.cuda.empty_cache()
         path = report.save(arguments.out, result)
