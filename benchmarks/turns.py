@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Work = Callable[[], Any]
@@ -55,4 +54,5 @@ def device_seconds(work: Work, calls: int) -> float:
     """Seconds a call of so many that the GPU is at work on it, whichever framework of this process starts it: CUPTI sees all."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         seconds(work, calls)
-    return sum(event.time_range.elapsed_us() for event in seen.events() if event.device_type == DeviceType.CUDA) / calls / 1e6
+    on_device = [event for event in seen.events() or [] if event.device_type.name == "CUDA"]
+    return sum(event.time_range.elapsed_us() for event in on_device) / calls / 1e6

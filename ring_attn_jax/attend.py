@@ -61,10 +61,10 @@ def attend_backward(
     """
     if score.call is not None:
         return fused.attend_backward(of_q, keys, rows, score, dq, arrived, last)
-    dq = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
-    dq, dkv = blockwise.attend_backward(of_q, keys, rows, score, dq)
+    total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
+    total, dkv = blockwise.attend_backward(of_q, keys, rows, score, total)
     before = arrived()
-    return dq, dkv if before is None else before + dkv
+    return total, dkv if before is None else before + dkv
 
 
 def sink_gradient(score: Score, lse: jax.Array, of_q: Cotangents) -> jax.Array | None:
