@@ -73,6 +73,7 @@ def test_every_feature_at_once_is_exact(case):
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", WITH_BLANKS, ids=str)
 def test_nan_that_nobody_may_see_changes_no_bit(case):
     check_same(run(replace(case, poison=True), quick=True), run(case, quick=True))
