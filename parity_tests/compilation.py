@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,21 +64,36 @@ def advice(kernel) -> str:
 
 
 def released_in_flight(kernel) -> list[str]:
-    """Loads from shared memory that nothing has used yet where a thread says, by bar.arrive, that others may overwrite it."""
-    found, pending = [], {}
-    for text in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(kernel)):
-        name, _, operands = re.sub(r"^@!?U?P\d+ ", "", text.strip()).partition(" ")
-        if name.startswith(("EXIT", "BRA", "RET")):
-            pending = {} if text.startswith(name) else pending  # what follows is reached from elsewhere
-        elif name.startswith("BAR.ARV"):
-            found += pending.values()
-            pending = {}
-        else:
+    """Loads from shared memory that nothing has used yet where a thread says, by bar.arrive, that others may overwrite it.
+
+    On any way through the binary: round its loops, and to either side of its branches.
+    """
+    code = {int(at, 16): text.strip() for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))}
+    following = dict(pairwise(sorted(code)))
+    pending: dict[int, frozenset[tuple[int, str]]] = {}
+    found: set[tuple[int, str]] = set()
+    for begin in sorted(code):  # what is not reached yet is jumped to from a table
+        ways = [] if begin in pending else [(begin, frozenset())]
+        while ways:
+            at, loads = ways.pop()
+            if at in pending and loads <= pending[at]:
+                continue
+            loads = pending[at] = pending.get(at, frozenset()) | loads
+            condition, name, operands = re.fullmatch(r"(@!?U?P\w+ )?(\S+) ?(.*)", code[at]).groups()  # type: ignore[union-attr]
+            if name.startswith("BAR.ARV"):
+                found |= loads
+                loads = frozenset()
             used = {int(n) for n in re.findall(r"\bR(\d+)", operands)}
-            pending = {first: load for first, load in pending.items() if not used & set(range(first, first + 4))}
-            if name.startswith(("LDS", "LDSM")):
-                pending[int(re.search(r"R(\d+)", operands)[1])] = text  # type: ignore[index]
-    return found
+            loads = frozenset((first, text) for first, text in loads if not used & set(range(first, first + 4)))
+            if name.startswith("LDS"):  # and LDSM
+                loads |= {(int(re.search(r"R(\d+)", operands)[1]), code[at])}  # type: ignore[index]
+            target = re.search(r"(?:^|, )0x([0-9a-f]+)$", operands) if name.startswith(("BRA", "BSSY")) else None
+            if target:
+                ways.append((int(target[1], 16), loads))
+            leaves = condition is None and (name in ("EXIT", "RET", "BRX") or (name == "BRA" and operands.startswith("0x")))
+            if at in following and not leaves:
+                ways.append((following[at], loads))
+    return sorted(text for _, text in found)
 
 
 def sass(kernel) -> str:
