@@ -17,7 +17,7 @@ from parity_tests.jax import ring as on_jax
 from parity_tests.torch import ring as on_torch
 
 FLOAT32 = [case for case in grid() if case.dtype == "float32"]
-CHOSEN = [case for case in [Case(), *pairs(grid()), *SPECIAL] if case.dtype == "float32"]
+CHOSEN = [case for case in [Case(), *pairs(grid())] if case.dtype == "float32"]
 REST = [case for case in FLOAT32 if case not in CHOSEN]
 
 
@@ -26,15 +26,20 @@ def test_frameworks_agree(gloo, case, record_property):
     record_property("worst", agree(gloo, case))
 
 
+@pytest.mark.parametrize("case", [case for case in SPECIAL if case.dtype == "float32"], ids=str)
+def test_frameworks_agree_on_cross_attention_padding_and_odd_sizes(gloo, case, record_property):
+    record_property("worst", agree(gloo, case, quick=False))
+
+
 @pytest.mark.parametrize("case", [case for case in COMBINATIONS if case.dtype == "float32"], ids=str)
 def test_frameworks_agree_on_features_together(gloo, case, record_property):
-    record_property("worst", agree(gloo, case, quick=True))
+    record_property("worst", agree(gloo, case))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in COMBINATIONS if case.dtype != "float32"], ids=str)
 def test_frameworks_agree_on_any_two_features_together(gloo, case, record_property):
-    record_property("worst", agree(gloo, replace(case, dtype="float32"), quick=True))
+    record_property("worst", agree(gloo, replace(case, dtype="float32")))
 
 
 @pytest.mark.full
