@@ -1,4 +1,4 @@
-"""Eight host devices for JAX, one pool of gloo processes for PyTorch, and the switch between the CI selection and everything."""
+"""Eight host devices for JAX, one pool of gloo processes for PyTorch, the selection for CI, and which files share a process."""
 
 from __future__ import annotations
 
