@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests.compilation import EVERYTHING, PLAIN, advice, released_in_flight, resources
+from parity_tests.compilation import EVERYTHING, PLAIN, advice, released_in_flight, resources, sass
 from ring_attn_core.kernels import hopper, steps
 from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, compiled, triton_release
 from ring_attn_core.kernels.tiles import shared_memory
@@ -80,6 +80,15 @@ def test_the_hopper_forward_hardly_spills_and_waits_for_no_product(dim):
     assert kernel.asm["ptx"].count("setmaxnreg") >= 3, "registers are moved from the producer to the consumers"
     assert not re.search(r"C75\d\d", advice(kernel)), "ptxas gave up on asynchronous products"
     assert released_in_flight(kernel) == []
+
+
+@pytest.mark.parametrize("place", [(False, False), (False, True), (True, False)], ids=["inside", "last", "first"])
+def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(place):
+    """With an address for every element the loads wait for registers, one after the other: 8 % of a causal launch."""
+    code = sass(compiled(steps.forward(HOPPER, *place), 90))
+    at = re.findall(r"(?:LDG|STG)\.E\.64 .*?\[R\d+\.64(\+0x\w+)?\]", code)
+    assert len(at) >= 64
+    assert sum(not distance for distance in at) <= len(at) / 8
 
 
 SPILLS = {64: (8, 0), 128: (32, 0)}

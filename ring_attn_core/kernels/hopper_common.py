@@ -61,19 +61,6 @@ def everywhere(text: gl.constexpr):
     gl.inline_asm_elementwise(text + " mov.u32 $0, $1;", "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def prefetch(at, BYTES: gl.constexpr):
-    """Has the L2 cache fetch so many bytes, a multiple of 16, from each of the pointers on."""
-    gl.inline_asm_elementwise(
-        prefetch_text(BYTES), "=r,l,~{memory}", [at.to(gl.int64, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@constexpr_function
-def prefetch_text(size):
-    return f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, 0;"
-
-
 # --- tiles in registers and in shared memory --------------------------------------------------------------------------
 
 
@@ -93,6 +80,39 @@ def matrix(tile):
 def column(x, LAYOUT: gl.constexpr):
     """x [64] against the rows of a matrix."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
+
+
+@constexpr_function
+def accumulator_by_eights(rows, columns, warps=4):
+    """The layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
+
+    Which eights of a row a thread holds is known when compiled, so its addresses in memory are two and constants, one for each of
+    its rows; as [rows, columns] every address takes a pair of registers and its own arithmetic.
+    """
+    eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    of_warps = [[16 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 0, 1], [8, 0, 0], *eights], lanes, of_warps, [], [rows, columns // 8, 8])
+
+
+@gluon.jit
+def by_eights(x, WARPS: gl.constexpr = 4):
+    """wgmma's results [rows, columns] as [rows, columns / 8, 8], where they are."""
+    LAYOUT: gl.constexpr = accumulator_by_eights(x.shape[0], x.shape[1], WARPS)
+    return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] // 8, 8]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Their rows [rows, 1, 1] and columns [1, columns / 8, 8], the latter int64 so that constants stay such."""
+    LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    of_eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    row = gl.expand_dims(gl.expand_dims(row, 1), 2)
+    eight = gl.expand_dims(gl.expand_dims(eight, 0), 2)
+    of_eight = gl.expand_dims(gl.expand_dims(of_eight, 0), 1)
+    return row, 8 * eight.to(gl.int64) + of_eight
 
 
 @constexpr_function

@@ -11,7 +11,7 @@ Producer   takes tickets, and has the next tile's q and first k brought while th
 Consumers  the probabilities in registers, and mostly q (HopperConfig); S = q k^T of this tile and P v of the tile before are in
            flight together, and the softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
 Walk       of all runs of keys one after the other, the pipeline never drained between them
-Epilogue   the state of the keys seen before is read at the end, prefetched into L2 at the start
+Epilogue   the state of the keys seen before is read under the last product
 
 Prediction for 64 queries x 128 keys of dim 128: 2 x 1024 cycles of wgmma for the two warpgroups of an SM, 528 of exp2 a
 warpgroup, 464 instructions a warp. So the tensor cores set the time where the softmax hides: 989 TFLOP/s at 1.83 GHz, of which
@@ -40,7 +40,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper_common import PLACE_READ, Q_FREE, accumulator, column, kept_of_tile, matrix, packed_half, release, rows_by_lines
-from .hopper_merge import finish
+from .hopper_merge import finish, seen_before
 from .hopper_producer import producer
 from .hopper_walk import FIELDS, run_of, tile_at, told, visible
 from .triton_common import keys_seen, load_row, partly_seen, scores, some_hidden, under_ceiling
@@ -259,19 +259,19 @@ def attend(step, loads, shared, given, place, sizes: gl.constexpr, GROUP: gl.con
     wait_for_keys(shared, step + 1, end, STAGES)
     p = probabilities(weights, step, run, key, i, shared, given, place, sizes, True, GROUP)
     step += 1
-    if sizes.K_RUNS == 1:
-        step, acc, p, m, l = walk(step, end, acc, p, m, l, q, run, 1, i, shared, given, place, sizes, GROUP)
-    else:
-        for number in range(place.first_run, sizes.K_RUNS):
+    for number in gl.static_range(sizes.K_RUNS):  # unrolled: round a loop of runs ptxas would copy p at every step
+        done = 1
+        if sizes.K_RUNS > 1:
             run = run_of(given, place, sizes, number, i)
             done = gl.where(number == place.first_run, 1, 0)
-            step, acc, p, m, l = walk(step, end, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP)
+        step, acc, p, m, l = walk(step, end, acc, p, m, l, q, run, done, i, shared, given, place, sizes, GROUP)
     if sizes.BLOCK_D <= 128 and not sizes.Q_IN_REGISTERS:
         release(Q_FREE + GROUP, 1)
     acc = multiply_values(acc, p, shared, end - 1, sizes)
+    seen = seen_before(i, given, place, sizes, GROUP)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(STAGES + (end - 1) % STAGES, sizes.GROUPS)
-    finish(acc, m, l, i, shared, given, place, sizes, GROUP)
+    finish(acc, m, l, i, seen, shared, given, place, sizes, GROUP)
     if sizes.BLOCK_D > 128:  # out passed through the memory of q
         fence_async_shared()
         release(Q_FREE + GROUP, 1)
@@ -287,7 +287,7 @@ def leave(shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         acc = gl.zeros([64, sizes.BLOCK_E], gl.float32, accumulator(sizes.BLOCK_E))
-        finish(acc, m, l, i, shared, given, place, sizes, GROUP)
+        finish(acc, m, l, i, seen_before(i, given, place, sizes, GROUP), shared, given, place, sizes, GROUP)
 
 
 @gluon.jit

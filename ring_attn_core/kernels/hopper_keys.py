@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .hopper_common import accumulator, matrix, rows_by_lines
+from .hopper_common import by_eights, matrix, rows_and_columns, rows_by_lines
 from .hopper_sums import BLOCK_K
 from .triton_common import load_row
 
@@ -57,23 +57,28 @@ def finish(
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     DTYPE: gl.constexpr = to.dtype.element_ty
     if to.dtype.element_ty == gl.float32:
-        LAYOUT: gl.constexpr = accumulator(BLOCK_D, 8)
-        at, inside = elements(given, place, sizes, LAYOUT, STRIDE, WIDTH)
+        x = by_eights(x, 8)
+        row, column = rows_and_columns(BLOCK_K, BLOCK_D, 8)
         if not sizes.FIRST:
-            x += gl.load(before + at + COLUMN, mask=inside, other=0.0)
-        gl.store(to + at + COLUMN, x, mask=inside)
+            at, inside = elements(before + COLUMN, row, column, given, place, sizes, STRIDE, WIDTH)
+            x += gl.load(at, mask=inside, other=0.0)
+        at, inside = elements(to + COLUMN, row, column, given, place, sizes, STRIDE, WIDTH)
+        gl.store(at, x, mask=inside)
     else:
         LINES: gl.constexpr = rows_by_lines(BLOCK_D, 8)
         half = matrix(tile)
         half.store(x.to(DTYPE))
-        at, inside = elements(given, place, sizes, LINES, STRIDE, WIDTH)
-        gl.store(to + at + COLUMN, half.load(LINES), mask=inside)
+        row = gl.expand_dims(gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES)), 1)
+        column = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, LINES)), 0)
+        at, inside = elements(to + COLUMN, row, column, given, place, sizes, STRIDE, WIDTH)
+        gl.store(at, half.load(LINES), mask=inside)
 
 
 @gluon.jit
-def elements(given, place, sizes: gl.constexpr, LAYOUT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Offsets of the elements of the keys, and which of them there are."""
-    j = gl.expand_dims(place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LAYOUT)), 1)
-    d = gl.expand_dims(gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, LAYOUT)), 0)
-    token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot
-    return ((token + j) * sizes.G + place.group) * STRIDE + d, (j < place.slot) & (d < WIDTH)
+def elements(
+    start, row, column, given, place, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr
+):  # fmt: skip
+    """Where the elements of the keys are, and which of them there are."""
+    token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot + place.n0
+    start += (token * sizes.G + place.group) * STRIDE
+    return start + (row.to(gl.int64) * (sizes.G * STRIDE) + column), (place.n0 + row < place.slot) & (column < WIDTH)

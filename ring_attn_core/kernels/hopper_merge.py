@@ -9,28 +9,36 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_common import accumulator, column, matrix, rows_by_lines
+from .hopper_common import accumulator, by_eights, column, matrix, rows_and_columns, rows_by_lines
 from .triton_common import load_row
 
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def finish(acc, m, l, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Merges the keys seen here with those seen before, and stores out and lse."""
+def seen_before(i, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """out, laid out as ``by_eights``, and lse of the keys seen before; 0 where there are none."""
+    out, lse = 0.0, 0.0
+    if not sizes.FIRST:
+        at, inside = elements_of_state(given.out_in, given, place, sizes, GROUP)
+        out = gl.load(at, mask=inside, other=0.0)
+        at, inside = elements_of_lse(i, given, place, sizes)
+        lse = gl.load(given.lse_in + at, mask=inside, other=-float("inf"))
+    elif given.sinks is not None:
+        lse = gl.load(given.sinks + place.head).to(gl.float32)
+    return out, lse
+
+
+@gluon.jit
+def finish(acc, m, l, i, seen, shared, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Merges the keys seen here with those ``seen_before``, and stores out and lse."""
     DTYPE: gl.constexpr = given.out.dtype.element_ty
     O_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_E)
     _, _, _, q_len, _, _, _, _, _ = load_row(given.rows, place.q_run * sizes.K_RUNS)
-    slot = given.S // sizes.Q_RUNS
-    valid, inside = i < q_len, i < slot
-    token = place.batch.to(gl.int64) * given.S + place.q_run * slot + place.m0 + GROUP * 64
-    at_lse = (token + (i - place.m0 - GROUP * 64)) * sizes.H + place.head
-    if not sizes.FIRST:
-        at_out, inside_out = elements_of_out(token, slot, place, sizes, GROUP, O_LAYOUT)
-        out_in = gl.load(given.out_in + at_out, mask=inside_out, other=0.0)
-        before = gl.load(given.lse_in + at_lse, mask=inside, other=-float("inf"))
-    elif given.sinks is not None:
-        before = gl.where(valid, gl.load(given.sinks + place.head).to(gl.float32), -float("inf"))
+    valid = i < q_len
+    out_before, before = seen
+    if sizes.FIRST and given.sinks is not None:
+        before = gl.where(valid, before, -float("inf"))
     l = gl.where(valid, l, 0.0)
     some = gl.where(l > 0, l, 1.0)
     here = m * LN2 + gl.log(some)
@@ -49,23 +57,51 @@ def finish(acc, m, l, i, shared, given, place, sizes: gl.constexpr, GROUP: gl.co
         weight *= given.rescale
     acc = gl.where(column(valid, O_LAYOUT), acc, 0.0) * column(weight, O_LAYOUT)
     if not sizes.FIRST:
-        acc += out_in * column(w_before / both, O_LAYOUT)
-    gl.store(given.lse + at_lse, lse, mask=inside)
+        out_before = gl.convert_layout(out_before.reshape([64, sizes.BLOCK_E]), O_LAYOUT, assert_trivial=True)
+        acc += out_before * column(w_before / both, O_LAYOUT)
+    at, inside = elements_of_lse(i, given, place, sizes)
+    gl.store(given.lse + at, lse, mask=inside)
     if DTYPE.is_fp32():
-        at_out, inside_out = elements_of_out(token, slot, place, sizes, GROUP, O_LAYOUT)
-        gl.store(given.out + at_out, acc, mask=inside_out)
+        at, inside = elements_of_state(given.out, given, place, sizes, GROUP)
+        gl.store(at, by_eights(acc), mask=inside)
     else:
         LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)
         tile = matrix(shared.out.index(GROUP)).slice(0, sizes.BLOCK_E, dim=1)
         tile.store(acc.to(DTYPE))
-        at_out, inside_out = elements_of_out(token, slot, place, sizes, GROUP, LINES)
-        gl.store(given.out + at_out, tile.load(LINES), mask=inside_out)
+        at, inside = elements_of_out(given, place, sizes, GROUP, LINES)
+        gl.store(at, tile.load(LINES), mask=inside)
 
 
 @gluon.jit
-def elements_of_out(token, slot, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Offsets of the elements of out of 64 queries from a token of all on, and which of them there are."""
+def elements_of_lse(i, given, place, sizes: gl.constexpr):
+    """Offsets of the queries' lse, and which of them there are."""
+    return (first_token(given, place, sizes) + i) * sizes.H + place.head, i < given.S // sizes.Q_RUNS
+
+
+@gluon.jit
+def elements_of_out(given, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where 64 queries' elements of out are, and which of them there are."""
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
-    inside = (place.m0 + GROUP * 64 + i < slot) & (e < sizes.E)
-    return (token * sizes.H + place.head) * sizes.E + i * (sizes.H * sizes.E) + e, inside
+    return elements(given.out, i, e, given, place, sizes, GROUP)
+
+
+@gluon.jit
+def elements_of_state(state, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """The same of a float32 one, laid out as ``by_eights``."""
+    i, e = rows_and_columns(64, sizes.BLOCK_E)
+    return elements(state, i, e, given, place, sizes, GROUP)
+
+
+@gluon.jit
+def elements(out, i, e, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    first = place.m0 + GROUP * 64
+    inside = (first + i < given.S // sizes.Q_RUNS) & (e < sizes.E)
+    out += ((first_token(given, place, sizes) + first) * sizes.H + place.head) * sizes.E
+    return out + (i.to(gl.int64) * (sizes.H * sizes.E) + e), inside
+
+
+@gluon.jit
+def first_token(given, place, sizes: gl.constexpr):
+    """The first of the run of queries, among those of all batch rows."""
+    return place.batch.to(gl.int64) * given.S + place.q_run * (given.S // sizes.Q_RUNS)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon import copy_tile
-from .hopper_common import PLACE_READ, Q_FREE, acquire, prefetch
+from .hopper_common import PLACE_READ, Q_FREE, acquire
 from .hopper_walk import key_tiles, place_of, tell, tile_at
 from .triton_common import load_row
 
@@ -38,11 +38,6 @@ def producer(q_BSHD, k_BTGD, v_BTGE, given, shared, sizes: gl.constexpr):
             loads += 1
             at = [place.batch, place.first_token, group, 0]
             fill(k_BTGD, shared.k, shared.k_full, at, step, 0, sizes, sizes.BLOCK_D)
-            if not sizes.FIRST:
-                # What the epilogue reads, fetched into the L2 cache meanwhile.
-                i = gl.arange(0, sizes.BLOCK_Q, gl.BlockedLayout([sizes.BLOCK_Q // 32], [32], [1], [0]))
-                row = place.batch.to(gl.int64) * given.S + place.q_run * slot + gl.minimum(place.m0 + i, slot - 1)
-                prefetch(given.out_in + (row * sizes.H + place.head) * sizes.E, 4 * sizes.E)
             began = step
             before = 0
             for run in range(place.first_run, sizes.K_RUNS):
