@@ -81,4 +81,4 @@ def elements(
     """Where the elements of the keys are, and which of them there are."""
     token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot + place.n0
     start += (token * sizes.G + place.group) * STRIDE
-    return start + (row.to(gl.int64) * (sizes.G * STRIDE) + column), (place.n0 + row < place.slot) & (column < WIDTH)
+    return start + (row * (sizes.G * STRIDE) + column), (place.n0 + row < place.slot) & (column < WIDTH)

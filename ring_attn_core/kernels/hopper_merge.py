@@ -83,22 +83,24 @@ def elements_of_out(given, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYO
     """Where 64 queries' elements of out are, and which of them there are."""
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
-    return elements(given.out, i, e, given, place, sizes, GROUP)
+    first, row, inside = elements(i, e, given, place, sizes, GROUP)
+    return given.out + (first + row + e), inside
 
 
 @gluon.jit
 def elements_of_state(state, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
     """The same of a float32 one, laid out as ``by_eights``."""
     i, e = rows_and_columns(64, sizes.BLOCK_E)
-    return elements(state, i, e, given, place, sizes, GROUP)
+    first, row, inside = elements(i, e, given, place, sizes, GROUP)
+    return state + first + (row + e), inside
 
 
 @gluon.jit
-def elements(out, i, e, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    first = place.m0 + GROUP * 64
-    inside = (first + i < given.S // sizes.Q_RUNS) & (e < sizes.E)
-    out += ((first_token(given, place, sizes) + first) * sizes.H + place.head) * sizes.E
-    return out + (i.to(gl.int64) * (sizes.H * sizes.E) + e), inside
+def elements(i, e, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Offsets of the first query's elements, of the others' from there on, and which elements there are."""
+    m0 = place.m0 + GROUP * 64
+    first = ((first_token(given, place, sizes) + m0) * sizes.H + place.head) * sizes.E
+    return first, i * (sizes.H * sizes.E), (m0 + i < given.S // sizes.Q_RUNS) & (e < sizes.E)
 
 
 @gluon.jit
