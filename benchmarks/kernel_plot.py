@@ -42,8 +42,7 @@ def plot(name: str = "kernel-h200") -> Path:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("TFLOP/s")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    about = f"{result['hardware']['gpu']}, bfloat16, causal, 16 heads of 128, at least 16,384 tokens in all"
-    figure.suptitle(about + result.get("lengths_when", ""))
+    figure.suptitle(f"{result['hardware']['gpu']}, bfloat16, causal, 16 heads of 128, at least 16,384 tokens in all")
     path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=110)
     return path
