@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.process import ROOT, total
 
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "jax", "jaxlib", "triton", "numpy", "ring-attention-pytorch")
+PACKAGES = ("torch", "jax", "jaxlib", "triton", "numpy", "flash-attn-4", "ring-attention-pytorch")
 
 
 def environment() -> dict[str, Any]:

@@ -82,13 +82,17 @@ def test_the_hopper_forward_hardly_spills_and_waits_for_no_product(dim):
     assert released_in_flight(kernel) == []
 
 
+@pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize("place", [(False, False), (False, True), (True, False)], ids=["inside", "last", "first"])
-def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(place):
-    """With an address for every element the loads wait for registers, one after the other: 8 % of a causal launch."""
-    code = sass(compiled(steps.forward(HOPPER, *place), 90))
-    at = re.findall(r"(?:LDG|STG)\.E\.64 .*?\[R\d+\.64(\+0x\w+)?\]", code)
+def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(place, runs):
+    """With an address for every element the loads wait for registers: the state then cost 7 % of a causal launch, not 3."""
+    kernel = compiled(steps.forward(replace(HOPPER, q_runs=runs, k_runs=runs), *place), 90)
+    at = re.findall(r"(?:LDG|STG)\.E\.64 .*?\[R\d+\.64(\+-?0x\w+)?\]", sass(kernel))
     assert len(at) >= 64
     assert sum(not distance for distance in at) <= len(at) / 8
+    assert resources(kernel)[1] == 0, "reloads in a loop without a mask"
+    assert not re.search(r"C75\d\d", advice(kernel)), "ptxas gave up on asynchronous products"
+    assert released_in_flight(kernel) == []
 
 
 SPILLS = {64: (8, 0), 128: (32, 0)}
@@ -100,8 +104,8 @@ def test_the_hopper_forward_compiles_with_each_feature(feature):
     check_compiled(steps.forward(replace(HOPPER, dropout_rate=0.1, given=frozenset({feature})), True, False))
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dim", "last"), [(64, True), (128, False), (128, True), (256, False)])
 def test_the_hopper_forward_compiles_with_every_feature_at_once(dim, last):
     call = replace(HOPPER, head_dim=dim, v_dim=dim, clean=True, q_runs=2, k_runs=2)
     check_compiled(steps.forward(replace(call, given=EVERYTHING, dropout_rate=0.1), not last, last))

@@ -86,8 +86,8 @@ def column(x, LAYOUT: gl.constexpr):
 def accumulator_by_eights(rows, columns, warps=4):
     """The layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
 
-    Which eights of a row a thread holds is known when compiled, so its addresses in memory are two and constants, one for each of
-    its rows; as [rows, columns] every address takes a pair of registers and its own arithmetic.
+    Which eights of a row a thread holds is known when compiled, so that it has an address for each of its rows, and constants; as
+    [rows, columns] every element has an address of its own, in a pair of registers.
     """
     eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -97,14 +97,14 @@ def accumulator_by_eights(rows, columns, warps=4):
 
 @gluon.jit
 def by_eights(x, WARPS: gl.constexpr = 4):
-    """wgmma's results [rows, columns] as [rows, columns / 8, 8], where they are."""
+    """wgmma's results [rows, columns] as [rows, columns / 8, 8], without moving a register."""
     LAYOUT: gl.constexpr = accumulator_by_eights(x.shape[0], x.shape[1], WARPS)
     return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] // 8, 8]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Their rows [rows, 1, 1] and columns [1, columns / 8, 8], the latter int64 so that constants stay such."""
+    """The numbers of rows [rows, 1, 1] and columns [1, columns / 8, 8] of such a layout; int64 keeps constants apart."""
     LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))

@@ -75,9 +75,7 @@ def finish(
 
 
 @gluon.jit
-def elements(
-    start, row, column, given, place, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def elements(start, row, column, given, place, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
     """Where the elements of the keys are, and which of them there are."""
     token = place.batch.to(gl.int64) * given.T + place.k_run * place.slot + place.n0
     start += (token * sizes.G + place.group) * STRIDE

@@ -17,13 +17,13 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def seen_before(i, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """out, laid out as ``by_eights``, and lse of the keys seen before; 0 where there are none."""
+    """out, laid out as ``by_eights``, and lse of the shards before; for the first shard the sink as lse, or what nobody reads."""
     out, lse = 0.0, 0.0
     if not sizes.FIRST:
         at, inside = elements_of_state(given.out_in, given, place, sizes, GROUP)
         out = gl.load(at, mask=inside, other=0.0)
-        at, inside = elements_of_lse(i, given, place, sizes)
-        lse = gl.load(given.lse_in + at, mask=inside, other=-float("inf"))
+        at, inside = elements_of_lse(given.lse_in, i, given, place, sizes)
+        lse = gl.load(at, mask=inside, other=-float("inf"))
     elif given.sinks is not None:
         lse = gl.load(given.sinks + place.head).to(gl.float32)
     return out, lse
@@ -59,8 +59,8 @@ def finish(acc, m, l, i, seen, shared, given, place, sizes: gl.constexpr, GROUP:
     if not sizes.FIRST:
         out_before = gl.convert_layout(out_before.reshape([64, sizes.BLOCK_E]), O_LAYOUT, assert_trivial=True)
         acc += out_before * column(w_before / both, O_LAYOUT)
-    at, inside = elements_of_lse(i, given, place, sizes)
-    gl.store(given.lse + at, lse, mask=inside)
+    at, inside = elements_of_lse(given.lse, i, given, place, sizes)
+    gl.store(at, lse, mask=inside)
     if DTYPE.is_fp32():
         at, inside = elements_of_state(given.out, given, place, sizes, GROUP)
         gl.store(at, by_eights(acc), mask=inside)
@@ -73,30 +73,33 @@ def finish(acc, m, l, i, seen, shared, given, place, sizes: gl.constexpr, GROUP:
 
 
 @gluon.jit
-def elements_of_lse(i, given, place, sizes: gl.constexpr):
-    """Offsets of the queries' lse, and which of them there are."""
-    return (first_token(given, place, sizes) + i) * sizes.H + place.head, i < given.S // sizes.Q_RUNS
+def elements_of_lse(lse, i, given, place, sizes: gl.constexpr):
+    """Where the queries' elements of an lse are, and which of them there are."""
+    return lse + ((first_token(given, place, sizes) + i) * sizes.H + place.head), i < given.S // sizes.Q_RUNS
 
 
 @gluon.jit
 def elements_of_out(given, place, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where 64 queries' elements of out are, and which of them there are."""
+    """Where 64 queries' elements of out are, and which of them there are.
+
+    What is added to what first is the same to the reader, not to ptxas: here and below it is what leaves nothing on the stack.
+    """
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
-    first, row, inside = elements(i, e, given, place, sizes, GROUP)
+    first, row, inside = offsets(i, e, given, place, sizes, GROUP)
     return given.out + (first + row + e), inside
 
 
 @gluon.jit
 def elements_of_state(state, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """The same of a float32 one, laid out as ``by_eights``."""
+    """The same for a float32 out, laid out as ``by_eights``."""
     i, e = rows_and_columns(64, sizes.BLOCK_E)
-    first, row, inside = elements(i, e, given, place, sizes, GROUP)
+    first, row, inside = offsets(i, e, given, place, sizes, GROUP)
     return state + first + (row + e), inside
 
 
 @gluon.jit
-def elements(i, e, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
+def offsets(i, e, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Offsets of the first query's elements, of the others' from there on, and which elements there are."""
     m0 = place.m0 + GROUP * 64
     first = ((first_token(given, place, sizes) + m0) * sizes.H + place.head) * sizes.E
