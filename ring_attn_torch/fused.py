@@ -14,7 +14,7 @@ from ring_attn_core.kernels import hopper, steps
 from ring_attn_core.kernels.calls import BEYOND
 from ring_attn_core.runs import Row
 
-from .keys import Keys
+from .keys import Keys, zeroed
 from .launch import aligned, launch
 from .score import Cotangents, Gradients, Score, State
 from .tiles import Rows
@@ -37,7 +37,7 @@ def cotangents(
     q, dout = aligned(q), aligned(dout.to(q.dtype))
     if score.blanks:
         unseen = (lse == -math.inf)[..., None]
-        q, dout = q.masked_fill(unseen, 0), dout.masked_fill(unseen, 0)
+        q, dout = zeroed(q, unseen), zeroed(dout, unseen)
         if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
             q = q.masked_fill((lse == score.sinks)[..., None] & ~q.isfinite(), 0)
     arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}

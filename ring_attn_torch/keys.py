@@ -29,11 +29,20 @@ def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = Fal
     arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
     bits = None
     if key_mask is not None:
-        arrays = [x.masked_fill(~key_mask[..., None, None], 0) for x in arrays]
+        arrays = [zeroed(x, ~key_mask[..., None, None]) for x in arrays]
         whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
         whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
         bits = (whole << _bit(whole)).sum(-1).to(torch.uint8)
     return Keys(arrays[0], bits, *arrays[1:])
+
+
+def zeroed(x: Tensor, where: Tensor) -> Tensor:
+    """x [b s h d] with 0, whatever stands there, where ``where`` [b s h 1] says so.
+
+    Eight bytes at a time: of bfloat16, masked_fill takes four times as long as a copy does.
+    """
+    whole = x.is_contiguous() and all(n * x.element_size() % 8 == 0 for n in (x.shape[-1], x.storage_offset()))
+    return torch.where(where, 0, x.view(torch.int64)).view(x.dtype) if whole else x.masked_fill(where, 0)
 
 
 def unpack(keys: Keys) -> Tensor | None:
