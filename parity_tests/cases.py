@@ -242,6 +242,8 @@ SPECIAL = [
     Case(length=3, ranks=8, layout="contiguous"),
     Case(length=1, ranks=4),
     Case(head_dim=7, v_dim=3, scale=0.3),
+    Case(scale=-0.3, key_mask="random", dtype="bfloat16"),
+    Case(scale=-0.3, key_mask="random", softcap=2.0, alibi=True, dtype="bfloat16"),
     Case(head_dim=1, v_dim=1, heads=1, kv_heads=1, batch=1),
     Case(dtype="float64"),
     Case(mask=causal(offset=-5), ranks=2, layout="contiguous"),
@@ -250,7 +252,8 @@ SPECIAL = [
     Case(length=1111, ranks=1, tiles=None, batch=1),
     Case(length=2111, ranks=2, tiles=None, batch=1, heads=2, kv_heads=1),
 ]
-"""What the grid does not vary: cross-attention, offsets, shards that are all padding, odd sizes, float64, the real tile sizes."""
+"""What the grid does not vary: cross-attention, offsets, shards that are all padding, odd sizes, negative scales, float64, the
+real tile sizes."""
 
 
 def one_hot(case: Case) -> Case:

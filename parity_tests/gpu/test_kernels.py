@@ -14,6 +14,7 @@ import torch
 
 from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, check_kept, grid, one_hot, pairs
 from parity_tests.combinations import COMBINATIONS, EVERYTHING
+from parity_tests.gpu.tolerance import TANH, bound_on_hopper
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.oracle import Attention
 
@@ -53,7 +54,7 @@ def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, c
     programs(3)
     case = replace(case, poison=True)
     ours, theirs = on_torch(case, backend), on_jax(case, backend)
-    shares = check(case, ours)
+    shares = check(case, ours, bound_on_hopper if backend == "hopper" else None)
     different = differing(ours, theirs)
     properties = {"case": str(case), "backend": backend, "shares": json.dumps(shares), "differing": json.dumps(different)}
     for name, value in properties.items():
@@ -117,6 +118,19 @@ def gradients(attend, q, k, v, dout):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attend(q, k, v)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def test_the_special_function_unit_makes_a_tanh_as_exact_as_is_said():
+    """Hopper's kernels take it for softcap. Only 5e-4 is documented of it."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    from parity_tests.gpu.tanh import tanh_of
+
+    x = torch.cat([torch.linspace(-10, 10, 2**20), torch.logspace(-30, 4, 2**20)]).cuda()
+    y = torch.empty_like(x)
+    tanh_of[(len(x) // 1024,)](x, y)
+    exact = x.double().tanh()
+    assert ((y.double() - exact).abs() <= TANH * exact.abs()).all()
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])

@@ -32,16 +32,8 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 """
 
 
-def refusal_of_forward(call: Call) -> str | None:
-    """Why the Hopper forward does not take a call, in words; None where it does. The portable kernel takes what it refuses.
-
-    With softcap it took 3.7 ms against 2.9, with heads of 64 6.6 against 4.0 (one H200, 16,384 tokens, causal, 2,048 columns).
-    """
-    return "with softcap the portable forward is faster" if refusal(call) is None and call.softcap else refusal(call)
-
-
 def refusal(call: Call) -> str | None:
-    """Why neither of Hopper's kernels takes a call, in words; None where one does."""
+    """Why the Hopper forward does not take a call, in words; None where it does. The portable kernel takes what it refuses."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
         reason = f"it is for sm_90, and this GPU is sm_{call.capability}"

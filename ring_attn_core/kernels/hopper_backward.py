@@ -31,7 +31,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import accumulator, barrier, kept_of_keys, matrix, packed_half, release
+from .hopper_common import (
+    accumulator,
+    allocate_numbers,
+    barrier,
+    kept_of_keys,
+    matrix,
+    packed_half,
+    read_number,
+    release,
+    special_tanh,
+)
 from .hopper_keys import finish, hide_unseen, keys_seen_by_some
 from .hopper_queries import producer
 from .hopper_sums import (
@@ -46,10 +56,8 @@ from .hopper_sums import (
     layout_of_dq,
     query_tiles,
     survey,
-    visits,
-    walk_of,
 )
-from .triton_common import LOG2E, load_row, some_hidden, tanh
+from .triton_common import LOG2E, load_row, some_hidden
 
 NEVER = gl.constexpr(2**30)
 
@@ -109,6 +117,7 @@ class Shared(NamedTuple):
     lse2: Any
     delta: Any
     seen: Any
+    query: Any
     k: Any
     v: Any
     ds: Any
@@ -182,10 +191,11 @@ def hopper_backward(
     head = before + place_in_heads % heads
     k_run = tile // tiles
     k_tile = tile % tiles
-    place = Place(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, slot, S // Q_RUNS, 0, (0, 0), (0, 0))
+    place = Place(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, slot, S // Q_RUNS, 0, (0, 0), (0, 0), (0, 0))
     place = survey(given, place, sizes)
-    words = None
+    words, query = None, None
     if extents_ptr is not None:
+        query = allocate_numbers(STAGES)
         words = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = Shared(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_BSHD.layout),
@@ -193,6 +203,7 @@ def hopper_backward(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [OUT_STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         words,
+        query,
         gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
         gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
@@ -248,14 +259,9 @@ def consumer(given, shared, place, sizes: gl.constexpr):
                 q_run = sizes.Q_RUNS - 1 - each
                 run = run_of(given, place, sizes, q_run, head, j, seen)
                 if given.extents is not None:
-                    first, last = walk_of(place, q_run)
-                    here = visits(given, place, sizes, q_run, last - 1)
-                    for t in range(last - first):
-                        query = (last - 1 - t) * BLOCK_Q
-                        visited = here
-                        here = visits(given, place, sizes, q_run, last - 2 - t)
-                        if visited:
-                            at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True)
+                    for _ in range(gl.where(q_run == 0, place.visited[0], place.visited[1])):
+                        query = read_number(shared.query, at[0], 8)
+                        at, s, dk, dv = visit(at, s, dk, dv, query, run, given, shared, place, sizes, True)
                 else:
                     first, last, whole_first, whole_last = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
                     whole_last = gl.where(some_unseen, whole_first, whole_last)
@@ -337,7 +343,7 @@ def visit(
     if given.cap is None:
         s *= given.inner
     else:
-        s = tanh(s * given.inner, False)
+        s = special_tanh(s * given.inner)
         factor = 1.0 - s * s
         s *= given.cap
     s -= gl.expand_dims(lse2, 0)

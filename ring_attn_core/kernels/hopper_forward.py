@@ -39,11 +39,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import PLACE_READ, Q_FREE, accumulator, column, kept_of_tile, matrix, packed_half, release, rows_by_lines
+from .hopper_common import PLACE_READ, Q_FREE, accumulator, allocate_numbers, column, matrix, read_number, release
 from .hopper_merge import finish, seen_before
 from .hopper_producer import producer
-from .hopper_walk import FIELDS, run_of, tile_at, told, visible
-from .triton_common import keys_seen, load_row, partly_seen, scores, some_hidden, under_ceiling
+from .hopper_softmax import probabilities, scores, softmax_step
+from .hopper_walk import FIELDS, run_of, tile_at, told
+from .triton_common import partly_seen
 
 
 class Sizes(NamedTuple):
@@ -85,6 +86,7 @@ class Given(NamedTuple):
     lse: Any
     tickets: Any
     inner: Any
+    cap: Any
     threshold: Any
     rescale: Any
     S: Any
@@ -100,6 +102,8 @@ class Shared(NamedTuple):
     k: Any
     v: Any
     out: Any
+    ceiling: Any
+    some_hidden: Any
     place: Any
     q_full: Any
     k_full: Any
@@ -126,6 +130,7 @@ def hopper_forward(
     lse_BSH,
     tickets_ptr,
     inner,
+    cap,
     threshold,
     rescale,
     S,
@@ -161,18 +166,24 @@ def hopper_forward(
     )  # fmt: skip
     given = Given(
         rows_ptr, extents_ptr, ceiling_BT, hidden_ptr, sinks_ptr, slopes_ptr, streams_BH, out_in_BSHE, lse_in_BSH,
-        out_BSHE, lse_BSH, tickets_ptr, inner, threshold, rescale, S, T, together, total,
+        out_BSHE, lse_BSH, tickets_ptr, inner, cap, threshold, rescale, S, T, together, total,
     )  # fmt: skip
     q = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
     out = q
     if BLOCK_D <= 128:
         out = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
+    ceiling, some_hidden = None, None
+    if ceiling_BT is not None:
+        ceiling = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        some_hidden = allocate_numbers(STAGES)
     shared = Shared(
         q,
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_E], v_BTGE.layout),
         out,
-        gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        ceiling,
+        some_hidden,
+        allocate_numbers(FIELDS),
         gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
@@ -248,13 +259,14 @@ def attend(step, loads, shared, given, place, sizes: gl.constexpr, GROUP: gl.con
     if sizes.Q_IN_REGISTERS:
         q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     wait_for_keys(shared, step, end, STAGES)
-    products = wait_for_products(multiply_keys(q, shared, step % STAGES, sizes), q, 0, sizes)
+    products = multiply_keys(q, shared, step % STAGES, sizes)
+    s = scores_of_seen(products, q, 0, step % STAGES, shared, given, sizes)
     release(step % STAGES, sizes.GROUPS)
     # Only now: bar.arrive does not wait for loads in flight, but what uses them does.
     release(PLACE_READ, sizes.GROUPS)
     if sizes.Q_IN_REGISTERS:
         release(Q_FREE + GROUP, 1)
-    weights, m, _ = softmax_step(products, m, run, key, i, given, place, sizes, True)
+    weights, m, _ = softmax_step(s, m, run, key, i, given, place, sizes, True)
     l = gl.sum(weights, 1)
     wait_for_keys(shared, step + 1, end, STAGES)
     p = probabilities(weights, step, run, key, i, shared, given, place, sizes, True, GROUP)
@@ -316,9 +328,11 @@ def visit(
     stage = step % STAGES
     products = multiply_keys(q, shared, stage, sizes)
     acc = multiply_values(acc, p, shared, step - 1, sizes)
-    products = wait_for_products(products, q, 1, sizes)
+    s = scores_of_seen(products, q, 1, stage, shared, given, sizes)
     release(stage, sizes.GROUPS)
-    weights, m, decay = softmax_step(products, m, run, key, i, given, place, sizes, MASKED)
+    if given.ceiling is not None:  # waited for before; it ends a basic block, or ptxas lets go of the keys behind the softmax
+        mbarrier.wait(shared.v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
+    weights, m, decay = softmax_step(s, m, run, key, i, given, place, sizes, MASKED)
     l = l * decay + gl.sum(weights, 1)
     # The spin loop of this wait ends a basic block: without it ptxas moves the exponentials behind the next wait.
     wait_for_keys(shared, step + 1, end, STAGES)
@@ -345,13 +359,24 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_products(products, q, LATER: gl.constexpr, sizes: gl.constexpr):
-    """The products, when no more than LATER of those issued after them are in flight; q stays in its registers till then."""
+def scores_of_seen(products, q, LATER: gl.constexpr, stage, shared, given, sizes: gl.constexpr):
+    """The scores of products, -inf for keys that the key mask hides, when at most LATER issued after them are in flight.
+
+    q stays in its registers till then.
+    """
+    some_hidden = False
+    if given.ceiling is not None:
+        some_hidden = read_number(shared.some_hidden, stage) != 0
     if sizes.Q_IN_REGISTERS:
         products, q = warpgroup_mma_wait(LATER, deps=[products, q])
     else:
         products = warpgroup_mma_wait(LATER, deps=[products])
-    return products
+    s = scores(products, given, sizes)
+    if given.ceiling is not None:  # noqa: SIM102 (known when compiled)
+        if some_hidden:
+            ceiling = shared.ceiling.index(stage).load(gl.SliceLayout(0, accumulator(sizes.BLOCK_K)))
+            s = gl.minimum(s, gl.expand_dims(ceiling, 0))
+    return s
 
 
 @gluon.jit
@@ -359,73 +384,3 @@ def wait_for_keys(shared, step, end, STAGES: gl.constexpr):
     """Until the keys of a step are there, where there is such a step."""
     if step < end:
         mbarrier.wait(shared.k_full.index(step % STAGES), step // STAGES & 1)
-
-
-@gluon.jit
-def softmax_step(products, m, run, key, i, given, place, sizes: gl.constexpr, MASKED: gl.constexpr):
-    """exp2 of a tile's scores less the greatest so far, that one, and the factor for what was summed before."""
-    columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, products.type.layout))
-    # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
-    if sizes.FOLDED and given.slopes is None:
-        s = products
-        factor = given.inner
-    else:
-        slope = None if given.slopes is None else gl.load(given.slopes + place.head).to(gl.float32)
-        i_column, j_row = gl.expand_dims(i, 1), gl.expand_dims(key + columns, 0)
-        s, _ = scores(products, i_column, j_row, slope, given.inner, None, run.q_start, run.k_start, run.stride, False)
-        factor = 1.0
-    if MASKED:
-        s = gl.where(visible(columns, run.begin - key, run.end - key), s, -float("inf"))
-    if given.ceiling is not None:  # noqa: SIM102 (known when compiled)
-        if MASKED or some_hidden(given.hidden, place.batch, given.T, run.k_base + key, sizes.BLOCK_K, 16):
-            s = under_ceiling(s, given.ceiling, place.batch, given.T, run.k_base, key + columns, run.k_len)
-    m_new = gl.maximum(m, gl.max(s, 1) * factor)
-    if MASKED or given.ceiling is not None:
-        shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-    else:
-        shift = m_new
-    return gl.exp2(s * factor - gl.expand_dims(shift, 1)), m_new, gl.exp2(m - shift)
-
-
-@gluon.jit
-def probabilities(
-    weights, step, run, key, i, shared, given, place, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
-):
-    """The weights as the first factor of a product with the step's values; 0 where dropout drops them."""
-    if given.streams is not None:
-        stream = gl.load(given.streams + place.batch * sizes.H + place.head)
-        first = place.m0 + GROUP * 64
-        keep = kept_of_tile(
-            stream, given.threshold, i, first, key, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED
-        )
-        weights = gl.where(keep, weights, 0.0)
-    half = packed_half(weights, shared.q.dtype)
-    if MASKED and sizes.CLEAN > 0:
-        hide_unseen(shared, step, run, key, given, place, sizes)
-    return gl.convert_layout(half, gl.DotOperandLayout(0, accumulator(sizes.BLOCK_E), 2), assert_trivial=True)
-
-
-@gluon.jit
-def hide_unseen(shared, step, run, key, given, place, sizes: gl.constexpr):
-    """Values that no query of the program sees become 0: 0 times NaN would be NaN. Each warpgroup sees to all of them."""
-    BLOCK_K: gl.constexpr = sizes.BLOCK_K
-    S_LAYOUT: gl.constexpr = accumulator(BLOCK_K)
-    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)
-    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(given.rows, run.pair)
-    mbarrier.wait(shared.v_full.index(step % sizes.STAGES), step // sizes.STAGES & 1)
-    if given.extents is None:
-        seen_end = gl.minimum(gl.minimum(place.m0 + sizes.BLOCK_Q, q_len) - lo, k_len)
-        some_unseen = (key < place.m0 - hi) | (key + BLOCK_K > seen_end)
-    else:
-        some_unseen = key >= 0
-    if some_unseen:
-        columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, S_LAYOUT))
-        seen = gl.zeros([64, BLOCK_K], gl.int32, S_LAYOUT)
-        for group in gl.static_range(sizes.GROUPS):
-            i = place.m0 + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-            begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
-            seen |= visible(columns, begin - key, end - key).to(gl.int32)
-        seen = gl.convert_layout(gl.max(seen, 0), gl.SliceLayout(1, LINES))
-        tile = matrix(shared.v.index(step % sizes.STAGES))
-        tile.store(gl.where(gl.expand_dims(seen, 1) > 0, tile.load(LINES), 0.0))
-        fence_async_shared()

@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon import copy_tile
-from .hopper_common import PLACE_READ, Q_FREE, acquire
+from .hopper_common import PLACE_READ, Q_FREE, acquire, everywhere, write_number
 from .hopper_walk import key_tiles, place_of, tell, tile_at
-from .triton_common import load_row
+from .triton_common import load_row, some_hidden
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, given, shared, sizes: gl.constexpr):
                 copy_tile(q_BSHD, at, shared.q_full.index(each), shared.q.index(each))
             loads += 1
             at = [place.batch, place.first_token, group, 0]
-            fill(k_BTGD, shared.k, shared.k_full, at, step, 0, sizes, sizes.BLOCK_D)
+            fill_keys(k_BTGD, given, shared, at, step, sizes)
             began = step
             before = 0
             for run in range(place.first_run, sizes.K_RUNS):
@@ -49,13 +49,13 @@ def producer(q_BSHD, k_BTGD, v_BTGE, given, shared, sizes: gl.constexpr):
                 for t in range(last - first):
                     token = k_base + tile_at(t, first, last, whole_first, whole_last) * sizes.BLOCK_K
                     if step > began:
-                        fill(k_BTGD, shared.k, shared.k_full, [place.batch, token, group, 0], step, 0, sizes, sizes.BLOCK_D)
+                        fill_keys(k_BTGD, given, shared, [place.batch, token, group, 0], step, sizes)
                         at = [place.batch, before, group, sizes.V_COLUMN]
-                        fill(v_BTGE, shared.v, shared.v_full, at, step - 1, STAGES, sizes, sizes.BLOCK_E)
+                        fill_values(v_BTGE, shared, at, step - 1, sizes)
                     before = token
                     step += 1
             at = [place.batch, before, group, sizes.V_COLUMN]
-            fill(v_BTGE, shared.v, shared.v_full, at, step - 1, STAGES, sizes, sizes.BLOCK_E)
+            fill_values(v_BTGE, shared, at, step - 1, sizes)
         place = place_of(take(given), given, sizes)
         acquire(PLACE_READ, sizes.GROUPS)
         tell(place, shared)
@@ -83,10 +83,33 @@ def take(given):
 
 
 @gluon.jit
-def fill(source, tiles, full, at, step, BARRIERS: gl.constexpr, sizes: gl.constexpr, WIDTH: gl.constexpr):
-    """The tile of a step into its stage, once that is free."""
+def fill_keys(k_BTGD, given, shared, at, step, sizes: gl.constexpr):
+    """The keys of a step, and of a key mask what hides them: read before their stage is free, so that nobody waits for it."""
+    BLOCK_K: gl.constexpr = sizes.BLOCK_K
+    stage = step % sizes.STAGES
+    if given.ceiling is not None:
+        LINE: gl.constexpr = gl.BlockedLayout([BLOCK_K // 32], [32], [1], [0])
+        j = at[1] + gl.arange(0, BLOCK_K, LINE)
+        some = some_hidden(given.hidden, at[0], given.T, at[1], BLOCK_K, 16)
+        ceiling = gl.full([BLOCK_K], float("inf"), gl.float32, LINE)
+        if some:
+            ceiling = gl.load(given.ceiling + at[0].to(gl.int64) * given.T + j, mask=j < given.T, other=-float("inf"))
+    if step >= sizes.STAGES:
+        acquire(stage, sizes.GROUPS)
+    if given.ceiling is not None:
+        write_number(shared.some_hidden, stage, some.to(gl.int32))
+        if some:
+            shared.ceiling.index(stage).store(ceiling)
+        everywhere("bar.warp.sync 0xffffffff;")
+    mbarrier.expect(shared.k_full.index(stage), 2 * BLOCK_K * sizes.BLOCK_D)
+    copy_tile(k_BTGD, at, shared.k_full.index(stage), shared.k.index(stage))
+
+
+@gluon.jit
+def fill_values(v_BTGE, shared, at, step, sizes: gl.constexpr):
+    """The values of a step, once their stage is free."""
     stage = step % sizes.STAGES
     if step >= sizes.STAGES:
-        acquire(BARRIERS + stage, sizes.GROUPS)
-    mbarrier.expect(full.index(stage), 2 * sizes.BLOCK_K * WIDTH)
-    copy_tile(source, at, full.index(stage), tiles.index(stage))
+        acquire(sizes.STAGES + stage, sizes.GROUPS)
+    mbarrier.expect(shared.v_full.index(stage), 2 * sizes.BLOCK_K * sizes.BLOCK_E)
+    copy_tile(v_BTGE, at, shared.v_full.index(stage), shared.v.index(stage))

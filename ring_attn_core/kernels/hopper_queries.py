@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon import copy_tile
-from .hopper_common import acquire, everywhere
+from .hopper_common import acquire, everywhere, write_number
 from .hopper_sums import BLOCK_K, visits, walk_of
 from .triton_common import LOG2E, ROW_FIELDS, keys_seen, load_row
 
@@ -44,11 +44,14 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.
                         delta = gl.load(given.delta + sums, mask=i < place.q_slot, other=0.0)
                         if given.slopes is not None:
                             lse2 -= bias_of_queries(given, place, sizes, q_run, head, i)
+                        if given.extents is not None:
+                            seen = seen_of_tile(given, place, sizes, q_run, i)
                         stage = step % STAGES
                         if step >= STAGES:
                             acquire(stage, 2)
                         if given.extents is not None:
-                            shared.seen.index(stage).store(seen_of_tile(given, place, sizes, q_run, i))
+                            shared.seen.index(stage).store(seen)
+                            write_number(shared.query, stage, tile * BLOCK_Q)
                         bring(lse2, shared.lse2, q_BSHD, at, shared.q, shared.q_full, stage, sizes)
                         stage = step % OUT_STAGES
                         if step >= OUT_STAGES:

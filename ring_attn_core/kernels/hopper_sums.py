@@ -37,7 +37,8 @@ DQ_FREE = gl.constexpr(8)
 class Place(NamedTuple):
     """A program's tile of keys, from ``n0`` on of a run of ``slot``; ``k_tile`` is its number in that run.
 
-    ``steps``: tiles of queries that it visits, of all heads; from the ``first`` to the ``last`` of each run (see walk_of).
+    ``steps``: tiles of queries that it visits, of all heads; ``visited`` of each run, from the ``first`` to the ``last`` of it
+    (see walk_of).
     """
 
     batch: Any
@@ -50,6 +51,7 @@ class Place(NamedTuple):
     steps: Any
     first: Any
     last: Any
+    visited: Any
 
 
 @gluon.jit
@@ -68,11 +70,13 @@ def survey(given, place, sizes: gl.constexpr):
     steps = 0
     firsts = (0, 0)
     lasts = (0, 0)
+    counts = (0, 0)
     for q_run in gl.static_range(sizes.Q_RUNS):
         first, last, _, _ = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
         if given.extents is None:
-            steps += last - first
+            count = last - first
         else:
+            count = 0
             lowest = last
             highest = first
             for at in range(first, last, SCAN):
@@ -80,18 +84,21 @@ def survey(given, place, sizes: gl.constexpr):
                 some = (tile < last) & visits(given, place, sizes, q_run, tile)
                 lowest = gl.minimum(lowest, gl.min(gl.where(some, tile, last), 0))
                 highest = gl.maximum(highest, gl.max(gl.where(some, tile + 1, first), 0))
-                steps += gl.sum(some.to(gl.int32), 0)
+                count += gl.sum(some.to(gl.int32), 0)
             first = lowest
             last = gl.maximum(highest, lowest)
+        steps += count
         if q_run == 0:
             firsts = (first, first)
             lasts = (last, last)
+            counts = (count, count)
         else:
             firsts = (firsts[0], first)
             lasts = (lasts[0], last)
+            counts = (counts[0], count)
     steps = steps * (sizes.H // sizes.G)
     return Place(
-        place.batch, place.group, place.k_run, place.k_tile, place.n0, place.slot, place.q_slot, steps, firsts, lasts
+        place.batch, place.group, place.k_run, place.k_tile, place.n0, place.slot, place.q_slot, steps, firsts, lasts, counts
     )  # fmt: skip
 
 

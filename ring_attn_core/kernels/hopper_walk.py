@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .hopper_common import everywhere
-from .triton_common import keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+from .hopper_common import everywhere, read_number, write_number
+from .triton_common import LOG2E, keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
 
 
 class Place(NamedTuple):
@@ -34,7 +34,10 @@ FIELDS = gl.constexpr(8)
 
 
 class Run(NamedTuple):
-    """A run of keys: the interval of it that each query of a warpgroup sees, its tiles, and fields of its ``runs.Row``."""
+    """A run of keys: the interval of it that each query of a warpgroup sees, its tiles, and fields of its ``runs.Row``.
+
+    ``slope``: ALiBi's, in base 2.
+    """
 
     pair: Any
     begin: Any
@@ -48,6 +51,7 @@ class Run(NamedTuple):
     k_len: Any
     k_start: Any
     stride: Any
+    slope: Any
 
 
 @gluon.jit
@@ -100,8 +104,7 @@ def place_of(ticket, given, sizes: gl.constexpr):
 def tell(place, shared):
     """The producer's word to the consumers; they have read the one before."""
     for field in gl.static_range(7):
-        number = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + place[field]
-        shared.place.index(field).store(number)
+        write_number(shared.place, field, place[field])
     everywhere("bar.warp.sync 0xffffffff;")
     mbarrier.arrive(shared.place_full.index(0), count=1)
 
@@ -111,14 +114,9 @@ def told(taken, shared):
     """The tile of queries that the producer takes after ``taken`` others; to be released as PLACE_READ."""
     mbarrier.wait(shared.place_full.index(0), taken & 1)
     return Place(
-        field_of(shared, 0), field_of(shared, 1), field_of(shared, 2), field_of(shared, 3), field_of(shared, 4),
-        field_of(shared, 5), field_of(shared, 6),
+        read_number(shared.place, 0), read_number(shared.place, 1), read_number(shared.place, 2), read_number(shared.place, 3),
+        read_number(shared.place, 4), read_number(shared.place, 5), read_number(shared.place, 6),
     )  # fmt: skip
-
-
-@gluon.jit
-def field_of(shared, field: gl.constexpr):
-    return gl.max(shared.place.index(field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -154,4 +152,7 @@ def run_of(given, place, sizes: gl.constexpr, number, i):
     first, last, whole_first, whole_last = key_tiles(
         given.rows, given.extents, place.batch, given.S, pair, place.m0, sizes.BLOCK_Q, sizes.BLOCK_K
     )
-    return Run(pair, begin, end, first, last, whole_first, whole_last, q_start, k_base, k_len, k_start, stride)
+    slope = 0.0
+    if given.slopes is not None:
+        slope = gl.load(given.slopes + place.head).to(gl.float32) * LOG2E
+    return Run(pair, begin, end, first, last, whole_first, whole_last, q_start, k_base, k_len, k_start, stride, slope)

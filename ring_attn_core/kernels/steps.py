@@ -63,7 +63,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
     constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     launch = _launch("forward", grid, arguments, constants, (out, lse), tiles)
-    return hopper.forward(call, launch) if call.hopper and hopper.refusal_of_forward(call) is None else launch
+    return hopper.forward(call, launch) if call.hopper and hopper.refusal(call) is None else launch
 
 
 @lru_cache(maxsize=4096)
