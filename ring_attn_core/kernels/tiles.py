@@ -110,8 +110,8 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
         return HopperConfig(128, 64, 2, q_in_registers=False)  # what registers hold, measured on none
     if head_dim == 64:
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
-    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: ALiBi 2.04 ms (2.27)
-    # before the programs took several tiles; since then 2.26.
+    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: 2.05 ms (2.11), 2.08
+    # (2.22) and 2.56 (4.10).
     return HopperConfig(128, 128, 2, q_in_registers=not newer and not features & {"ceiling", "slopes", "streams"})
 
 
