@@ -242,7 +242,7 @@ SPECIAL = [
     Case(length=3, ranks=8, layout="contiguous"),
     Case(length=1, ranks=4),
     Case(head_dim=7, v_dim=3, scale=0.3),
-    Case(scale=-0.3, key_mask="random", dtype="bfloat16"),
+    Case(scale=-0.3, key_mask="random", alibi=True, dtype="bfloat16"),
     Case(scale=-0.3, key_mask="random", softcap=2.0, alibi=True, dtype="bfloat16"),
     Case(head_dim=1, v_dim=1, heads=1, kv_heads=1, batch=1),
     Case(dtype="float64"),

@@ -47,8 +47,9 @@ EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {
 }
 """For one batch row of that many queries and keys: [queries, 2], first and end (exclusive) key position."""
 
-KEY_MASKS = ("random", "shard", "none")
-"""Three keys of five; a rank's whole shard hidden (of one rank: in one batch row), and a few more; a batch row without keys."""
+KEY_MASKS = ("random", "shard", "none", "ends")
+"""Three keys of five; a rank's whole shard hidden (of one rank: in one batch row), and a few more; a batch row without keys; all
+but a fifth at either end."""
 
 
 def extents(name: str, rng: Rng, batch: int, queries: int, keys: int) -> np.ndarray:
@@ -64,6 +65,9 @@ def key_mask(name: str, rng: Rng, batch: int, keys: int, shard: np.ndarray) -> n
         mask[: 1 if shard.all() else batch, shard] = False
     if name == "none":
         mask[:1] = False
+    if name == "ends":
+        place = np.arange(keys)
+        mask[:] = (place >= keys // 5) & (place < keys - keys // 5)
     return mask
 
 

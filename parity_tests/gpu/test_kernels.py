@@ -31,14 +31,19 @@ WIDE = [
     for head_dim, v_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (17, 33), (128, 64))
     for dtype, mask in (("bfloat16", causal()), ("float16", sliding_window(100, 30)), ("float32", full()))
 ]
-CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid())] if case.dtype != "float64"]
+ENDS = [
+    Case(length=1111, ranks=ranks, head_dim=dim, v_dim=dim, dtype="bfloat16", heads=2, kv_heads=1, key_mask="ends", mask=full())
+    for ranks, dim in ((1, 128), (2, 64))
+]
+"""A key mask that hides keys of the first and of the last tiles, and none in between."""
+CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid()), *ENDS] if case.dtype != "float64"]
 
 HOPPER = [
     replace(case, dtype=dtype, head_dim=dim, v_dim=min(dim, 128))
     for case, dim, dtype in zip(
         [*LONG, *EVERYTHING, *SPECIAL], (64, 128, 96, 128, 192) * 99, ("bfloat16", "float16", "bfloat16") * 99, strict=False
     )
-] + [case for case in WIDE if case.dtype != "float32" and case.head_dim % 8 == 0]
+] + [case for case in [*WIDE, *ENDS] if case.dtype != "float32" and case.head_dim % 8 == 0]
 """What Hopper's own kernels take, and with it every feature."""
 
 JUDGED = [("triton", case) for case in CASES] + [("hopper", case) for case in HOPPER]
@@ -106,6 +111,25 @@ def test_the_hopper_forward_at_real_size_is_the_portable_one(dim, mask):
     q, k, v, _ = arrays(length=16384, heads=16, kv_heads=4, dim=dim)
     ours, portable = (ring_attention(q, k, v, backend=backend, mask=mask).float() for backend in ("hopper", "triton"))
     assert (ours - portable).norm() / portable.norm() <= 5e-3
+
+
+@pytest.mark.parametrize("feature", ["key_mask", "extents", "softcap", "alibi_slopes"])
+def test_features_of_the_hopper_kernels_at_real_size_are_the_portable_ones(feature):
+    from ring_attn_torch import ring_attention
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    given = arrays(length=16384, heads=4, kv_heads=1)
+    token = torch.arange(16384, device="cuda", dtype=torch.int32)
+    value = {
+        "key_mask": ((token > 3000) & (token < 12000))[None],
+        "extents": torch.stack([token // 2048 * 2048, token // 2048 * 2048 + 2048], -1)[None],
+        "softcap": 30.0,
+        "alibi_slopes": torch.tensor([0.5, 0.1, 0.01, -0.001], device="cuda"),
+    }[feature]
+    both = [gradients(partial(ring_attention, backend=each, **{feature: value}), *given) for each in ("hopper", "triton")]
+    for ours, portable in zip(*both, strict=True):
+        assert (ours.float() - portable.float()).norm() <= 6e-3 * portable.float().norm()
 
 
 def arrays(length=4096, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16):

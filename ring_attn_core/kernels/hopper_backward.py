@@ -15,7 +15,7 @@ Order      tiles of keys add to a tile of queries in their own order: each waits
            program waits for one that starts later, since programs start in that order too; all of them walk from the last queries
            to the first, so each follows the one before, and only the adding warps ever wait
 Extents    every tile of queries may pass over some tiles of keys, by its bounds (triton_backward.extent_bounds). The producer
-           brings what each query sees of the keys in a word, and every score is masked
+           brings what each query sees of the keys in a word, beside the number of the tile, and every score is masked
 ALiBi      is taken off lse2 for the queries by the producer; the rest of it is a number a key
 Dropout    the sign of p says what is kept, so that nothing else has to be kept for ds
 """

@@ -7,7 +7,8 @@ Program    one a multiprocessor: one warp produces, 2 or 3 warpgroups consume, 6
            these the heaviest tiles first. The beginning and end of a warpgroup's tile hide behind the products of the other
 Producer   takes tickets, and has the next tile's q and first k brought while the consumers finish this one. TMA into rings of
            STAGES tiles, k of a step ahead of v of the step before; descriptors of [batch, tokens, heads, columns], so that no
-           tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden
+           tile reaches into another batch row. What else a tile holds beyond its run is masked, or hidden. Beside the keys it
+           leaves which of them a key mask hides
 Consumers  the probabilities in registers, and mostly q (HopperConfig); S = q k^T of this tile and P v of the tile before are in
            flight together, and the softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
 Walk       of all runs of keys one after the other, the pipeline never drained between them
@@ -39,7 +40,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_common import PLACE_READ, Q_FREE, accumulator, allocate_numbers, column, matrix, read_number, release
+from .hopper_common import PLACE_READ, Q_FREE, VALUES_CLEAN, accumulator, allocate_numbers, column, matrix, read_number, release
 from .hopper_merge import finish, seen_before
 from .hopper_producer import producer
 from .hopper_softmax import probabilities, scores, softmax_step
@@ -159,7 +160,7 @@ def hopper_forward(
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
     GROUPS: gl.constexpr = BLOCK_Q // 64
-    gl.static_assert(2 * STAGES <= PLACE_READ, "named barriers overlap")
+    gl.static_assert(2 * STAGES <= PLACE_READ and Q_FREE + GROUPS <= VALUES_CLEAN, "named barriers overlap")
     sizes: gl.constexpr = Sizes(
         H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
         FIRST, LAST, FOLDED, CLEAN, ALIGNED,
@@ -260,7 +261,7 @@ def attend(step, loads, shared, given, place, sizes: gl.constexpr, GROUP: gl.con
         q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     wait_for_keys(shared, step, end, STAGES)
     products = multiply_keys(q, shared, step % STAGES, sizes)
-    s = scores_of_seen(products, q, 0, step % STAGES, shared, given, sizes)
+    s = scores_under_ceiling(products, q, 0, step % STAGES, shared, given, sizes)
     release(step % STAGES, sizes.GROUPS)
     # Only now: bar.arrive does not wait for loads in flight, but what uses them does.
     release(PLACE_READ, sizes.GROUPS)
@@ -328,7 +329,7 @@ def visit(
     stage = step % STAGES
     products = multiply_keys(q, shared, stage, sizes)
     acc = multiply_values(acc, p, shared, step - 1, sizes)
-    s = scores_of_seen(products, q, 1, stage, shared, given, sizes)
+    s = scores_under_ceiling(products, q, 1, stage, shared, given, sizes)
     release(stage, sizes.GROUPS)
     if given.ceiling is not None:  # waited for before; it ends a basic block, or ptxas lets go of the keys behind the softmax
         mbarrier.wait(shared.v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
@@ -359,7 +360,7 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 
 
 @gluon.jit
-def scores_of_seen(products, q, LATER: gl.constexpr, stage, shared, given, sizes: gl.constexpr):
+def scores_under_ceiling(products, q, LATER: gl.constexpr, stage, shared, given, sizes: gl.constexpr):
     """The scores of products, -inf for keys that the key mask hides, when at most LATER issued after them are in flight.
 
     q stays in its registers till then.

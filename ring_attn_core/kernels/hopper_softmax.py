@@ -27,7 +27,7 @@ from .triton_common import keys_seen, load_row
 
 @gluon.jit
 def scores(products, given, sizes: gl.constexpr):
-    """Scores over a positive number, in base 2: that goes into the exponential's multiply-add, where it can."""
+    """Scores in base 2 over ``softmax_step``'s factor, which is positive and goes into the exponential's multiply-add."""
     s = products
     if given.cap is not None:
         s = special_tanh(products * given.inner)

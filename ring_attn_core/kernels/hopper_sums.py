@@ -123,7 +123,7 @@ def visits(given, place, sizes: gl.constexpr, q_run, tile):
 def keys_in_extents(given, place, sizes: gl.constexpr, q_run, k_run, tile):
     """Tiles of a run of keys that some query of a tile of queries may see by its extent: first, last.
 
-    The walk asks for one tile ahead, so ``tile`` may be -1; what it says of that one is not used.
+    ``adder`` asks for one tile ahead, so ``tile`` may be -1; what it says of that one is not used.
     """
     _, _, _, _, _, _, k_len, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(place.q_slot, sizes.BLOCK_Q)

@@ -47,8 +47,6 @@ class Run(NamedTuple):
     whole_first: Any
     whole_last: Any
     q_start: Any
-    k_base: Any
-    k_len: Any
     k_start: Any
     stride: Any
     slope: Any
@@ -155,4 +153,4 @@ def run_of(given, place, sizes: gl.constexpr, number, i):
     slope = 0.0
     if given.slopes is not None:
         slope = gl.load(given.slopes + place.head).to(gl.float32) * LOG2E
-    return Run(pair, begin, end, first, last, whole_first, whole_last, q_start, k_base, k_len, k_start, stride, slope)
+    return Run(pair, begin, end, first, last, whole_first, whole_last, q_start, k_start, stride, slope)

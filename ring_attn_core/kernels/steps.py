@@ -11,6 +11,9 @@ from .calls import Call
 from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from .tiles import TileConfig, padded
 
+LEAST_FOLDED = 1e-20
+"""A scale above it goes into the exponential's multiply-add: what is added to scores may be divided by it, in float32."""
+
 
 def of_ring(call: Call, steps: int) -> Iterator[Launch]:
     """Every launch of a ring of so many steps, forward and backward."""
@@ -60,7 +63,13 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
         "lse_BSH": Array("lse", "float32"),
         **call.numbers,
     }
-    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "FOLDED": call.scale > 0, "CLEAN": _clean(call)}
+    constants = {
+        **_constants(call, tiles),
+        "FIRST": first,
+        "LAST": last,
+        "FOLDED": call.scale > LEAST_FOLDED,
+        "CLEAN": _clean(call),
+    }
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     launch = _launch("forward", grid, arguments, constants, (out, lse), tiles)
     return hopper.forward(call, launch) if call.hopper and hopper.refusal(call) is None else launch

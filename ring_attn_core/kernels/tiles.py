@@ -111,7 +111,7 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
     if head_dim == 64:
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
     # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: 2.05 ms (2.11), 2.08
-    # (2.22) and 2.56 (4.10).
+    # (2.22, both as it was made then) and 2.56 (4.10).
     return HopperConfig(128, 128, 2, q_in_registers=not newer and not features & {"ceiling", "slopes", "streams"})
 
 

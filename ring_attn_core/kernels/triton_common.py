@@ -236,8 +236,8 @@ def under_ceiling(s, ceiling_BT, batch, T, key, j, k_len):
 def tanh(x, ACCURATE: tl.constexpr):
     """Accurate to 1e-7 absolutely; ACCURATE to a rounding, near 0 too.
 
-    Two special functions a score, at 16 a cycle, cost Hopper's kernels as much again as all they do else. So eight scores of at
-    most 0.625, which is how a softcap is used, go through a polynomial, and only else through an exponential and a reciprocal.
+    Special functions are made 16 a cycle. So eight scores of at most 0.625, which is how a softcap is used, go through a
+    polynomial, and only else through an exponential and a reciprocal.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
