@@ -87,6 +87,7 @@ def fill_keys(k_BTGD, given, shared, at, step, sizes: gl.constexpr):
     """The keys of a step, and of a key mask what hides them: read before their stage is free, so that nobody waits for it."""
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
+    some = False
     if given.ceiling is not None:
         LINE: gl.constexpr = gl.BlockedLayout([BLOCK_K // 32], [32], [1], [0])
         j = at[1] + gl.arange(0, BLOCK_K, LINE)
