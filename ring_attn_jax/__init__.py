@@ -56,4 +56,9 @@ def __getattr__(name: str) -> Any:
     """The layers, imported when they are asked for: attention itself does not need flax."""
     if name not in _NEEDS_FLAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_NEEDS_FLAX[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".{_NEEDS_FLAX[name]}", __name__), name)
+    except ModuleNotFoundError as missing:
+        if missing.name != "flax":
+            raise
+        raise ModuleNotFoundError(f"{name} needs flax: pip install 'ring-attn[flax]'", name="flax") from missing

@@ -129,9 +129,10 @@ def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) ->
         others = [rank for rank, verdict in enumerate(verdicts) if verdict["problem"][name] != value]  # type: ignore[index]
         if others:
             other = verdicts[others[0]]["problem"][name]  # type: ignore[index]
+            shapes = "; shard with to_layout, which gives every rank equally many tokens" if name.endswith("_shape") else ""
             raise ValueError(
                 f"the ranks of this ring disagree on {name}: {value!r} on rank 0, {other!r} on {_ranks(others)}. Pass "
-                "the same on every rank; shard with to_layout, which gives every rank equally many tokens"
+                f"the same on every rank{shapes}"
             )
 
 

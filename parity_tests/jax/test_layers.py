@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,3 +279,9 @@ def test_an_indivisible_shard_is_refused_in_the_words_of_ring_attention():
     layer = RingAttention(24, 4, mesh=mesh_of(4), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="to_layout"):
         layer(jnp.ones((1, 20, 24)))
+
+
+def test_without_flax_the_layers_name_the_extra_that_brings_it():
+    code = "import sys; sys.modules['flax'] = None; import ring_attn_jax; ring_attn_jax.ring_attention; ring_attn_jax.loss"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stderr.rstrip().endswith("ModuleNotFoundError: loss needs flax: pip install 'ring-attn[flax]'")
