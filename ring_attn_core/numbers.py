@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-LARGEST_CAP = 1e30
-"""A score divided by more may leave the normal numbers of float32."""
+LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
+LARGEST_SCALE = 1e18
+"""Beyond these a score divided by the cap may leave the normal numbers of float32."""
 
 
 def check_scale(scale: Any) -> None:
-    if scale is not None and not _finite(scale):
-        raise ValueError(f"scale must be a finite Python number or None (head_dim ** -0.5), got {scale!r}")
+    if scale is not None and not (_finite(scale) and abs(scale) <= LARGEST_SCALE):
+        raise ValueError(
+            f"scale must be a finite Python number of at most {LARGEST_SCALE:g}, or None (head_dim ** -0.5), got {scale!r}"
+        )
 
 
 def check_softcap(softcap: Any) -> None:
-    if softcap is not None and not (_finite(softcap) and 0 < softcap <= LARGEST_CAP):
+    if softcap is not None and not (_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
         raise ValueError(
-            f"softcap must be a Python number above 0 and at most {LARGEST_CAP:g}, got {softcap!r}: scores become softcap * "
-            "tanh(score / softcap); pass None to leave them"
+            f"softcap must be a Python number above 0, from {LEAST_CAP:g} to {LARGEST_CAP:g}, got {softcap!r}: scores become "
+            "softcap * tanh(score / softcap); pass None to leave them"
         )
 
 
@@ -30,4 +33,7 @@ def check_dropout_rate(rate: Any) -> None:
 
 
 def _finite(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    try:
+        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    except OverflowError:  # an int beyond every float
+        return False

@@ -38,6 +38,9 @@ class RingPlan:
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Band):
             raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {self.mask!r}")
+        for name, side in (("lo", self.mask.lo), ("hi", self.mask.hi)):
+            if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+                raise ValueError(f"mask.{name} must be int or None, got {side!r}")
         if self.ranks < 1:
             raise ValueError(f"a ring needs at least 1 rank, got {self.ranks}")
         fill = object.__setattr__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,8 @@ from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, compiled, 
 from .varying import axes_of
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
-_target: ContextVar[int | None] = ContextVar("target", default=None)
+_target = jax.make_user_context(None)
+"""The compute capability that is traced for, None: this host's. JAX's caches know it: a trace for one is not used for another."""
 
 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -86,16 +86,13 @@ def compile_for(capability: int) -> Iterator[None]:
     with compile_for(90):
         jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
     """
-    token = _target.set(capability)
-    try:
+    with _target(capability):
         yield
-    finally:
-        _target.reset(token)
 
 
 def capability() -> int:
     """The compute capability of the NVIDIA GPU that is traced for, such as 90; 0 where there is none."""
-    target = _target.get()
+    target = _target.value
     return _of_this_host() if target is None else target
 
 

@@ -20,7 +20,7 @@ from ring_attn_core.plan import RingPlan
 from .api import ring_attention
 from .extents import on_host
 from .score import Draw, draw_of
-from .varying import described, dtype_names
+from .varying import check_axis_name, described, dtype_names
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -53,8 +53,7 @@ def sharded_ring_attention(
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
-    if not isinstance(axis_name, str):
-        raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
+    check_axis_name(axis_name)
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     dtype_names(q, k, v)
     _check(q, k, v, mesh, axis_name, batch_axes, head_axis)

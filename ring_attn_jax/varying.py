@@ -11,10 +11,17 @@ from jax import lax
 from ring_attn_core.kernels.problem import Given
 
 
+def check_axis_name(axis_name: Any) -> None:
+    """NotImplementedError for several axes, ValueError for what is no name."""
+    if isinstance(axis_name, tuple | list):
+        raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name must be the name of a mesh axis, got {axis_name!r}")
+
+
 def ring_size(axis_name: Any) -> int:
     """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
-    if not isinstance(axis_name, str):
-        raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
+    check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

@@ -20,7 +20,7 @@ from ring_attn_core.runs import Band
 from . import ring
 from .agreement import agree, agreed, refuse
 from .comm import Group, rank_in, ranks_of
-from .groups import check_inputs, group_name, group_of, refuse_forward_mode
+from .groups import check_inputs, group_name, group_of, refuse_transforms
 from .keys import apart, pack
 from .launch import capability
 from .score import Gradients, Score, draw_of
@@ -99,16 +99,16 @@ def ring_attention(
 
     Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, and for ones that the ranks
     disagree on, where none of them has seen its own before; RuntimeError after the group's timeout where a rank does not come, or
-    makes another call than those that repeat one. No second derivative and no forward mode. An op of torch.library, so it works
-    under torch.compile(fullgraph=True) and selective checkpointing (``torch.ops.ring_attn.forward.default`` is the op to save);
-    autocast leaves it alone.
+    makes another call than those that repeat one. No second derivative, no forward mode, no torch.func.grad. An op of
+    torch.library, so it works under torch.compile(fullgraph=True) and selective checkpointing (the op to save is
+    ``torch.ops.ring_attn.forward.default``); autocast leaves it alone.
     """
     name = group_name(group)
     try:
         check_strategy(strategy)
         arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
         numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
-        refuse_forward_mode(q, k, v, sinks)
+        refuse_transforms(q, k, v, sinks, alibi_slopes)
         check_inputs(q, k, v, name, mask, arrays, layout=layout, length=length, kv_length=kv_length, backend=backend, **numbers)
         differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         check_vendor(backend, deterministic, return_lse and differentiates)

@@ -16,7 +16,7 @@ from ring_attn_core.runs import Band, Row, Run, row
 
 from .api import checked, gradients_apart, problem_of, refuse_second_derivative
 from .attend import attend, attend_backward, cotangents
-from .groups import check_inputs, refuse_forward_mode
+from .groups import check_inputs, refuse_transforms
 from .keys import pack
 from .score import Score, draw_of
 
@@ -58,7 +58,7 @@ def attend_block(
     """
     arrays = {"extents": extents, "key_mask": key_mask, "alibi_slopes": alibi_slopes}
     numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
-    refuse_forward_mode(q, k, v)
+    refuse_transforms(q, k, v, alibi_slopes)
     check_inputs(q, k, v, "", mask, arrays, backend=backend, **numbers)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
     draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None

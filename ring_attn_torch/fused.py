@@ -39,7 +39,7 @@ def cotangents(
         unseen = (lse == -math.inf)[..., None]
         q, dout = zeroed(q, unseen), zeroed(dout, unseen)
         if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
-            q = q.masked_fill((lse == score.sinks)[..., None] & ~q.isfinite(), 0)
+            q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
     arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
     lse2, delta = launch(steps.delta(call, str(out.dtype).removeprefix("torch.")), arrays)
     bounds = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -45,19 +46,25 @@ def group_of(name: str) -> Group:
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
-def refuse_forward_mode(*tensors: Any) -> None:
-    """NotImplementedError for dual numbers, whose tangents a custom op would drop without a word."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def refuse_transforms(*tensors: Any) -> None:
+    """NotImplementedError for dual numbers, whose tangents a custom op would drop without a word, and under torch.func.grad."""
+    if torch.compiler.is_compiling():
         return
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
         raise NotImplementedError("ring_attention has no forward-mode derivative: use backward or torch.autograd.grad")
+    if any(isinstance(transform, GradInterpreter) for transform in retrieve_all_functorch_interpreters()):
+        raise NotImplementedError(
+            "ring_attention has no derivative under torch.func.grad, vjp and the like: use backward or torch.autograd.grad"
+        )
 
 
 def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, arrays: dict[str, Any], **arguments: Any) -> None:
     """ValueError for what the op's schema could not take or the group could not send.
 
-    No tensors, DTensors, several devices, a device that the group's backend does not serve, a mask or number of another type,
-    slopes that want a gradient. ``arrays`` are the optional ones, None where not given.
+    No tensors, DTensors, sparse or nested ones, several devices, a device that the group's backend does not serve, a mask or
+    number of another type, slopes that want a gradient. ``arrays`` are the optional ones, None where not given.
     """
     given = {label: x for label, x in arrays.items() if x is not None}
     for label, x in {"q": q, "k": k, "v": v, **given}.items():
@@ -65,6 +72,8 @@ def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, arrays: dict[str,
             raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
         if not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            raise ValueError(f"{label} is sparse or nested: pass a dense tensor; rows of unequal length are padded or packed")
         if x.device != q.device:
             raise ValueError(f"{label} is on {x.device} and q on {q.device}: move it")
     if "alibi_slopes" in given and given["alibi_slopes"].requires_grad:
@@ -81,7 +90,7 @@ def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, arrays: dict[str,
         if not isinstance(value, expected) or isinstance(value, bool):
             kinds = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
             raise ValueError(f"{label} must be {kinds}, got {value!r}")
-        if isinstance(value, int) and abs(value) >= 2**62:
+        if int in expected and float not in expected and isinstance(value, int) and abs(value) >= 2**62:
             raise ValueError(f"{label} counts tokens, got {value}: to see everything on a side, leave it open as causal() does")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import RingPlan, Run, causal
+from ring_attn_core import Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Backend, select
 from ring_attn_core.kernels.problem import DTYPES, STRATEGIES, Given, Problem, check_extents, check_runs, check_strategy
@@ -88,15 +88,18 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         "q, k and v must have one dtype, got bfloat16, float32, bfloat16: cast them to the same",
     ),
     ({"dtypes": ("int8",) * 3}, "q, k and v must be one of bfloat16, float16, float32, float64, got int8: cast them first"),
-    ({"scale": float("nan")}, "scale must be a finite Python number or None (head_dim ** -0.5), got nan"),
-    ({"scale": "0.1"}, "scale must be a finite Python number or None (head_dim ** -0.5), got '0.1'"),
+    *(
+        ({"scale": scale}, f"scale must be a finite Python number of at most 1e+18, or None (head_dim ** -0.5), got {scale!r}")
+        for scale in (float("nan"), "0.1", 1e300, -1e19, 10**400)
+    ),
+    *(({"mask": Band(hi=side)}, f"mask.hi must be int or None, got {side!r}") for side in ("a", 1.5, True)),
     *(
         (
             {"softcap": cap},
-            f"softcap must be a Python number above 0 and at most 1e+30, got {cap!r}: scores become softcap * "
+            f"softcap must be a Python number above 0, from 1e-18 to 1e+30, got {cap!r}: scores become softcap * "
             "tanh(score / softcap); pass None to leave them",
         )
-        for cap in (0, -1.0, float("inf"), 1e31, True, "30")
+        for cap in (0, -1.0, float("inf"), 1e31, 1e-19, 10**400, True, "30")
     ),
     *(
         (

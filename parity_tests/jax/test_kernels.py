@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxlib import gpu_triton
 
 from ring_attn_core import causal
-from ring_attn_jax import launch, ring_attention
+from ring_attn_jax import launch, ring_attention, sharded_ring_attention
 from ring_attn_jax.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
 
 pytest.importorskip("triton")
@@ -91,6 +91,27 @@ def test_it_is_exported_for_cuda_from_a_cpu():
         exported = jax.export.export(jax.jit(ring(1, mask=causal())), platforms=("cuda",), disabled_checks=allowed)(*shapes())
     assert exported.platforms == ("cuda",)
     assert CUSTOM_CALL in exported.mlir_module()
+
+
+@needs_plugin
+def test_what_was_traced_for_one_gpu_is_not_used_for_another():
+    """JAX keeps the traces of a function, and sharded_ring_attention its jitted function."""
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,))
+    attention = jax.jit(lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh))
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(CUSTOM_CALL)]
+    q, k, v = (jnp.ones(x.shape, x.dtype) for x in shapes(tokens=32))
+    plain = attention(q, k, v)
+    calls = {}
+    for gpu in (90, 75, 80):
+        with compile_for(gpu):
+            text = jax.export.export(attention, platforms=("cuda",), disabled_checks=allowed)(q, k, v).mlir_module()
+        calls[gpu] = text.count(f"@{CUSTOM_CALL}")
+    assert calls[90] > 0
+    assert calls[75] == 0
+    assert calls[80] > 0
+    with compile_for(75), pytest.raises(ValueError, match="triton"):
+        jax.eval_shape(ring(1, backend="triton"), q, k, v)
+    assert jnp.array_equal(attention(q, k, v), plain), "back on this host"
 
 
 def test_without_a_gpu_the_kernels_say_what_runs_instead():

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from parity_tests.cases import MASKS, Case
 from parity_tests.jax.ring import SEQ, mesh_of, options
-from ring_attn_core import LAYOUTS, causal, full, sliding_window
+from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
 from ring_attn_core.tolerance import relative_error
 from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
 from ring_attn_jax.api import LSE_NAME, OUT_NAME
@@ -128,6 +128,8 @@ WRONG = {
     "must have one dtype": lambda q, k, v: ((q, k, v.astype(jnp.bfloat16)), {}),
     "unknown layout 'spiral'": lambda q, k, v: ((q, k, v), {"layout": "spiral"}),
     "unknown backend 'abacus'": lambda q, k, v: ((q, k, v), {"backend": "abacus"}),
+    "axis_name must be the name": lambda q, k, v: ((q, k, v), {"axis_name": None}),
+    "mask.lo must be int or None": lambda q, k, v: ((q, k, v), {"mask": Band(jnp.int32(0))}),
     "has no axis 'sequence'": lambda q, k, v: ((q, k, v), {"axis_name": "sequence"}),
     "mask must be full": lambda q, k, v: ((q, k, v), {"mask": None}),
     "length=17 is more than": lambda q, k, v: ((q, k, v), {"length": 17}),

@@ -42,6 +42,7 @@ WRONG: dict[str, Any] = {
     "integers": (lambda n: shards(n, dtype=torch.int32), "rank 2: .*must be one of bfloat16.*int32"),
     "mixed dtypes": (lambda n: shards(n) | {"v": shards(n, dtype=torch.float16)["v"]}, "rank 2: q, k and v must have one dtype"),
     "no tensor": (lambda n: shards(n) | {"k": [1.0]}, "rank 2: k must be a torch.Tensor, got list"),
+    "a sparse tensor": (lambda n: shards(n) | {"k": torch.ones(1, n, 2, 8).to_sparse()}, "rank 2: k is sparse or nested"),
     "three dimensions": (lambda n: shards(n) | {"q": torch.ones(n, 4, 8)}, "rank 2: q must have 4 dimensions"),
     "k and v differ": (lambda n: shards(n) | {"v": torch.ones(1, n - 2, 2, 8)}, "rank 2: k and v must agree"),
     "head_dim differs": (lambda n: shards(n) | {"q": torch.ones(1, n, 4, 9)}, "rank 2: q has head_dim 9 and k has 8"),

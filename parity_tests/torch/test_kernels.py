@@ -97,6 +97,21 @@ def test_dropout_keeps_the_set_of_the_truth(interpreter, layout):
     check_kept(case, run(interpreter, case).out)
 
 
+def test_a_tile_that_lies_in_two_spans_of_the_key_mask_looks_at_both(interpreter):
+    """Where keys are hidden is noted by spans of 64, and the second run of a shard begins at its key 72."""
+    case = Case(mask=MASKS["full"], ranks=2, length=288, batch=1, heads=1, kv_heads=1, key_mask="random")
+    case = case.given(key_mask=np.arange(288)[None] < 272)
+    check(case, run(interpreter, case))
+
+
+def test_a_query_that_sees_nothing_but_its_sink_spoils_no_key(interpreter):
+    """Sinks of float64, which no lse of float32 equals."""
+    case = Case(mask=MASKS["full"], ranks=2, heads=2, kv_heads=2, extents="any", sinks=True, poison=True)
+    assert not case.visible.any(2).all()
+    case = case.given(sinks=np.array([0.1, 0.3]))
+    check(case, run(interpreter, case))
+
+
 def test_a_ring_of_four_hides_the_future(interpreter):
     case = Case(ranks=4, length=61, batch=1)
     token = 23

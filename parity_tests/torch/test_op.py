@@ -19,7 +19,7 @@ from parity_tests.cases import Case
 from parity_tests.spawn import PerRank
 from parity_tests.torch.ring import on_rank
 from ring_attn_core import causal, sliding_window
-from ring_attn_torch import api, ring_attention
+from ring_attn_torch import api, attend_block, ring_attention
 
 NUMBERS = ("", "contiguous", 0, None, None, None, None)
 
@@ -212,6 +212,22 @@ def test_forward_mode_is_refused_instead_of_dropped():
     x = torch.randn(1, 8, 2, 8)
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(lambda q: ring_attention(q, q, q), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda slopes: ring_attention(x, x, x, alibi_slopes=slopes), (torch.zeros(2),), (torch.ones(2),))
+
+
+@pytest.mark.parametrize("attention", [ring_attention, lambda *qkv: attend_block(*qkv)[0]], ids=["ring", "block"])
+def test_functional_gradients_are_refused_by_name(attention):
+    x = torch.randn(1, 8, 2, 8)
+    total = lambda q: attention(q, x, x).sum()
+    many = x[None].expand(2, -1, -1, -1, -1)
+    for transformed, argument in (
+        (torch.func.grad(total), x),
+        (torch.vmap(torch.func.grad(total)), many),
+        (torch.func.grad(lambda q: torch.vmap(total)(q).sum()), many),
+    ):
+        with pytest.raises(NotImplementedError, match="no derivative under"):
+            transformed(argument)
 
 
 def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():

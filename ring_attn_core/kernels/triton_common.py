@@ -220,7 +220,7 @@ def some_hidden(hidden_ptr, batch, T, key, BLOCK_K: tl.constexpr, SPANS: tl.cons
     at = hidden_ptr + batch * (tl.cdiv(T, 64 * SPANS) * SPANS)
     last = (key + BLOCK_K - 1) // 64
     hidden = tl.load(at + key // 64)
-    for n in tl.static_range(1, BLOCK_K // 64 + 1):
+    for n in tl.static_range(1, (BLOCK_K + 62) // 64 + 1):  # a run may begin anywhere, so even 16 keys may lie in two spans
         hidden |= tl.load(at + tl.minimum(key // 64 + n, last))
     return hidden != 0
 
