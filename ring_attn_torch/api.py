@@ -89,9 +89,10 @@ def ring_attention(
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
-            "triton_tf32" multiplies float32 in tf32. Or, to compare with, "flash" and "cudnn": FlashAttention-2 and cuDNN as
-            PyTorch carries them, as exact as they are; no windows, extents, key_mask, softcap, ALiBi, dropout. strategy: "auto"
-            or "ring". deterministic: gradients repeat to the bit, as all but those two always do.
+            "triton_tf32" multiplies float32 in tf32. Or, to compare with, "flash" and "cudnn", FlashAttention-2 and cuDNN as
+            PyTorch carries them, and "flash4", FlashAttention-4 where that is installed, as exact as they are; no windows,
+            extents, key_mask, softcap, ALiBi, dropout. strategy: "auto" or "ring". deterministic: gradients repeat to the bit,
+            as all but those three always do.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,

@@ -44,7 +44,7 @@ class Score:
     call: Call | None = None
     """What kernels are launched with; None: the blockwise backend computes."""
     vendor: str | None = None
-    """Whose kernels compute instead: "flash" or "cudnn"."""
+    """Whose kernels compute instead: "flash", "flash4" or "cudnn"."""
     blanks: bool = True
     """Some query, padding included, may see nothing."""
     extents: Tensor | None = None

@@ -1,8 +1,9 @@
-"""The backends "flash" and "cudnn": others' attention, as PyTorch carries it, merged into the ring's state in float32.
+"""The backends "flash", "flash4" and "cudnn": others' attention, merged into the ring's state in float32.
 
-PyTorch's FlashAttention-2 (arXiv:2307.08691; on a CPU its fused kernel of that name) and NVIDIA's cuDNN know two masks: none,
-and causal on as many queries as keys. A band without an upper side is made of at most three pieces of these. Their backward
-takes the out and lse of the whole ring for those of its piece, and so gives the piece's part of the gradients.
+FlashAttention-2 (arXiv:2307.08691; on a CPU the fused kernel of that name) and NVIDIA's cuDNN, as PyTorch carries them, and
+FlashAttention-4 (the package flash-attn-4) know two masks: none, and causal on as many queries as keys. A band without an upper
+side is made of at most three pieces of these. Their backward takes the out and lse of the whole ring for those of its piece, and
+so gives the piece's part of the gradients.
 
 Between pieces all is float32; within one it is as theirs is: on CPUs 16-bit gradients of k and v are summed over the query heads
 of a group in 16 bits (of 64 heads on one, 2 % off).
@@ -11,7 +12,8 @@ of a group in 16 bits (of 64 heads on one, 2 % off).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +40,11 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
     q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
     for piece in pieces(rows) if q.numel() else ():
         of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-        seen, seen_lse = _forward(score, piece.causal, *(x.transpose(1, 2) for x in (of_queries, *of_keys)))
+        seen, seen_lse = _forward(score, piece.causal, of_queries, *of_keys)
         before = lse[:, piece.queries]
         after = torch.logaddexp(before, seen_lse.transpose(1, 2))
         weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
-        out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen.transpose(1, 2)), strict=True))
+        out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen), strict=True))
         lse[:, piece.queries] = after
     return out, lse
 
@@ -55,11 +57,10 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: 
     dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
     dk, dv = _apart(Keys(dkv), q.shape[-1])
     for piece in pieces(rows) if q.numel() else ():
-        of_queries = (x[:, piece.queries].transpose(1, 2) for x in (dout, q, out, lse))
-        of_keys = (x[:, piece.keys].transpose(1, 2) for x in (k, v))
+        of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
         parts = _backward(score, piece.causal, *of_queries, *of_keys)
         for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
-            total[:, where] += part.transpose(1, 2)
+            total[:, where] += part
     return dq, dkv
 
 
@@ -92,27 +93,44 @@ def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
 
 
 def _forward(score: Score, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [b h n e] and lse [b h n] of one piece."""
-    aten = torch.ops.aten
+    """out [b n h e] and lse [b h n] of one piece."""
+    if score.vendor == "flash4":
+        out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=score.scale, causal=causal, return_lse=True)
+        return out, lse
+    aten, (q, k, v) = torch.ops.aten, _heads_first(q, k, v)
     if score.vendor == "cudnn":
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=score.scale)
-        return out, lse.reshape(out.shape[:3])
+        return out.transpose(1, 2), lse.reshape(out.shape[:3])
     op = aten._scaled_dot_product_flash_attention_for_cpu if q.device.type == "cpu" else aten._scaled_dot_product_flash_attention
     out, lse, *_ = op(q, k, v, 0.0, causal, scale=score.scale)
-    return out, lse
+    return out.transpose(1, 2), lse
 
 
 def _backward(
     score: Score, causal: bool, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk and dv of one piece, from out and lse over all keys."""
-    aten, lse = torch.ops.aten, lse.contiguous()
-    arrays, sizes, no = (dout, q, k, v, out), (q.shape[2], k.shape[2]), torch.zeros((), dtype=torch.int64, device=q.device)
+    """dq, dk and dv [b n h d] of one piece, from out [b n h e] and lse [b n h] over all keys."""
+    sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
+    if score.vendor == "flash4":
+        return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=score.scale, causal=causal)[:3]
+    aten, arrays = torch.ops.aten, _heads_first(dout, q, k, v, out)
+    no = torch.zeros((), dtype=torch.int64, device=q.device)
     if score.vendor == "cudnn":
         op = aten._scaled_dot_product_cudnn_attention_backward
-        return op(*arrays, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=score.scale)
-    if q.device.type == "cpu":
+        parts = op(*arrays, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=score.scale)
+    elif q.device.type == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(*arrays, lse, 0.0, causal, scale=score.scale)
-    op = aten._scaled_dot_product_flash_attention_backward
-    return op(*arrays, lse, None, None, *sizes, 0.0, causal, no, no, scale=score.scale)
+        parts = op(*arrays, lse, 0.0, causal, scale=score.scale)
+    else:
+        op = aten._scaled_dot_product_flash_attention_backward
+        parts = op(*arrays, lse, None, None, *sizes, 0.0, causal, no, no, scale=score.scale)
+    return _heads_first(*parts[:3])
+
+
+def _heads_first(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """[b n h d] as [b h n d], and back."""
+    return tuple(x.transpose(1, 2) for x in arrays)
+
+
+def _flash4() -> Any:
+    return import_module("flash_attn.cute.interface")

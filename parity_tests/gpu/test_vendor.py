@@ -1,4 +1,4 @@
-"""FlashAttention-2 and cuDNN as backends, on one GPU: a single rank, and rings emulated rank by rank."""
+"""FlashAttention-2, cuDNN and, where installed, FlashAttention-4 on one GPU: a single rank, and rings emulated rank by rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+@pytest.mark.parametrize("backend", ["flash", "flash4", "cudnn"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_their_kernels_round_the_ring(backend, case):
     from parity_tests.gpu.emulate import on_torch
 
+    if backend == "flash4":
+        pytest.importorskip("flash_attn.cute")
     case = case.given(dlse=np.zeros_like(case.arrays["dlse"]))
     check(case, on_torch(case, backend), allowed_error=lambda case, name: 1e-5 if name == "lse" else WORST)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from parity_tests.cases import Case, check, computed_bound
 from parity_tests.torch import ring
 from ring_attn_core import Band, causal, full, sliding_window
+from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.runs import Row
 from ring_attn_torch import attend_block, ring_attention
@@ -43,11 +47,60 @@ def allowed(case: Case, name: str) -> float:
     return 2e-5 if name == "lse" and case.dtype in ("bfloat16", "float16") else computed_bound(case, name)
 
 
-def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
+FLASH4 = [
+    replace(case, dtype=dtype) for case, dtype in zip(CASES[1:5], ("float32", "float16", "bfloat16", "float32"), strict=True)
+]
+
+
+@pytest.mark.parametrize("case", FLASH4, ids=str)
+def test_flash_attention_4_is_given_what_it_takes(gloo, case):
+    """By a stand-in with its arguments and shapes: its kernels need a GPU."""
+    case = case.given(dlse=np.zeros_like(case.arrays["dlse"]))
+    check(case, ring.run(gloo, case, on_rank_by_flash4), allowed_error=allowed)
+
+
+class StandIn(ModuleType):
+    """What flash_attn.cute.interface computes, in plain PyTorch; lengths as of its causal mask, which ends bottom right."""
+
+    def _flash_attn_fwd(self, q, k, v, *, softmax_scale, causal, return_lse):
+        assert return_lse
+        s, _, v = self.scores(q, k, v, softmax_scale, causal)
+        lse = s.logsumexp(-1)
+        return torch.einsum("bhij,bjhe->bihe", (s - lse[..., None]).exp(), v).to(q.dtype), lse, None, None, None
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, softmax_scale, causal):
+        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        assert lse.is_contiguous()
+        s, wide, of_v = self.scores(q, k, v, softmax_scale, causal)
+        p, dout = (s - lse[..., None]).exp(), dout.float()
+        dp = torch.einsum("bihe,bjhe->bhij", dout, of_v) - (dout * out).sum(-1).transpose(1, 2)[..., None]
+        ds = p * dp * softmax_scale
+        dq, dk = torch.einsum("bhij,bjhd->bihd", ds, wide), torch.einsum("bhij,bihd->bjhd", ds, q.float())
+        of_group = lambda x: x.unflatten(2, (k.shape[2], -1)).sum(3)
+        dv = torch.einsum("bhij,bihe->bjhe", p, dout)
+        return tuple(x.to(q.dtype) for x in (dq, of_group(dk), of_group(dv)))
+
+    def scores(self, q, k, v, scale, causal):
+        k, v = (x.float().repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        s = scale * torch.einsum("bihd,bjhd->bhij", q.float(), k)
+        hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
+        return (s.masked_fill(hidden, -torch.inf) if causal else s), k, v
+
+
+def on_rank_by_flash4(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
+    able = [replace(each, objection=lambda problem: None) if each.name == "flash4" else each for each in backends.BACKENDS]
+    with (
+        patch.object(backends, "BACKENDS", tuple(able)),
+        patch.dict(sys.modules, {"flash_attn.cute.interface": StandIn("interface")}),
+    ):
+        return on_rank(group, case, *shards, backend="flash4")
+
+
+def on_rank(group: Any, case: Case, *shards: np.ndarray, backend: str = "flash") -> list[np.ndarray]:
     q, k, v, dout = (torch.from_numpy(x).to(getattr(torch, case.dtype)) for x in shards[:4])
     features: dict[str, Any] = dict(zip(case.features, (torch.from_numpy(x) for x in shards[5:]), strict=True))
     leaves = [x.requires_grad_() for x in (q, k, v, features.get("sinks")) if x is not None]
-    arguments = {**ring.options(case.plan), **case.scalars, **features, "group": group, "backend": "flash"}
+    arguments = {**ring.options(case.plan), **case.scalars, **features, "group": group, "backend": backend}
     out = ring_attention(q, k, v, **arguments)
     gradients = torch.autograd.grad(out, leaves, dout)
     with torch.no_grad():
@@ -80,6 +133,7 @@ def arrays(**options: Any) -> list[torch.Tensor]:
         ({"deterministic": True}, "it is not deterministic"),
         ({"return_lse": True}, "has no gradient"),
         ({"backend": "cudnn"}, "its kernels run on NVIDIA GPUs"),
+        ({"backend": "flash4"}, "its kernels run on NVIDIA GPUs"),
         ({"scale": -0.5}, "that must be positive, and is -0.5"),
     ],
     ids=str,
@@ -108,12 +162,29 @@ def test_a_block_of_theirs_is_refused():
         attend_block(*arrays(), backend="flash")
 
 
+def test_flash_attention_4_is_looked_for(monkeypatch, tmp_path):
+    from parity_tests.core.test_backends import on_a_gpu
+
+    problem, looked = replace(on_a_gpu("auto"), framework="torch"), backends._has_flash4.__wrapped__
+    monkeypatch.setattr(backends, "_has_flash4", lambda: False)
+    with pytest.raises(ValueError, match="the package is not installed: pip install flash-attn-4"):
+        select(problem, "flash4")
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert looked()
+    monkeypatch.setattr(backends, "_has_flash4", lambda: True)
+    assert select(problem, "flash4") == "flash4"
+    with pytest.raises(ValueError, match="from sm_90 on, and this one is sm_86"):
+        select(replace(problem, capability=86), "flash4")
+
+
 def test_auto_never_takes_them():
     from parity_tests.core.test_backends import on_a_gpu
 
     problem = replace(on_a_gpu("auto"), framework="torch")
     assert [select(problem, name) for name in ("flash", "cudnn", "blockwise")] == ["flash", "cudnn", "blockwise"]
-    assert select(problem) not in ("flash", "cudnn")
+    assert select(problem) not in backends.VENDORS
     wide = replace(problem, q_shape=(1, 256, 2, 256), k_shape=(1, 256, 2, 256), v_shape=(1, 256, 2, 256))
     assert select(wide, "flash") == "flash"
     with pytest.raises(

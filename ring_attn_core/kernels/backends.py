@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .hopper import refusal_of_shape
@@ -81,7 +83,7 @@ def _drawback_of_hopper(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """What PyTorch's FlashAttention-2 and cuDNN have in common."""
+    """What FlashAttention-2, FlashAttention-4 and cuDNN have in common."""
     if problem.framework != "torch":
         return "it is there in PyTorch only"
     if problem.mask.hi is not None:
@@ -109,6 +111,25 @@ def _flash(problem: Problem) -> str | None:
     return _vendor(problem, widest=256)
 
 
+def _flash4(problem: Problem) -> str | None:
+    if problem.framework == "torch":
+        if problem.device == "cpu":
+            return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
+        if OLDEST_GPU <= problem.capability < 90:
+            return f"its backward runs on NVIDIA GPUs from sm_90 on, and this one is sm_{problem.capability}"
+        if not _has_flash4():
+            return "the package is not installed: pip install flash-attn-4"
+    return _vendor(problem, widest=128)
+
+
+@cache
+def _has_flash4() -> bool:
+    """Whether there is flash_attn.cute; looked for without the import, which takes seconds."""
+    spec = find_spec("flash_attn")
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "cute" / "interface.py").exists() for folder in folders or ())
+
+
 def _cudnn(problem: Problem) -> str | None:
     if problem.framework == "torch" and problem.device == "cpu":
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
@@ -130,11 +151,12 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("triton", _triton),
     Backend("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
     Backend("flash", _flash, lambda problem: "it is there to compare with"),
+    Backend("flash4", _flash4, lambda problem: "it is there to compare with"),
     Backend("cudnn", _cudnn, lambda problem: "it is there to compare with"),
     Backend("blockwise", lambda problem: None),
 )
 
-VENDORS = "flash", "cudnn"
+VENDORS = "flash", "flash4", "cudnn"
 """The backends that are others' kernels."""
 
 
