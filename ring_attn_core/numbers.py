@@ -20,7 +20,7 @@ def check_scale(scale: Any) -> None:
 def check_softcap(softcap: Any) -> None:
     if softcap is not None and not (_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
         raise ValueError(
-            f"softcap must be a Python number above 0, from {LEAST_CAP:g} to {LARGEST_CAP:g}, got {softcap!r}: scores become "
+            f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {softcap!r}: scores become "
             "softcap * tanh(score / softcap); pass None to leave them"
         )
 

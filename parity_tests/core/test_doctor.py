@@ -27,6 +27,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     def patch(framework: str, capability: int) -> None:
         pytest.importorskip(framework)
         monkeypatch.setattr("ring_attn_core.kernels.backends.find_spec", lambda name: name)
+        monkeypatch.setattr("ring_attn_core.kernels.backends._has_flash4", lambda: False)
         monkeypatch.setattr(f"ring_attn_{framework}.launch.capability", lambda *device: capability)
         if framework == "torch":
             monkeypatch.setattr("torch.cuda.is_available", lambda: capability > 0)

@@ -96,7 +96,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"softcap": cap},
-            f"softcap must be a Python number above 0, from 1e-18 to 1e+30, got {cap!r}: scores become softcap * "
+            f"softcap must be a Python number above 0 (1e-18 to 1e+30), got {cap!r}: scores become softcap * "
             "tanh(score / softcap); pass None to leave them",
         )
         for cap in (0, -1.0, float("inf"), 1e31, 1e-19, 10**400, True, "30")
