@@ -33,9 +33,9 @@ WIDE = [
 ]
 ENDS = [
     Case(length=1111, ranks=ranks, head_dim=dim, v_dim=dim, dtype=dtype, heads=2, kv_heads=1, key_mask="ends", mask=full())
-    for ranks, dim, dtype in ((1, 128, "bfloat16"), (2, 64, "bfloat16"), (2, 64, "float32"))
+    for ranks, dim, dtype in ((1, 128, "bfloat16"), (2, 64, "bfloat16"), (2, 64, "float32"), (2, 256, "bfloat16"))
 ]
-"""A key mask that hides keys of the first and of the last tiles, none in between; in float32 a tile lies in two spans of it."""
+"""A key mask that hides keys of the first and of the last tiles, none in between; the last two have tiles in two spans of it."""
 CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid()), *ENDS] if case.dtype != "float64"]
 
 HOPPER = [
