@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .keys import Keys, unpack
+from .keys import Keys
 from .score import Cotangents, Score, State
 from .tiles import Call, Pair, dot
 
@@ -31,7 +31,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible."""
     if q.size == 0 or keys.kv.size == 0:
         return total
-    call = Call(q, keys.kv, unpack(keys), rows, score)
+    call = Call.of(q, keys, rows, score)
 
     def query_tile(index: jax.Array, total: State) -> State:
         queries = call.query_tile(index)
@@ -67,7 +67,7 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score,
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv
-    call = Call(q, keys.kv, unpack(keys), rows, score)
+    call = Call.of(q, keys, rows, score)
 
     def query_tile(index: jax.Array, gradients: State) -> State:
         dq, dkv = gradients

@@ -97,17 +97,18 @@ def _is_integer(x: Any) -> bool:
     return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def kept(draw: Draw, rate: float, batch: jax.Array, heads: int, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
-    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys].
+def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
+    """uint32 [batch, heads]: the key by which dropout draws for each; once a call, for it is half of what drawing compiles to."""
+    b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
+    h = draw.head + jnp.arange(heads, dtype=jnp.uint32)
+    return stream((draw.low, draw.high), b, h, _multiply, jnp.uint32)
 
-    ``batch``: indices of the batch rows among those of the call, int [batch].
-    """
+
+def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
+    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
     word = lambda x: x.astype(jnp.uint32)
-    b = (draw.batch + word(batch))[:, None, None, None]
-    h = (draw.head + jnp.arange(heads, dtype=jnp.uint32))[:, None, None]
     (of_q, which), (of_k, half) = place(word(q_pos)[:, None]), place(word(k_pos))
-    key = stream((draw.low, draw.high), b, h, _multiply, jnp.uint32)
-    words = philox2x32((of_q, of_k), key, _multiply, jnp.uint32)
+    words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply, jnp.uint32)
     return (jnp.where(which == 0, *words) >> 16 * half & HALF) >= threshold(rate)
 
 

@@ -17,7 +17,8 @@ from ring_attn_core.dropout import rescale
 from ring_attn_core.kernels.tiles import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
 
-from .score import Score, kept
+from .keys import Keys, unpack
+from .score import Score, kept, streams
 
 
 class Tile(NamedTuple):
@@ -83,13 +84,19 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What a call works on; ``seen`` bool [b t] is the key mask."""
+    """What a call works on; ``seen`` bool [b t] is the key mask, ``streams`` [b h] are the keys by which dropout draws."""
 
     q: jax.Array
     kv: jax.Array
     seen: jax.Array | None
     rows: jax.Array
     score: Score
+    streams: jax.Array | None
+
+    @classmethod
+    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Call:
+        draws = None if score.draw is None else streams(score.draw, q.shape[0], q.shape[2])
+        return cls(q, keys.kv, unpack(keys), rows, score, draws)
 
     @property
     def groups(self) -> int:
@@ -200,11 +207,10 @@ class Pair:
     @cached_property
     def kept(self) -> jax.Array | None:
         """bool [b h block_q block_k], None without dropout."""
-        score = self.call.score
-        if score.draw is None:
+        if self.call.streams is None:
             return None
-        batch = self.queries.batch + jnp.arange(self.queries.batch_rows)
-        return kept(score.draw, score.dropout_rate, batch, self.call.q.shape[2], self.q_pos, self.k_pos)
+        mine = lax.dynamic_slice_in_dim(self.call.streams, self.queries.batch, self.queries.batch_rows)
+        return kept(mine, self.call.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def visible(self) -> jax.Array:

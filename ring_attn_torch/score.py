@@ -79,13 +79,18 @@ def _is_integer(x: Tensor) -> bool:
     return x.ndim == 0 and not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
 
 
-def kept(draw: Tensor, rate: float, batch: int, heads: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
+    """int64 [batch, heads]: the key by which dropout draws for each, once a call."""
+    low, high, first_batch, first_head = draw.unbind()
+    b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
+    h = first_head + torch.arange(heads, device=draw.device) & WORD
+    return stream((low, high), b, h, _multiply)
+
+
+def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
-    low, high, first_batch, first_head = draw.to(q_pos.device).unbind()
-    b = (first_batch + torch.arange(batch, device=q_pos.device) & WORD).view(-1, 1, 1, 1)
-    h = (first_head + torch.arange(heads, device=q_pos.device) & WORD).view(-1, 1, 1)
     (of_q, which), (of_k, half) = place(q_pos[:, None]), place(k_pos)
-    words = philox2x32((of_q, of_k), stream((low, high), b, h, _multiply), _multiply)
+    words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply)
     return (torch.where(which == 0, *words) >> 16 * half & HALF) >= threshold(rate)
 
 

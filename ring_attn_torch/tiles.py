@@ -18,7 +18,7 @@ from ring_attn_core.kernels.tiles import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
 
 from .keys import Keys, unpack
-from .score import Score, kept
+from .score import Score, kept, streams
 
 Rows = list[list[Row]]
 
@@ -61,7 +61,8 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The batch rows that walk over the same tiles: ``q`` and ``kv`` are theirs, and so is what ``score`` and ``seen`` hold."""
+    """The batch rows that walk over the same tiles: ``q`` and ``kv`` are theirs, and so is what ``score`` holds, the key mask
+    ``seen`` and the keys ``streams`` [b h] by which dropout draws."""
 
     batch: slice
     q: Tensor
@@ -69,20 +70,22 @@ class Part:
     seen: Tensor | None
     rows: Rows
     score: Score
+    streams: Tensor | None
 
     @classmethod
     def all(cls, q: Tensor, keys: Keys, rows: Rows, score: Score) -> Iterator[Part]:
         if q.numel() == 0 or keys.kv.numel() == 0:
             return
         seen = unpack(keys)
+        draws = None if score.draw is None else streams(score.draw.to(q.device), q.shape[0], q.shape[2])
         if score.extents is None:
-            yield cls(slice(None), q, keys.kv, seen, rows, score)
+            yield cls(slice(None), q, keys.kv, seen, rows, score, draws)
             return
         for b in range(q.shape[0]):
             batch = slice(b, b + 1)
-            draw = None if score.draw is None else score.draw + torch.tensor([0, 0, b, 0], device=score.draw.device)
-            mine = replace(score, extents=score.extents[batch].long(), draw=draw)
-            yield cls(batch, q[batch], keys.kv[batch], None if seen is None else seen[batch], rows, mine)
+            mine = replace(score, extents=score.extents[batch].long())
+            some_seen, some_draws = (None if x is None else x[batch] for x in (seen, draws))
+            yield cls(batch, q[batch], keys.kv[batch], some_seen, rows, mine, some_draws)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a b by batches, in a place that the next product of this name takes over: fresh memory for each costs 5 %."""
@@ -187,10 +190,9 @@ class Pair:
     @cached_property
     def kept(self) -> Tensor | None:
         """bool [b h block_q block_k], None without dropout."""
-        if self.part.score.draw is None:
+        if self.part.streams is None:
             return None
-        b, _, h, _ = self.part.q.shape
-        return kept(self.part.score.draw, self.part.score.dropout_rate, b, h, self.q_pos, self.k_pos)
+        return kept(self.part.streams, self.part.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def hidden(self) -> Tensor | None:
