@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+FLAGS = "--xla_force_host_platform_device_count=8"
+if not shutil.which("nvidia-smi"):  # on CPUs programs take longer to compile than to run: parity_tests/jax/ring.py has more
+    FLAGS += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
