@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -67,11 +67,11 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
             found.append(Finding(name, (f'not installed: pip install "ring-attn[{package}]"',)))
             continue
         try:
-            device, capability, words = look()
+            where, words = look()
         except (ImportError, OSError, RuntimeError) as error:  # a broken installation is what a doctor is called for
             found.append(Finding(name, (f"installed, but does not start: {error}".partition("\n")[0],)))
         else:
-            found.append(Finding(name, words, choices(replace(problem, device=device, capability=capability, framework=package))))
+            found.append(Finding(name, words, choices(replace(problem, framework=package, **where))))
     return found
 
 
@@ -103,26 +103,28 @@ def _version(package: str) -> str:
         return "installed under another name"
 
 
-def _torch() -> tuple[str, int, tuple[str, ...]]:
-    """The kind of device that arrays lie on, the first one's capability, and all devices in words."""
+def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a Problem says of where it is computed, on the first device, and all devices in words."""
     import torch
 
     from ring_attn_torch.launch import capability
 
     if not torch.cuda.is_available():
-        return "cpu", capability(torch.device("cpu")), ("CPU only",)
+        return {"device": "cpu", "capability": capability(torch.device("cpu"))}, ("CPU only",)
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return "cuda", capability(gpus[0]), _counted((torch.cuda.get_device_name(gpu), capability(gpu)) for gpu in gpus)
+    return {"device": "cuda", "capability": capability(gpus[0])}, _counted(
+        (torch.cuda.get_device_name(gpu), capability(gpu)) for gpu in gpus
+    )
 
 
-def _jax() -> tuple[str, int, tuple[str, ...]]:
+def _jax() -> tuple[dict[str, Any], tuple[str, ...]]:
     import jax
 
     from ring_attn_jax.launch import capability, makes_descriptors
 
     devices = _counted((f"{device.device_kind} ({device.platform})", capability()) for device in jax.devices())
-    tma = f"this jaxlib makes {'' if makes_descriptors() else 'no '}TMA descriptors"
-    return jax.default_backend(), capability(), (*devices, tma)
+    where = {"device": jax.default_backend(), "capability": capability(), "tma": makes_descriptors()}
+    return where, (*devices, f"this jaxlib makes {'' if where['tma'] else 'no '}TMA descriptors")
 
 
 def _counted(devices: Iterable[tuple[str, int]]) -> tuple[str, ...]:

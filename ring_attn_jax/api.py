@@ -185,6 +185,7 @@ def checked(
         given,
         backend,
         capability(),
+        tma=makes_descriptors(),
     )
     plan = problem.check()
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -193,5 +194,5 @@ def checked(
     slopes = None if slopes is None else lax.stop_gradient(slopes)
     extents, sinks = arrays["extents"], arrays.get("sinks")
     draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
-    call = runnable(problem, makes_descriptors(), anywhere)
+    call = runnable(problem, anywhere)
     return plan, Score(factor, cap, float(dropout_rate), call, problem.blanks or anywhere, extents, sinks, slopes, draw)

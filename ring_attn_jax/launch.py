@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -85,7 +86,16 @@ def compile_for(capability: int) -> Iterator[None]:
 
     with compile_for(90):
         jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+    ValueError for a number that is no such capability, ImportError without jaxlib's CUDA plugin, which makes the calls.
     """
+    if not 50 <= capability < 200:
+        raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")
+    from jaxlib import gpu_triton
+
+    if not hasattr(gpu_triton, "create_array_parameter"):
+        install = f"pip install --no-deps jax-cuda12-plugin=={version('jaxlib')}"
+        raise ImportError(f"a program for a GPU needs jaxlib's CUDA plugin, on a host without a GPU too: {install}")
     with _target(capability):
         yield
 

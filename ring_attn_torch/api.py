@@ -294,6 +294,6 @@ def checked(problem: Problem, anywhere: bool = False) -> tuple[RingPlan, Score]:
     """
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    call = runnable(problem, tma=True, anywhere=anywhere)
+    call = runnable(problem, anywhere)
     vendor = problem.backend if problem.backend in VENDORS else None
     return plan, Score(scale, problem.softcap, problem.dropout_rate, call, vendor, problem.blanks or anywhere)

@@ -29,12 +29,12 @@ def on_a_gpu(backend: str) -> Problem:
 
 
 def test_kernels_that_compile_are_taken():
-    automatic, named = (runnable(on_a_gpu(backend), tma=True) for backend in ("auto", "triton"))
+    automatic, named = (runnable(on_a_gpu(backend)) for backend in ("auto", "triton"))
     assert automatic is not None
     assert named is not None
     assert automatic.hopper
     assert not named.hopper
-    assert call_of(on_a_gpu("triton"), "triton", tma=True).q_runs == 1, "one rank has one run, whatever the layout"
+    assert call_of(on_a_gpu("triton"), "triton").q_runs == 1, "one rank has one run, whatever the layout"
 
 
 def test_auto_passes_over_what_is_slower_and_takes_it_by_name():
@@ -66,8 +66,8 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
         pytest.warns(UserWarning, match=f"hopper: its kernel .*{reason}.*{of}.*triton"),
         pytest.warns(UserWarning, match=f"triton: its kernel .*{reason}.*{of}.*blockwise"),
     ):
-        assert runnable(on_a_gpu("auto"), tma=True) is None
+        assert runnable(on_a_gpu("auto")) is None
     with pytest.raises(ValueError, match=reason):
-        runnable(on_a_gpu("triton"), tma=True)
+        runnable(on_a_gpu("triton"))
     for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
         make.cache_clear()

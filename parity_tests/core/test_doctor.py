@@ -29,6 +29,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         monkeypatch.setattr("ring_attn_core.kernels.backends.find_spec", lambda name: name)
         monkeypatch.setattr("ring_attn_core.kernels.backends._has_flash4", lambda: False)
         monkeypatch.setattr(f"ring_attn_{framework}.launch.capability", lambda *device: capability)
+        if framework == "jax":
+            monkeypatch.setattr("ring_attn_jax.launch.makes_descriptors", lambda: True)
         if framework == "torch":
             monkeypatch.setattr("torch.cuda.is_available", lambda: capability > 0)
             monkeypatch.setattr("torch.cuda.device_count", lambda: GPUS)
@@ -72,6 +74,14 @@ def test_on_a_hopper_gpu_auto_takes_its_own_kernels(framework: str, pretend: Pre
     assert said["triton"] == ["runs", ""]
     assert said["blockwise"] == ["runs", ""]
     assert any("compute capability 9.0" in line for line in said[""])
+
+
+def test_without_tma_descriptors_auto_takes_the_portable_kernels(pretend: Pretend, monkeypatch: pytest.MonkeyPatch):
+    pretend("jax", 90)
+    monkeypatch.setattr("ring_attn_jax.launch.makes_descriptors", lambda: False)
+    said = doctor("jax")
+    assert said["hopper"][0].startswith("its kernels read by TMA descriptors, which this jaxlib cannot make")
+    assert said["triton"] == ["runs", "takes it"]
 
 
 @pytest.mark.parametrize("framework", NAMES)

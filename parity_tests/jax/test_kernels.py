@@ -17,6 +17,7 @@ needs_plugin = pytest.mark.skipif(
     not hasattr(gpu_triton, "create_array_parameter"),
     reason="needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin",
 )
+needs_descriptors = pytest.mark.skipif(not makes_descriptors(), reason="a newer jaxlib makes TMA descriptors")
 SEQ = PartitionSpec(None, "seq")
 
 
@@ -42,11 +43,10 @@ def gradient(function):
 
 @needs_plugin
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_descriptors)])
 def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
     text = lowered(gradient(ring(ranks, backend=backend)), *shapes())
-    one_pass = backend == "hopper" and makes_descriptors()
-    backward = ranks + 1 if one_pass else 2 * ranks
+    backward = ranks + 1 if backend == "hopper" else 2 * ranks
     assert text.count(f"@{CUSTOM_CALL}") == ranks + 1 + backward, (
         "forward steps, the sums, dq and dkv of every step or all and dq"
     )
@@ -54,7 +54,7 @@ def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
 
 
 @needs_plugin
-@pytest.mark.skipif(not makes_descriptors(), reason="a newer jaxlib makes TMA descriptors")
+@needs_descriptors
 def test_a_gluon_kernel_is_called_like_the_others(monkeypatch):
     """Its TMA descriptors are made by jaxlib, with the strides of a packed array; the launch names it."""
     launched = []
@@ -112,6 +112,29 @@ def test_what_was_traced_for_one_gpu_is_not_used_for_another():
     with compile_for(75), pytest.raises(ValueError, match="triton"):
         jax.eval_shape(ring(1, backend="triton"), q, k, v)
     assert jnp.array_equal(attention(q, k, v), plain), "back on this host"
+
+
+@needs_plugin
+def test_without_tma_descriptors_hopper_is_refused_by_name_and_auto_takes_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr("ring_attn_jax.api.makes_descriptors", lambda: False)
+    with compile_for(90), pytest.raises(ValueError, match=r'this jaxlib cannot make: .*"auto" takes .triton'):
+        jax.eval_shape(ring(1, backend="hopper"), *shapes())
+    launched = []
+    keep = launch._opaque.__wrapped__
+    monkeypatch.setattr(launch, "_opaque", lambda each, capability: launched.append(each) or keep(each, capability))
+    lowered(ring(1, backend="auto"), *shapes(dim=32))
+    assert {each.kernel for each in launched} == {"forward"}
+
+
+def test_what_is_no_compute_capability_is_refused():
+    with pytest.raises(ValueError, match=r"90 for 9\.0, got 9"), compile_for(9):
+        pass
+
+
+def test_without_jaxlibs_plugin_no_program_for_a_gpu_is_made(monkeypatch):
+    monkeypatch.delattr(gpu_triton, "create_array_parameter", raising=False)
+    with pytest.raises(ImportError, match="pip install --no-deps jax-cuda12-plugin=="), compile_for(90):
+        pass
 
 
 def test_without_a_gpu_the_kernels_say_what_runs_instead():

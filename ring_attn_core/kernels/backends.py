@@ -71,6 +71,8 @@ def _hopper(problem: Problem) -> str | None:
         return "the package triton is not installed: pip install triton"
     if not _has_gluon():
         return "its kernels are written in Gluon, which this triton does not have: pip install 'triton>=3.6'"
+    if not problem.tma:
+        return "its kernels read by TMA descriptors, which this jaxlib cannot make: pip install 'jaxlib>0.11.0'"
     return refusal_of_shape(problem.dtypes[0], problem.q_shape[-1], problem.v_shape[-1])
 
 
@@ -160,11 +162,11 @@ VENDORS = "flash", "flash4", "cudnn"
 """The backends that are others' kernels."""
 
 
-def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> Call | None:
+def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
     """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise or a vendor's.
 
-    Arguments as of ``calls.call_of``. Where its kernels cannot run, "auto" warns and takes the next backend; one that was asked
-    for by name raises ValueError.
+    ``anywhere``: as of ``calls.call_of``. Where its kernels cannot run, "auto" warns and takes the next backend; one that was
+    asked for by name raises ValueError.
     """
     from .calls import call_of
     from .launch import obstacle
@@ -178,7 +180,7 @@ def runnable(problem: Problem, tma: bool, anywhere: bool = False) -> Call | None
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
             return None
-        call = call_of(problem, chosen, tma, anywhere)
+        call = call_of(problem, chosen, anywhere)
         reason = obstacle(of_ring(call, len(problem.plan.shifts)), problem.capability)
         if reason is None:
             return call

@@ -82,7 +82,7 @@ class Call:
         return Array(name or given, dtype) if given in self.given else None
 
 
-def call_of(problem: Problem, backend: str, tma: bool, anywhere: bool = False) -> Call:
+def call_of(problem: Problem, backend: str, anywhere: bool = False) -> Call:
     """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
@@ -108,7 +108,7 @@ def call_of(problem: Problem, backend: str, tma: bool, anywhere: bool = False) -
         clean=plan.blank_keys or "extents" in names or anywhere,
         tf32=backend == "triton_tf32",
         capability=problem.capability,
-        tma=tma,
+        tma=problem.tma,
         hopper=backend == "hopper",
     )
 

@@ -32,7 +32,7 @@ class Problem:
     Shapes are the shards': q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
     ``arrays``: the optional ones that were given, in the order of the signature. ``capability``: of the NVIDIA GPU, such as 90,
-    0 where there is none. ``framework``: "jax" or "torch".
+    0 where there is none. ``framework``: "jax" or "torch". ``tma``: it can launch kernels with TMA descriptors.
     """
 
     q_shape: tuple[int, ...]
@@ -52,6 +52,7 @@ class Problem:
     backend: str
     capability: int = 0
     framework: str = "jax"
+    tma: bool = True
 
     @cached_property
     def plan(self) -> RingPlan:
