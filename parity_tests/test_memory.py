@@ -9,6 +9,11 @@ from benchmarks.memory import FRAMEWORKS, MOST, RANKS, peak_ratio, shard_bytes, 
 SEQ_LOCAL = 512
 
 
+@pytest.fixture(autouse=True)
+def programs_as_users_compile_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
 @pytest.fixture(scope="module")
 def set_aside() -> dict[bool, list[dict[str, int]]]:
     return {in_order: temp_bytes(RANKS, SEQ_LOCAL, in_order=in_order) for in_order in (False, True)}
