@@ -4,14 +4,15 @@ The counter-based generators Philox (Salmon et al., "Parallel random numbers: as
 nothing is stored, and the kept set is the same for every layout, ring, framework and backend:
 
     stream = philox4x32(counter = (0, 0, head, batch), key = seed)[0]              one for every batch row and head
-    words  = philox2x32(counter = (of_q, of_k), key = stream)                      of_q, which = place(q_pos)
-    16 bits of words[which], the lower or upper half, are a number n               of_k, half  = place(k_pos)
+    words  = philox2x32(counter = (of_q, of_k), key = stream)                      of_q, which = place_of_query(q_pos)
+    n      = the upper 16 bits of words[which], rotated left by turn bytes         of_k, turn  = place_of_key(k_pos)
     kept where n >= rate 2^16
 
 So the rate is rounded to a multiple of 2^-16, and what is kept is scaled up by ``rescale``, which belongs to that. One counter
-serves queries q and q + 8 with keys k and k + 8: the four probabilities of 16 x 16 that one thread of a GPU holds in the result
-of a matrix product, whichever of the two runs along its rows. So a thread draws for what it has. Seven rounds are the fewest
-that pass BigCrush (table 2 of the paper).
+serves queries q and q + 8 with keys k, k + 1, k + 8 and k + 9: the eight probabilities of 16 x 16 that one thread of a GPU holds
+in the result of a matrix product of which queries are the rows. Four numbers of 16 bits come from a word of 32: the lower byte of
+one is the upper byte of the next, so that every one is as likely as it should be, and two of a word are correlated by at most
+1/256 (where the rate is a multiple of 1/256, not at all). Seven rounds are the fewest that pass BigCrush (table 2 of the paper).
 
 One function of ``+ & ^ >>`` works on numpy, torch and jnp; only the 64-bit product differs, so it is passed in.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Positions from a multiple of it on share eight counters, two each."""
+"""Positions from a multiple of it on share counters with each other and with no others."""
 
 ROUNDS = 7
 STREAM_ROUNDS = 10
@@ -69,9 +70,19 @@ def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callabl
     return philox4x32((head * 0, head * 0, head, batch), seed, multiply, word)[0]
 
 
-def place(pos: Any) -> tuple[Any, Any]:
-    """A position's word of the counter, and which of the two that share it the position is, 0 or 1."""
-    return pos // SPAN * (SPAN // 2) + pos % (SPAN // 2), pos // (SPAN // 2) % 2
+def place_of_query(pos: Any) -> tuple[Any, Any]:
+    """A query's word of the counter, and which of the two words drawn is for it, 0 or 1."""
+    return pos // 16 * 8 + pos % 8, pos // 8 % 2
+
+
+def place_of_key(pos: Any) -> tuple[Any, Any]:
+    """A key's word of the counter, and by how many bytes what is drawn turns for it, 0 to 3."""
+    return pos // 16 * 4 + pos % 8 // 2, pos // 8 % 2 * 2 + pos % 2
+
+
+def number(word: Any, turn: Any) -> Any:
+    """The upper 16 bits of a word rotated left by ``turn`` bytes."""
+    return (word << turn * 8 | word >> (32 - turn * 8) % 32) >> 16 & HALF
 
 
 def threshold(rate: float) -> int:
@@ -111,9 +122,9 @@ def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any,
         product = a * np.uint64(constant)
         return product >> np.uint64(32), product & np.uint64(WORD)
 
-    of_q, which = place(wide(q_pos)[:, None])
-    of_k, half = place(wide(k_pos))
+    of_q, which = place_of_query(wide(q_pos)[:, None])
+    of_k, turn = place_of_key(wide(k_pos))
     b, h = wide(np.arange(batch) + offset[0])[:, None, None, None], wide(np.arange(heads) + offset[1])[:, None, None]
     key = stream((np.uint64(seed_words(seed)[0]), np.uint64(seed_words(seed)[1])), b, h, multiply)
     words = philox2x32((of_q, of_k), key, multiply)
-    return (np.where(which == 0, *words) >> np.uint64(16) * half & np.uint64(HALF)) >= threshold(rate)
+    return number(np.where(which == 0, *words), turn) >= threshold(rate)

@@ -155,7 +155,7 @@ class RingPlan:
 
     @cached_property
     def by_counter(self) -> bool:
-        """Whether every run is consecutive from where counters of dropout begin, so that one serves four probabilities."""
+        """Whether every run is consecutive from where counters of dropout begin, so that one serves eight probabilities."""
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
     # --- what travels -----------------------------------------------------------------------------------------------

@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_attn_core.dropout import HALF, WORD, check_draw, philox2x32, place, seed_words, stream, threshold
+from ring_attn_core.dropout import (
+    WORD,
+    check_draw,
+    number,
+    philox2x32,
+    place_of_key,
+    place_of_query,
+    seed_words,
+    stream,
+    threshold,
+)
 from ring_attn_core.kernels.calls import Call
 
 State = tuple[jax.Array, jax.Array]
@@ -107,9 +117,9 @@ def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
 def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
     word = lambda x: x.astype(jnp.uint32)
-    (of_q, which), (of_k, half) = place(word(q_pos)[:, None]), place(word(k_pos))
+    (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[:, None]), place_of_key(word(k_pos))
     words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply, jnp.uint32)
-    return (jnp.where(which == 0, *words) >> 16 * half & HALF) >= threshold(rate)
+    return number(jnp.where(which == 0, *words), turn) >= threshold(rate)
 
 
 def _multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:

@@ -9,7 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_attn_core.dropout import HALF, WORD, check_draw, philox2x32, place, seed_words, stream, threshold
+from ring_attn_core.dropout import (
+    WORD,
+    check_draw,
+    number,
+    philox2x32,
+    place_of_key,
+    place_of_query,
+    seed_words,
+    stream,
+    threshold,
+)
 from ring_attn_core.kernels.calls import Call
 
 State = tuple[Tensor, Tensor]
@@ -89,9 +99,9 @@ def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
 
 def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
-    (of_q, which), (of_k, half) = place(q_pos[:, None]), place(k_pos)
+    (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
     words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply)
-    return (torch.where(which == 0, *words) >> 16 * half & HALF) >= threshold(rate)
+    return number(torch.where(which == 0, *words), turn) >= threshold(rate)
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:

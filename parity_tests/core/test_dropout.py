@@ -7,7 +7,18 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ring_attn_core.dropout import WORD, kept, philox2x32, philox4x32, place, rescale, seed_words, threshold
+from ring_attn_core.dropout import (
+    WORD,
+    kept,
+    number,
+    philox2x32,
+    philox4x32,
+    place_of_key,
+    place_of_query,
+    rescale,
+    seed_words,
+    threshold,
+)
 
 FOUR = {
     7: (
@@ -70,23 +81,39 @@ def test_philox_gives_the_known_answers(philox, answers):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_probability_is_kept_where_its_half_of_a_word_of_the_counter_is_above_the_rate(seed):
+def test_a_probability_is_kept_where_its_number_is_at_least_the_rate(seed):
     """The definition, in Python's own integers."""
     queries, keys = [0, 5, 8, 2**20], [0, 1, 2, 8, 9, 27, 31, 32, 77, 2**20 + 3]
     keeps = kept(seed, 0.3, 2, 2, queries, keys)
     for b, h, i, j in np.ndindex(keeps.shape):
-        (of_q, which), (of_k, half) = place(queries[i]), place(keys[j])
+        (of_q, which), (of_k, turn) = place_of_query(queries[i]), place_of_key(keys[j])
         key = philox4x32((0, 0, h, b), (seed % 2**32, seed // 2**32 % 2**32), multiply)[0]
         word = philox2x32((of_q, of_k), key, multiply)[which]
-        assert keeps[b, h, i, j] == (word // 2 ** (16 * half) % 2**16 >= 0.3 * 2**16)
+        twice = word * 2**32 + word
+        assert keeps[b, h, i, j] == (twice // 2 ** (48 - 8 * turn) % 2**16 >= 0.3 * 2**16)
 
 
 def test_every_position_has_a_place_of_its_own():
-    """Eight words of the counter for 16 positions, one for p and p + 8."""
-    places = [place(p) for p in range(96)]
-    assert len(set(places)) == 96
-    assert {word for word, _ in places} == set(range(48))
-    assert [p for p in range(96) if place(p)[0] == 13] == [21, 29]
+    """Eight words of the counter for 16 queries, one for q and q + 8; four for 16 keys, one for k, k + 1, k + 8 and k + 9."""
+    for place, words, sharing in (place_of_query, 48, [21, 29]), (place_of_key, 24, [18, 19, 26, 27]):
+        places = [place(p) for p in range(96)]
+        assert len(set(places)) == 96
+        assert {word for word, _ in places} == set(range(words))
+        assert [p for p in range(96) if place(p)[0] == place(sharing[0])[0]] == sharing
+
+
+def test_the_numbers_of_a_word_overlap_by_a_byte():
+    assert [number(0x12345678, turn) for turn in range(4)] == [0x1234, 0x3456, 0x5678, 0x7812]
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.1, 0.25, 0.3, 0.5, 0.9])
+def test_what_two_of_a_word_share_correlates_them_by_1_in_256_at_most(rate):
+    """Exactly, over all bytes: of the shared one, of that above it in the one number, of that below it in the other."""
+    shared, other = np.arange(256)[:, None], np.arange(256)
+    dropped = [(n < threshold(rate)).mean(1) for n in (256 * other + shared, 256 * shared + other)]
+    p = dropped[0].mean()
+    assert p == dropped[1].mean() == threshold(rate) / 2**16
+    assert abs((dropped[0] * dropped[1]).mean() - p**2) <= p * (1 - p) / 256
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3, 0.1, 0.3, 0.5, 0.9, 0.999])

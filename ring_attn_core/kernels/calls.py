@@ -18,7 +18,7 @@ BEYOND = 2**30
 class Call:
     """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays there are.
 
-    ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves four probabilities.
+    ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves eight probabilities.
     ``clean``: there may be keys that no query sees, with NaN in them.
     ``capability``: of the GPU, such as 90. ``tma``: whoever launches can pass TMA descriptors. ``hopper``: Hopper's own kernels
     run, where one takes the call. ``tiles_asked``: instead of those that ``choose_tiles`` would choose, to compare.

@@ -17,7 +17,7 @@ Order      tiles of keys add to a tile of queries in their own order: each waits
 Extents    every tile of queries may pass over some tiles of keys, by its bounds (triton_backward.extent_bounds). The producer
            brings what each query sees of the keys in a word, beside the number of the tile, and every score is masked
 ALiBi      is taken off lse2 for the queries by the producer; the rest of it is a number a key
-Dropout    the sign of p says what is kept, so that nothing else has to be kept for ds
+Dropout    the sign of p says what is kept, for dv and for ds: as booleans, for which ptxas has no room, it costs a third more
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -352,17 +352,14 @@ def visit(
     p = gl.exp2(s)
     if MASKED:
         p = gl.where(visible(query, run, shared, stage, given, sizes), p, 0.0)
-    if given.streams is None:
-        half = packed_half(p, DTYPE)
-    else:
+    if given.streams is not None:
         keep = kept_of_keys(
             run.stream, given.threshold, query, place.n0, run.q_start, run.k_start, run.stride, BLOCK_Q, sizes.ALIGNED
         )
-        half = packed_half(gl.where(keep, p, 0.0), DTYPE)
+        p = gl.where(keep, p, -p)
+    half = packed_half(p, DTYPE, given.streams is not None)
     if given.cap is not None:
         p *= factor
-    if given.streams is not None:
-        p = gl.where(keep, p, -p)
     half = gl.convert_layout(half, P_LAYOUT, assert_trivial=True)
     more = step < place.steps - 1  # behind the last tile its scores are made again, for nothing
     around = more & (stage == STAGES - 1)

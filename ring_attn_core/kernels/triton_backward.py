@@ -200,11 +200,6 @@ def visit_keys(
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
     )
-    if streams_BH is not None:
-        q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        q_first, k_first = q_start + stride * query, k_start + stride * key
-        stream = tl.load(streams_BH + batch * H + head)
-        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     s, t = scores(products, i[:, None], j[None, :], slope, inner, cap, q_start, k_start, stride, ACCURATE)
     if ceiling_BT is not None:  # noqa: SIM102 (known when compiled)
@@ -213,6 +208,10 @@ def visit_keys(
     p = tl.exp2(s - lse2[:, None])
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     if streams_BH is not None:
+        q_pos, k_pos = q_start + stride * i, k_start + stride * j
+        q_first, k_first = q_start + stride * query, k_start + stride * key
+        stream = tl.load(streams_BH + batch * H + head)
+        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
         dp = tl.where(keep, dp * rescale, 0.0)
     ds = p * (dp - delta_tile[:, None])
     if cap is not None:
@@ -353,11 +352,6 @@ def visit_queries(
     lse2 = tl.load(lse2_BHS + at_sums, mask=i < q_len, other=float("inf"))
     delta_tile = tl.load(delta_BHS + at_sums, mask=i < q_len, other=0.0)
     slope = None if slopes_ptr is None else tl.load(slopes_ptr + head).to(tl.float32)
-    if streams_BH is not None:
-        q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        q_first, k_first = q_start + stride * query, k_start + stride * key
-        stream = tl.load(streams_BH + batch * H + head)
-        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, True)
     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
     s, t = scores(products, i[None, :], j[:, None], slope, inner, cap, q_start, k_start, stride, ACCURATE)
     p = tl.exp2(s - lse2[None, :])
@@ -367,11 +361,16 @@ def visit_queries(
         p = tl.where(visible, p, 0.0)
     dropped = p
     if streams_BH is not None:
-        dropped = tl.where(keep, p, 0.0)
+        q_pos, k_pos = q_start + stride * i, k_start + stride * j
+        q_first, k_first = q_start + stride * query, k_start + stride * key
+        stream = tl.load(streams_BH + batch * H + head)
+        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, True)
+        dropped, p = tl.where(keep, p, 0.0), tl.where(keep, p, -p)  # its sign goes on saying what is kept
     dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, S, PRECISION)
     dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
     if streams_BH is not None:
-        dp = tl.where(keep, dp * rescale, 0.0)
+        dp = tl.where(p > 0, dp * rescale, 0.0)
+        p = tl.abs(p)
     ds = p * (dp - delta_tile[None, :])
     if cap is not None:
         ds *= 1.0 - t * t

@@ -322,30 +322,25 @@ def kept(
 
     ``key``: of the batch row and head; ``threshold`` in the upper half of a word; positions ``q_pos`` [QUERIES] and ``k_pos``
     [KEYS], the first ones ``q_first`` and ``k_first``. ALIGNED: they are consecutive from multiples of 16 on, so that one counter
-    serves four probabilities, which a thread has side by side; else every probability pays for a counter.
+    serves the probabilities that a thread has side by side, eight, or four of the eight BY_KEYS; else each pays for a counter.
     """
-    if ALIGNED:
-        of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 2 + tl.arange(0, KEYS // 2)
-    else:
-        of_q, of_k = q_pos // 16 * 8 + q_pos % 8, k_pos // 16 * 8 + k_pos % 8
-    if BY_KEYS:
-        a, b = philox2x32(of_q[None, :], of_k[:, None], key)  # pyright: ignore[reportGeneralTypeIssues]
-    else:
+    if ALIGNED and BY_KEYS:
+        j = tl.arange(0, KEYS // 2)[:, None]
+        of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
+        a, b = philox2x32(of_q[None, :], of_k, key)  # pyright: ignore[reportGeneralTypeIssues]
+        keep = tl.join(halves_kept(turned(a, j % 2), threshold), halves_kept(turned(b, j % 2), threshold))
+        keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
+        keep = tl.reshape(keep, [KEYS, QUERIES])
+    elif ALIGNED:
+        of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + tl.arange(0, KEYS // 4)
         a, b = philox2x32(of_q[:, None], of_k[None, :], key)  # pyright: ignore[reportGeneralTypeIssues]
-    if ALIGNED:
-        keep = tl.join(halves_kept(a, threshold), halves_kept(b, threshold))
-        if BY_KEYS:
-            keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
-            keep = tl.reshape(keep, [KEYS, QUERIES])
-        else:
-            keep = tl.permute(tl.reshape(keep, [QUERIES // 16, 8, KEYS // 16, 8, 2, 2]), (0, 5, 1, 2, 4, 3))
-            keep = tl.reshape(keep, [QUERIES, KEYS])
-    elif BY_KEYS:
-        word = tl.where((q_pos // 8 % 2)[None, :] == 0, a, b)
-        keep = tl.where((k_pos // 8 % 2)[:, None] == 0, word << 16, word) >= threshold
+        keep = tl.join(quarters_kept(a, threshold), quarters_kept(b, threshold))
+        keep = tl.permute(tl.reshape(keep, [QUERIES // 16, 8, KEYS // 16, 4, 2, 2, 2]), (0, 6, 1, 2, 4, 3, 5))
+        keep = tl.reshape(keep, [QUERIES, KEYS])
     else:
-        word = tl.where((q_pos // 8 % 2)[:, None] == 0, a, b)
-        keep = tl.where((k_pos // 8 % 2)[None, :] == 0, word << 16, word) >= threshold
+        q, k = (q_pos[None, :], k_pos[:, None]) if BY_KEYS else (q_pos[:, None], k_pos[None, :])
+        a, b = philox2x32(q // 16 * 8 + q % 8, k // 16 * 4 + k % 8 // 2, key)  # pyright: ignore[reportGeneralTypeIssues]
+        keep = turned(tl.where(q // 8 % 2 == 0, a, b), k // 8 % 2 * 2 + k % 2) >= threshold
     return keep
 
 
@@ -361,6 +356,19 @@ def philox2x32(of_q, of_k, key):
 
 
 @triton.jit
+def turned(word, turn):
+    """Words rotated left by ``turn`` bytes."""
+    left = (turn * 8).to(tl.uint32)
+    return (word << left) | (word >> (32 - left) % 32)
+
+
+@triton.jit
 def halves_kept(word, threshold):
-    """bool [..., 2] of the lower and the upper 16 bits of words."""
-    return tl.join((word << 16) >= threshold, word >= threshold)
+    """bool [..., 2] of words turned by 0 and by 2 bytes."""
+    return tl.join(word >= threshold, (word << 16) >= threshold)
+
+
+@triton.jit
+def quarters_kept(word, threshold):
+    """bool [..., 2, 2] of words turned by 0 and 2 bytes, and by 1 and 3: keys k and k + 8, k + 1 and k + 9."""
+    return tl.join(halves_kept(word, threshold), halves_kept((word << 8) | (word >> 24), threshold))

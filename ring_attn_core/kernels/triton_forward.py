@@ -181,12 +181,6 @@ def visit(
     j = key + tl.arange(0, BLOCK_K)
     group = head // (H // G)
     k_tile = load_tile(k_BTGD, batch, T, k_base + key, group, k_len - key, G, K_STRIDE, 0, D, BLOCK_K, BLOCK_D, MASKED, TMA)
-    # It knows nothing of the scores: here it fills the wait for the last tile's product with v.
-    if streams_BH is not None:
-        q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        q_first, k_first = q_start + stride * query, k_start + stride * key
-        stream = tl.load(streams_BH + batch * H + head)
-        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
     if FOLDED and cap is None and slope is None:
@@ -208,7 +202,12 @@ def visit(
     p = tl.exp2(s * factor - shift[:, None])
     decay = tl.exp2(m - shift)
     l = l * decay + tl.sum(p, 1)
+    # Not before the product, though it knows nothing of the scores: booleans would be packed until here, by 250 instructions.
     if streams_BH is not None:
+        q_pos, k_pos = q_start + stride * i, k_start + stride * j
+        q_first, k_first = q_start + stride * query, k_start + stride * key
+        stream = tl.load(streams_BH + batch * H + head)
+        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
         p = tl.where(keep, p, 0.0)
     v_tile = load_tile(
         v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
