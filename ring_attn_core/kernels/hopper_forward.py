@@ -20,11 +20,11 @@ the power limit leaves some 790 (a matrix product of 8192^3). At dim 64 products
 
 Measured   TFLOP/s on one H200, bf16, 16,384 tokens, interleaved with the others in one process, medians of 5 rounds:
                                          this    FlashAttention-4    cuDNN
-           16/16 heads of 128, causal    626     632                 551
-           16/16 heads of 128, full      647     690                 613
-           32/8  heads of 128, causal    649     648                 575
-           32/32 heads of 64, causal     457     509                 429
-           4 x 4,096 tokens, causal      560     561                 497
+           16/16 heads of 128, causal    619     627                 552
+           16/16 heads of 128, full      633     678                 601
+           32/8  heads of 128, causal    635     619                 568
+           32/32 heads of 64, causal     452     510                 429
+           4 x 4,096 tokens, causal      555     558                 498
 At dim 128 84 % of the cycles of a step are products, at the 1.62 GHz that 690 W allow. At dim 64 softmax does not hide.
 """
 
