@@ -106,7 +106,7 @@ def test_the_numbers_of_a_word_overlap_by_a_byte():
     assert [number(0x12345678, turn) for turn in range(4)] == [0x1234, 0x3456, 0x5678, 0x7812]
 
 
-@pytest.mark.parametrize("rate", [1e-3, 0.1, 0.25, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [2**-16, 1e-3, 0.1, 0.25, 0.3, 0.5, 0.9, 0.999])
 def test_what_two_of_a_word_share_correlates_them_by_1_in_256_at_most(rate):
     """Exactly, over all bytes: of the shared one, of that above it in the one number, of that below it in the other."""
     shared, other = np.arange(256)[:, None], np.arange(256)

@@ -244,7 +244,7 @@ def exchanged_kept(word, even, threshold):
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(
         EXCHANGE,
-        "=r,=r,r,r,r",
+        "=&r,=&r,r,r,r",
         [word, gl.expand_dims(first, 0), gl.expand_dims(second, 0)],
         dtype=(gl.uint32, gl.uint32),
         is_pure=True,
