@@ -18,7 +18,8 @@ Measured:
   tiles by scalar arithmetic instead of reductions (+2 %), no cleaning of v in edge tiles without need (+3 %). Computing the next
   scores before this softmax, by hand, lost 10 %: Triton waits for both products at once. Dear are softcap (a tanh a score:
   by a polynomial where it is small, forward 41 -> 32 %), a random key mask (a padding mask is skipped by whole tiles), and
-  dropout (a Philox counter is 21 instructions and serves 4 scores). Where the softmax hides, as on Hopper, each shows in full.
+  dropout (a Philox counter is 21 instructions and serves 8 scores, 4 in the pass for dk and dv). Where the softmax hides, as on
+  Hopper, each shows in full.
 """
 
 from __future__ import annotations

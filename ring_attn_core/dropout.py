@@ -12,8 +12,9 @@ So the rate is rounded to a multiple of 2^-16, and what is kept is scaled up by 
 serves queries q and q + 8 with keys k, k + 1, k + 8 and k + 9: the eight probabilities of 16 x 16 that one thread of a GPU holds
 in the result of a matrix product of which queries are the rows. Four numbers of 16 bits come from a word of 32: the lower byte of
 one is the upper byte of the next, so that every one is as likely as it should be, and two of a word are correlated by at most
-1/256 (where the rate is a multiple of 1/256, not at all). Only below that rate does it show: where one of a word is dropped, the
-next is with a probability of 1/256 and more. Seven rounds are the fewest that pass BigCrush (table 2 of the paper).
+1/256 (where the rate is a multiple of 1/256, not at all). It shows where the rate itself is that small: below 1/256, where one of
+a word is dropped, the next is with a probability of 1/256. Seven rounds are the fewest that pass BigCrush (table 2 of the paper).
+A stream is one word: of n batch rows and heads some two share theirs with a chance of n^2 / 2^33.
 
 One function of ``+ & | ^ << >>`` works on numpy, torch and jnp; only the 64-bit product differs, so it is passed in.
 """
