@@ -110,7 +110,8 @@ def test_the_numbers_of_a_word_overlap_by_a_byte():
 def test_what_two_of_a_word_share_correlates_them_by_1_in_256_at_most(rate):
     """Exactly, over all bytes: of the shared one, of that above it in the one number, of that below it in the other."""
     shared, other = np.arange(256)[:, None], np.arange(256)
-    dropped = [(n < threshold(rate)).mean(1) for n in (256 * other + shared, 256 * shared + other)]
+    numbers = number(other << 24 | shared << 16, 0), number(shared << 16 | other << 8, 1)
+    dropped = [(n < threshold(rate)).mean(1) for n in numbers]
     p = dropped[0].mean()
     assert p == dropped[1].mean() == threshold(rate) / 2**16
     assert abs((dropped[0] * dropped[1]).mean() - p**2) <= p * (1 - p) / 256
