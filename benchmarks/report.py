@@ -67,6 +67,12 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def load(name: str) -> dict[str, Any] | None:
+    """A result that was saved before."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -27,6 +28,15 @@ copy_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_sh
 def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = None) -> None:
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
+
+
+@_core.builtin
+def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
+    results = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
+    first = results[0] if isinstance(results, (tuple, _core.tuple)) else results
+    if hasattr(_semantic.builder, "get_unit_attr"):
+        first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return results
 
 
 add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile  # without a name before 3.8

@@ -64,7 +64,7 @@ def columns(width: int) -> int:
 def forward(call: Call, portable: Launch) -> Launch:
     """The Hopper kernel in place of the portable one, with its arrays and outputs."""
     d, e = columns(call.head_dim), columns(call.v_dim)
-    tiles = hopper_tiles(d, e, call.features, newer=triton_release() > (3, 7))
+    tiles = hopper_tiles(d, e, call.features)
     given = dict(portable.constants)
     constants = {
         **{name: given[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},

@@ -29,12 +29,14 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from .gluon import wait_for_products
 from .hopper_common import (
     accumulator,
     allocate_numbers,
     barrier,
+    here,
     kept_of_keys,
     matrix,
     packed_half,
@@ -204,8 +206,8 @@ def hopper_backward(
         gl.allocate_shared_memory(gl.float32, [OUT_STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         words,
         query,
-        gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
-        gl.allocate_shared_memory(DTYPE, [1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
+        gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
+        gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [32, 256], dq_in_RX.layout),
         gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
@@ -251,7 +253,7 @@ def consumer(given, shared, place, sizes: gl.constexpr):
         if sizes.CLEAN:
             hide_unseen(given, shared, place, sizes)
         mbarrier.wait(shared.q_full.index(0), 0)
-        s = warpgroup_mma_wait(0, deps=[multiply_queries(shared, 0, sizes)])
+        s = wait_for_products(0, deps=[multiply_queries(shared, 0, sizes)])
         at = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
         for member in range(sizes.H // sizes.G):
             head = place.group * (sizes.H // sizes.G) + member
@@ -277,8 +279,8 @@ def consumer(given, shared, place, sizes: gl.constexpr):
         dv *= given.rescale
     dv_in = given.dk_in if given.dv_in is None else given.dv_in
     dv_to = given.dk if given.dv is None else given.dv
-    finish(dk * given.scale, given.dk_in, given.dk, 0, shared.k, sizes.K_STRIDE, sizes.D, given, place, sizes)
-    finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v, sizes.V_STRIDE, sizes.E, given, place, sizes)
+    finish(dk * given.scale, given.dk_in, given.dk, 0, shared.k.index(0), sizes.K_STRIDE, sizes.D, given, place, sizes)
+    finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v.index(0), sizes.V_STRIDE, sizes.E, given, place, sizes)
 
 
 class Run(NamedTuple):
@@ -331,10 +333,8 @@ def visit(
     out_stage, out_phase = stage, phase
     if sizes.OUT_STAGES == 2:
         out_stage, out_phase = step & 1, step >> 1 & 1
-    q = matrix(shared.q.index(stage))
-    dout = matrix(shared.dout.index(out_stage))
-    k = matrix(shared.k)
-    v = matrix(shared.v)
+    dout = matrix(shared.dout.index(here(out_stage)))
+    v = matrix(shared.v.index(here(0)))
     mbarrier.wait(shared.dout_full.index(out_stage), out_phase)
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, S_LAYOUT)
     of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -366,8 +366,9 @@ def visit(
     following = gl.where(around, 0, stage + more.to(gl.int32))
     following_phase = phase ^ around.to(gl.int32)
     mbarrier.wait(shared.q_full.index(following), following_phase)
+    dout = matrix(shared.dout.index(here(out_stage)))
     dv = warpgroup_mma(half, dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[of_values])
+    dp = wait_for_products(1, deps=[of_values])
     delta = shared.delta.index(out_stage).load(gl.SliceLayout(0, S_LAYOUT))
     if given.streams is not None:
         dp = gl.where(p > 0.0, dp * given.rescale, 0.0)
@@ -379,18 +380,21 @@ def visit(
     fence_async_shared()
     # Here Triton has all 8 warps meet: the product reads what all of them have stored.
     zero_dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout_of_dq(BLOCK_Q))
+    tile = shared.ds.index(here(step & 1))
+    k = matrix(shared.k.index(here(0)))
     dq = warpgroup_mma(tile.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
-    dv, half = warpgroup_mma_wait(1, deps=[dv, half])
+    dv, half = wait_for_products(1, deps=[dv, half])
     release(STAGES + out_stage, 2, 8)
-    ahead = multiply_queries(shared, following, sizes)
+    ahead = multiply_queries(shared, here(following), sizes)
+    q = matrix(shared.q.index(here(stage)))
     dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dq = warpgroup_mma_wait(2, deps=[dq])
+    dq = wait_for_products(2, deps=[dq])
     if step > 0:
         barrier(WITH_ADDER, DQ_FREE, 8)
     hand_over(dq, shared.dq, BLOCK_Q)
     fence_async_shared()
     barrier(TO_ADDER, DQ_FULL, 8)
-    s, dk, ds = warpgroup_mma_wait(0, deps=[ahead, dk, ds])
+    s, dk, ds = wait_for_products(0, deps=[ahead, dk, ds])
     release(stage, 2, 8)
     return (following, following_phase, step + 1), s, dk, dv
 
@@ -414,4 +418,4 @@ def multiply_queries(shared, stage, sizes: gl.constexpr):
     """k q^T [keys, queries], in flight."""
     zero = gl.zeros([BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
     q = matrix(shared.q.index(stage))
-    return warpgroup_mma(matrix(shared.k), q.permute([1, 0]), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(matrix(shared.k.index(here(0))), q.permute([1, 0]), zero, use_acc=False, is_async=True)

@@ -97,6 +97,12 @@ def matrix(tile):
 
 
 @gluon.jit
+def here(x):
+    """x, of which the compiler knows nothing from here on."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def column(x, LAYOUT: gl.constexpr):
     """x [64] against the rows of a matrix."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
@@ -151,9 +157,9 @@ def packed_half(p, DTYPE: gl.constexpr, POSITIVE: gl.constexpr = False):
     """float32 -> bf16 or fp16, two at a time: ``.to`` permutes bytes once more for every element. POSITIVE: 0 for negatives."""
     text: gl.constexpr = packing_text(DTYPE, POSITIVE)
     if DTYPE.is_bf16():
-        half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.bfloat16, is_pure=True, pack=2)
+        half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.bfloat16, is_pure=False, pack=2)
     else:
-        half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2)
+        half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.float16, is_pure=False, pack=2)
     return half
 
 

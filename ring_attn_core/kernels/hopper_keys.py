@@ -40,7 +40,7 @@ def hide_unseen(given, shared, place, sizes: gl.constexpr):
     j = place.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
     seen = gl.expand_dims(keys_seen_by_some(given, place, sizes, j), 1)
     for tile in gl.static_range(2):
-        half = matrix(shared.k if tile == 0 else shared.v)
+        half = matrix(shared.k.index(0) if tile == 0 else shared.v.index(0))
         x = half.load(LINES)
         if given.extents is not None:
             x = gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0)

@@ -25,8 +25,8 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, given, shared, place, sizes: gl.
         token = place.k_run * place.slot + place.n0
         full = shared.keys_full.index(0)
         mbarrier.expect(full, 4 * BLOCK_K * sizes.BLOCK_D)
-        copy_tile(k_BTGD, [place.batch, token, place.group, 0], full, shared.k)
-        copy_tile(v_BTGE, [place.batch, token, place.group, sizes.V_COLUMN], full, shared.v)
+        copy_tile(k_BTGD, [place.batch, token, place.group, 0], full, shared.k.index(0))
+        copy_tile(v_BTGE, [place.batch, token, place.group, sizes.V_COLUMN], full, shared.v.index(0))
         step = 0
         for member in range(sizes.H // sizes.G):
             head = place.group * (sizes.H // sizes.G) + member

@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from .ptx import in_our_way
 from .tiles import shared_memory
 
 TRITON_TYPES = {
@@ -217,7 +218,8 @@ def _compiled(
         "enable_fp_fusion": True,
         "ptx_version": PTX_VERSIONS.get(capability, 87),
     }
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with in_our_way(triton_release()):
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def triton_release() -> tuple[int, ...]:

@@ -99,10 +99,8 @@ class HopperConfig:
     producer_registers: int = 24
 
 
-def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset(), newer: bool = False) -> HopperConfig:
+def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
     """The tiles of the Hopper forward for heads of 64, 128 or 256 columns; ``features`` as in ``choose_tiles``.
-
-    ``newer``: of Triton than 3.7, with whose assembler q in registers costs 40 reloads a step at dim 128, and none from memory.
 
     TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, in brackets what lost in the same run.
     """
@@ -112,7 +110,7 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
     # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: 2.05 ms (2.11), 2.08
     # (2.22, both as it was made then) and 2.56 (4.10).
-    return HopperConfig(128, 128, 2, q_in_registers=not newer and not features & {"ceiling", "slopes", "streams"})
+    return HopperConfig(128, 128, 2, q_in_registers=not features & {"ceiling", "slopes", "streams"})
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:

@@ -1,0 +1,91 @@
+"""Are the kernels as fast with every release of Triton, in both frameworks?
+
+Triton is part of the kernels: what a release makes of the same source decides their speed. One process has one Triton, so this runs
+once a release, each run adds its own column to the result, and cuDNN, which no Triton compiles, takes turns with ours as the
+yardstick: compared are ratios to cuDNN. `--table` prints what is there.
+
+    python -m benchmarks.releases                                     the installed release
+    PYTHONPATH=folder/of/another/triton python -m benchmarks.releases
+
+Prediction: within 1 % everywhere. The instructions of a step of the loops without a mask, with Triton 3.6 / 3.7 / 3.8 / 3.9: forward,
+heads of 128 463 / 464 / 467 / 466, of 64 427 / 428 / 429 / 431; backward 395 / 395 / 395 / 400 and 556 / 556 / 564 / 570; none
+reloads a register in them but the backward of heads of 64, three (3.6 and 3.7). All are bound by products and shared memory, and
+issue for 20 to 45 % of the cycles.
+
+Before descriptors were folded (ring_attn_core/kernels/ptx.py) and addresses computed where they are needed (hopper_common.here), 3.9
+made 377 of 3.6's 531 TFLOP/s in the backward: 33 reloads a step and three barriers of all warps more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.kernel import CASES, FRAMEWORKS, PASSES, measure
+from benchmarks.turns import device_seconds, take_turns
+
+RESULT = "releases-h200"
+YARDSTICK = "cuDNN"
+NAMES = "ring_attn_torch", "ring_attn_jax", "ring_attn_torch, triton", YARDSTICK
+OLDEST = "3.6"
+
+
+def of_this_release(rounds: int) -> dict[str, Any]:
+    """Every case: TFLOP/s of all, their ratios to cuDNN's, and how long JAX's kernels take on the device over PyTorch's."""
+    cells = []
+    for case in CASES:
+        measured = {cell["candidate"]: cell for cell in measure(case, NAMES, rounds)}
+        works = {name: ours(case) for name, ours in FRAMEWORKS.items()}
+        for index, passes in enumerate(PASSES):
+            times = take_turns({name: work[1 + index] for name, work in works.items()}, max(rounds // 2, 1), device_seconds)
+            cell: dict[str, Any] = {"case": str(case), "pass": passes}
+            cell["tflops"] = {name: measured[name][passes]["tflops"] for name in NAMES}
+            cell["of_cudnn"] = {name: round(cell["tflops"][name] / cell["tflops"][YARDSTICK], 4) for name in NAMES[:-1]}
+            cell["jax_over_torch_on_device"] = round(times["jax"] / times["torch"], 4)
+            cells.append(cell)
+        torch.cuda.empty_cache()
+    return {**report.environment(), "cells": cells}
+
+
+def table(releases: dict[str, Any]) -> Table:
+    """TFLOP/s, and in brackets the ratio to cuDNN over that of the oldest release."""
+    made = Table(title="TFLOP/s, (of cuDNN, over 3.6's), JAX's time on the device over PyTorch's", title_justify="left")
+    for column in ("case", "pass", "candidate", *sorted(releases)):
+        made.add_column(column)
+    for index, cell in enumerate(releases[OLDEST]["cells"]):
+        for name in NAMES[:-1]:
+            row = []
+            for release in sorted(releases):
+                other = releases[release]["cells"][index]
+                ratio = other["of_cudnn"][name] / cell["of_cudnn"][name]
+                more = f" {other['jax_over_torch_on_device']:.3f}" if name == "ring_attn_jax" else ""
+                row.append(f"{other['tflops'][name]:.0f} ({ratio:.3f}){more}")
+            made.add_row(cell["case"], cell["pass"], name, *row)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what is there")
+    parser.add_argument("--out", default=RESULT, help="name of the result file")
+    arguments = parser.parse_args()
+    result = report.load(arguments.out) or {"question": report.first_line(__doc__), "releases": {}}
+    if not arguments.table:
+        release = ".".join(triton.__version__.split(".")[:2])
+        result["hardware"] = {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
+        result["releases"][release] = of_this_release(arguments.rounds)
+        print(report.save(arguments.out, result))
+    if OLDEST in result["releases"]:
+        Console(width=180).print(table(result["releases"]))
+
+
+if __name__ == "__main__":
+    main()
