@@ -43,6 +43,10 @@ add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile  # without a
 """add_tile(descriptor, coordinates, tile): adds a tile in shared memory to one in global memory, by TMA."""
 
 
+meet: Any = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in 3.7
+"""meet(): all warps of a partition wait for each other."""
+
+
 @cache
 def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
     """How a tile lies in shared memory, of elements such as "bf16": swizzled as wgmma reads it, or row after row."""

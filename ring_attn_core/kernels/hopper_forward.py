@@ -40,6 +40,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .gluon import meet
 from .hopper_common import PLACE_READ, Q_FREE, VALUES_CLEAN, accumulator, allocate_numbers, column, matrix, read_number, release
 from .hopper_merge import finish, seen_before
 from .hopper_producer import producer
@@ -355,6 +356,7 @@ def multiply_keys(q, shared, stage, sizes: gl.constexpr):
 def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
     """acc + p v of a step, in flight, once the values are there."""
     stage = step % sizes.STAGES
+    meet()
     mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
     return warpgroup_mma(p, matrix(shared.v.index(stage)), acc, is_async=True)
 
