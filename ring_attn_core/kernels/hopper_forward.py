@@ -44,7 +44,7 @@ from .gluon import meet
 from .hopper_common import PLACE_READ, Q_FREE, VALUES_CLEAN, accumulator, allocate_numbers, column, matrix, read_number, release
 from .hopper_merge import finish, seen_before
 from .hopper_producer import producer
-from .hopper_softmax import probabilities, scores, softmax_step
+from .hopper_softmax import probabilities, row_sum, scores, softmax_step
 from .hopper_walk import FIELDS, run_of, tile_at, told
 from .triton_common import partly_seen
 
@@ -269,7 +269,7 @@ def attend(step, loads, shared, given, place, sizes: gl.constexpr, GROUP: gl.con
     if sizes.Q_IN_REGISTERS:
         release(Q_FREE + GROUP, 1)
     weights, m, _ = softmax_step(s, m, run, key, i, given, place, sizes, True)
-    l = gl.sum(weights, 1)
+    l = row_sum(weights)
     wait_for_keys(shared, step + 1, end, STAGES)
     p = probabilities(weights, step, run, key, i, shared, given, place, sizes, True, GROUP)
     step += 1
@@ -335,7 +335,7 @@ def visit(
     if given.ceiling is not None:  # waited for before; it ends a basic block, or ptxas lets go of the keys behind the softmax
         mbarrier.wait(shared.v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
     weights, m, decay = softmax_step(s, m, run, key, i, given, place, sizes, MASKED)
-    l = l * decay + gl.sum(weights, 1)
+    l = l * decay + row_sum(weights)
     # The spin loop of this wait ends a basic block: without it ptxas moves the exponentials behind the next wait.
     wait_for_keys(shared, step + 1, end, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])

@@ -37,6 +37,71 @@ def scores(products, given, sizes: gl.constexpr):
 
 
 @gluon.jit
+def row_maximum(x):
+    """The greatest of each row [64] of an accumulator [64, columns]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    upper, lower = of_thread(x)
+    return of_rows(gl.max(maximum_in_order(None, upper), 2), gl.max(maximum_in_order(None, lower), 2), LAYOUT)
+
+
+@gluon.jit
+def row_sum(x):
+    """The sum of each row [64] of an accumulator [64, columns]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    upper, lower = of_thread(x)
+    return of_rows(gl.sum(sum_in_order(None, upper), 2), gl.sum(sum_in_order(None, lower), 2), LAYOUT)
+
+
+@gluon.jit
+def of_thread(x):
+    """An accumulator [64, columns] by its upper eight rows of every sixteen and its lower ones, of both of which a thread has one.
+
+    Each of [4, 8, 4, 2, ..., 2]: what a thread holds of its row stands in the last dimensions, the very last one halves it.
+    """
+    if x.shape[1] == 128:
+        x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])
+    else:
+        gl.static_assert(x.shape[1] == 64)
+        x = x.reshape([4, 2, 8, 2, 2, 2, 4, 2]).permute([0, 2, 6, 7, 5, 4, 3, 1])
+    return gl.split(x)
+
+
+@gluon.jit
+def of_rows(upper, lower, LAYOUT: gl.constexpr):
+    """A number for each row [64] from those of the upper and of the lower rows [4, 8]."""
+    ROWS: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [4, 8])
+    upper = gl.convert_layout(upper, ROWS, assert_trivial=True)
+    lower = gl.convert_layout(lower, ROWS, assert_trivial=True)
+    x = gl.join(upper, lower).permute([0, 2, 1]).reshape([64])
+    return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def maximum_in_order(m, x):
+    """The greatest of m, where there is one, and a thread's columns one after the other: Triton from 3.8 on takes them in pairs."""
+    if len(x.shape) > 3:
+        first, second = gl.split(x)
+        m = maximum_in_order(maximum_in_order(m, first), second)
+    elif m is None:
+        m = x
+    else:
+        m = gl.maximum(m, x)
+    return m
+
+
+@gluon.jit
+def sum_in_order(l, x):
+    if len(x.shape) > 3:
+        first, second = gl.split(x)
+        l = sum_in_order(sum_in_order(l, first), second)
+    elif l is None:
+        l = x
+    else:
+        l += x
+    return l
+
+
+@gluon.jit
 def softmax_step(s, m, run, key, i, given, place, sizes: gl.constexpr, MASKED: gl.constexpr):
     """exp2 of a tile's ``scores`` less the greatest so far, that one, and the factor for what was summed before."""
     columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, s.type.layout))
@@ -52,7 +117,7 @@ def softmax_step(s, m, run, key, i, given, place, sizes: gl.constexpr, MASKED: g
         s += ahead * (run.slope / factor)
     if MASKED:
         s = gl.where(visible(columns, run.begin - key, run.end - key), s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * factor)
+    m_new = gl.maximum(m, row_maximum(s) * factor)
     if MASKED or given.ceiling is not None:
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     else:

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from .ptx import in_our_way
+from .ptx import changed_for_products
 from .tiles import shared_memory
 
 TRITON_TYPES = {
@@ -218,7 +218,7 @@ def _compiled(
         "enable_fp_fusion": True,
         "ptx_version": PTX_VERSIONS.get(capability, 87),
     }
-    with in_our_way(triton_release()):
+    with changed_for_products(triton_release()):
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

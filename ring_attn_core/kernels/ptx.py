@@ -1,16 +1,16 @@
-"""What is changed in PTX between Triton and the assembler: where the descriptors of Hopper's products are computed.
+"""What is changed in PTX between Triton and the assembler: what the products of Hopper's tensor cores are given.
 
-A product (wgmma) finds a factor in shared memory by a descriptor of 64 bits, of which the low ones hold the address. A tile of 128
-x 128 is multiplied in eight parts, and their descriptors differ by constants. Up to 3.8 Triton adds these to the descriptor, and
-the assembler does so in uniform registers, right before the product. From 3.9 on Triton adds them to the address, in 32 bits, and
-puts the descriptor together of two words each time. LLVM then computes all eight far ahead of their products, and the assembler
-keeps them in registers of threads, 16 of them, or in memory:
+A product (wgmma) finds its second factor, and mostly its first, in shared memory, by a descriptor of 64 bits whose low ones hold the
+address. A tile of 128 x 128 is multiplied in eight parts, whose descriptors differ by constants. Two things have changed:
 
-    registers reloaded in a step               3.6    3.9    3.9, folded
-    backward, heads of 128 (385 instructions)    5     33      0      TFLOP/s on one H200, causal: 531, 377
-    forward, heads of 128, q in registers        0     40      0
+    3.8   what a first factor in registers is copied to other registers before its product. CUDA 13.4's assembler, which 3.9 takes,
+          keeps both, and the forward reloads 40 registers a step
+    3.9   the constants are added to the address, in 32 bits, and every descriptor is put together of two words. LLVM does all eight
+          far ahead, and the assembler keeps them in 16 registers of every thread, or in memory: the backward reloads 33 a step.
+          Before, they were added to the descriptor: in uniform registers, right before the product
 
-``fold_descriptors`` computes each once more, as 3.8 does, right before its product. That changes no value.
+``as_before`` takes both back, and changes no value. Registers reloaded in a step with 3.9 by 12.9's and 13.4's assembler, and as 3.6
+does: forward of heads of 128 40, 40, 0, backward 33, 33, 5; all 0 by ``as_before`` and ``hopper_common.here``.
 """
 
 from __future__ import annotations
@@ -20,79 +20,85 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-FIRST = 3, 9
-"""The first release of Triton whose descriptors need it."""
+FIRST = 3, 8
+"""The first release of Triton whose PTX is changed."""
 
-ADDRESS_BITS = 15
-"""Of a descriptor: the address in shared memory in units of 16 bytes (PTX ISA, matrix-descriptor format; Triton keeps one more)."""
+ADDRESS = {"bfe.u32": "15", "and.b32": "32767"}
+"""How an address is cut to its 15 bits, in units of 16 bytes (PTX ISA, matrix-descriptor format), and the last operand then."""
 
-_DEFINITION = re.compile(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;{}]*);", re.MULTILINE)
+_REGISTER = re.compile(r"%\w+")
 _PRODUCT = re.compile(r"^.*\bwgmma\.mma_async\b.*$", re.MULTILINE)
-OF_CUDA_12 = 80
-"""A GPU for which Triton 3.9 takes the older of its two assemblers, of CUDA 12.9. For Hopper it takes that of CUDA 13.4."""
+_WRITTEN = re.compile(r"(?:^|[;{}])\s*(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", re.MULTILINE)
+_DEFINITION = re.compile(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;{}]*);$", re.MULTILINE)
+
+Definitions = dict[str, tuple[str, list[str]]]
+"""By register, for those that are written once: the operation and its operands."""
 
 _lock = threading.Lock()
 _inside = 0
 _before: Callable[..., Any] | None = None
 
 
-def fold_descriptors(ptx: str) -> str:
-    """PTX in which every descriptor ``high << 32 | address + constant`` is made once more, by one addition, before its product.
+def as_before(ptx: str) -> str:
+    """PTX of the same values, whose products are given registers and descriptors as Triton 3.7 gives them.
 
-    Left alone is whatever is not exactly of that form, with an address of at most 15 bits, in registers that are set only once.
+    What does not have exactly the form of 3.8 or 3.9 is left alone.
     """
-    found = [(match[2], match[1], match[3].split(", ")) for match in _DEFINITION.finditer(ptx)]
-    times = Counter(register for register, _, _ in found)
-    defined = {register: (operation, operands) for register, operation, operands in found if times[register] == 1}
+    written = Counter(register for registers in _WRITTEN.findall(ptx) for register in _REGISTER.findall(registers))
+    found = ((match[2], (match[1], match[3].split(", "))) for match in _DEFINITION.finditer(ptx))
+    definitions = {register: definition for register, definition in found if written[register] == 1}
+    copied = _copies(ptx, definitions, written)
 
     def product(match: re.Match[str]) -> str:
-        registers = sorted(set(re.findall(r"%rd\d+", match[0])))
-        made = ((register, _descriptor(register, defined)) for register in registers)
-        again = [
-            f"\tcvt.u64.u32 {register}, {of[0]};\n\tadd.s64 {register}, {register}, {of[1]};\n" for register, of in made if of
-        ]
-        return "".join(again) + match[0]
+        text = _REGISTER.sub(lambda register: copied.get(register[0], register[0]), match[0])
+        lines = []
+        for register in sorted(set(_REGISTER.findall(text))):
+            if (sum_of := _descriptor(register, definitions)) is not None:
+                address, constant = sum_of
+                lines += [f"\tcvt.u64.u32 {register}, {address};", f"\tadd.s64 {register}, {register}, {constant};"]
+        return "\n".join([*lines, text])
 
-    return _PRODUCT.sub(product, ptx)
+    lines = (line for line in ptx.split("\n") if not ((match := _DEFINITION.match(line)) and match[2] in copied))
+    return _PRODUCT.sub(product, "\n".join(lines))
 
 
-def _descriptor(register: str, defined: dict[str, tuple[str, list[str]]]) -> tuple[str, int] | None:
-    """The register of the address and the constant that a descriptor is the sum of; None where it is made in another way."""
+def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
+    """Registers that only products read, by the register that each is a copy of."""
+    uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
+    moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
+    return {
+        register: source
+        for register, source in moved.items()
+        if written[source] == 1 and in_products[register] == uses[register] - 1
+    }
 
-    def step(register: str, *operations: str) -> tuple[str, int]:
-        """What ``register`` is made of by one of the operations; KeyError for any other."""
-        operation, (first, *second) = defined[register]
-        if operation not in operations:
-            raise KeyError(operation)
-        return first, int(second[0]) if second else 0
 
-    try:
-        low, high = step(register, "or.b64")
-        word, _ = step(low, "cvt.u64.u32")
-        address, constant = step(word, "add.s32", "or.b32") if defined[word][0] in ("add.s32", "or.b32") else (word, 0)
-        operation, bits = defined[address]
-    except (KeyError, ValueError):
+def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | None:
+    """The register of the address and the constant of which a descriptor is the sum; None where it is made in another way."""
+    operation, operands = definitions.get(register, ("", []))
+    if operation != "or.b64" or not operands[1].isdecimal() or int(operands[1]) % 2**32:
         return None
-    masked = (operation == "bfe.u32" and bits[2:] == [str(ADDRESS_BITS)]) or (
-        operation == "and.b32" and bits[1:] == [str(2**ADDRESS_BITS - 1)]
-    )
-    added = defined[word][0] != "or.b32" or constant % 2**ADDRESS_BITS == 0
-    whole = 0 <= constant < 2**32 - 2**ADDRESS_BITS and high % 2**32 == 0
-    return (address, high + constant) if masked and added and whole else None
+    low, high = operands
+    operation, operands = definitions.get(low, ("", []))
+    word = operands[0] if operation == "cvt.u64.u32" else ""
+    operation, operands = definitions.get(word, ("", []))
+    if operation not in ("add.s32", "or.b32") or not operands[1].isdecimal():
+        return None
+    address, constant = operands[0], int(operands[1])
+    cut, operands = definitions.get(address, ("", []))
+    disjoint = operation == "add.s32" or constant % 2**15 == 0
+    if ADDRESS.get(cut) != (operands or [""])[-1] or not disjoint or constant >= 2**31:
+        return None
+    return address, int(high) + constant
 
 
 @contextmanager
-def in_our_way(release: tuple[int, ...]) -> Iterator[None]:
-    """Whatever Triton compiles meanwhile, in any thread, has its descriptors folded and is read by the assembler of CUDA 12.
-
-    Of Triton older than 3.9 nothing is changed.
-    """
+def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
+    """Whatever Triton of that release compiles meanwhile, in any thread, goes through ``as_before``."""
     from triton import knobs
 
     global _inside, _before
@@ -102,7 +108,7 @@ def in_our_way(release: tuple[int, ...]) -> Iterator[None]:
     with _lock:
         if _inside == 0:
             _before = knobs.runtime.add_stages_inspection_hook
-            knobs.runtime.add_stages_inspection_hook = _add_stages
+            knobs.runtime.add_stages_inspection_hook = _add_stage
         _inside += 1
     try:
         yield
@@ -113,29 +119,15 @@ def in_our_way(release: tuple[int, ...]) -> Iterator[None]:
                 knobs.runtime.add_stages_inspection_hook = _before
 
 
-def _add_stages(*of: Any) -> tuple[str, str] | None:
+def _add_stage(*of: Any) -> tuple[str, str] | None:
     """Triton asks for a key of its cache, by no arguments, then for the stages (backend, stages, options, language, GPU)."""
     if not of:
-        key = sha256(Path(__file__).read_bytes()).hexdigest() + _older_assembler()
+        key = sha256(Path(__file__).read_bytes()).hexdigest()
         before = _before() if _before else ("", "")
         return before[0] + key, before[1] + key
     if _before:
         _before(*of)
-    backend, stages, options, _, capability = of
+    stages = of[1]
     make_ptx = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: fold_descriptors(make_ptx(source, metadata))
-    if capability == 90 and _older_assembler():
-        older = copy(backend)
-        older.target = replace(backend.target, arch=OF_CUDA_12)
-        stages["cubin"] = lambda source, metadata: older.make_cubin(source, metadata, options, capability)
+    stages["ptx"] = lambda source, metadata: as_before(make_ptx(source, metadata))
     return None
-
-
-def _older_assembler() -> str:
-    """The version of Triton's assembler for GPUs before Hopper; "" where there is none."""
-    from triton import knobs
-
-    try:
-        return knobs.nvidia.ptxas.version
-    except (AttributeError, RuntimeError):
-        return ""
