@@ -19,7 +19,6 @@ made 377 of 3.6's 531 TFLOP/s in the backward: 33 reloads a step and three barri
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 import torch

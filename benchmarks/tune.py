@@ -24,7 +24,8 @@ from benchmarks.turns import take_turns
 from ring_attn_core import Band, causal
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.calls import Call
-from ring_attn_core.kernels.launch import Launch, obstacle
+from ring_attn_core.kernels.compile import obstacle
+from ring_attn_core.kernels.launch import Launch
 from ring_attn_core.kernels.tiles import TileConfig
 from ring_attn_core.plan import RingPlan
 from ring_attn_torch.launch import capability, launch

@@ -22,12 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend and a problem: ``objection`` is None where it can solve it; "auto" takes the one that is ``taken``."""
+    """A backend and a problem: ``objection`` is None where it can solve it, ``drawback`` where "auto" may take it.
+
+    "auto" takes it for the passes that are ``taken``; where that is the forward only, ``left`` says why.
+    """
 
     backend: str
     objection: str | None
     drawback: str | None
-    taken: bool
+    taken: tuple[str, ...]
+    left: str | None = None
+
+    @property
+    def auto(self) -> str:
+        """What "auto" makes of it, in words."""
+        if not self.taken:
+            return f"never: {self.drawback}" if self.drawback else ""
+        if len(self.taken) == 2:
+            return "takes it"
+        return f"takes the {self.taken[0]}" + (f", not the backward: {self.left}" if self.left else "")
 
 
 @dataclass(frozen=True)
@@ -40,9 +53,10 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of this library and of what it can use, by name."""
+    """Of Python, of this library and of what it can use, by name; ptxas is the assembler that comes with Triton."""
     packages = ("jax", "jaxlib", "flax", "torch", "triton")
-    return {"python": platform.python_version(), "ring-attn": __version__} | {name: _version(name) for name in packages}
+    own = {"python": platform.python_version(), "ring-attn": __version__}
+    return own | {name: _version(name) for name in packages} | {"ptxas": _assembler()}
 
 
 def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
@@ -76,10 +90,16 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
 
 
 def choices(problem: Problem) -> tuple[Choice, ...]:
-    """Every backend, in the order in which "auto" tries them."""
+    """Every backend, in the order in which "auto" tries them; where kernels do not compile, it goes on with the next one yet."""
     from .kernels.backends import BACKENDS, select
 
-    return tuple(Choice(x.name, x.objection(problem), x.drawback(problem), x.name == select(problem)) for x in BACKENDS)
+    forward = select(problem)
+    left = next(x.leaves(problem) for x in BACKENDS if x.name == forward)
+    passes = {forward: ("forward", "backward")} if left is None else {forward: ("forward",), "triton": ("backward",)}
+    return tuple(
+        Choice(x.name, x.objection(problem), x.drawback(problem), passes.get(x.name, ()), left if x.name == forward else None)
+        for x in BACKENDS
+    )
 
 
 def report(problem: Problem, found: Iterable[Finding]) -> Group:
@@ -90,8 +110,7 @@ def report(problem: Problem, found: Iterable[Finding]) -> Group:
         parts += ["", *(f"{each.name}: {line}" for line in each.words)]
         table = Table("backend", "on the first device", '"auto"')
         for choice in each.choices:
-            auto = "takes it" if choice.taken else f"never: {choice.drawback}" if choice.drawback else ""
-            table.add_row(choice.backend, choice.objection or "runs", auto)
+            table.add_row(choice.backend, choice.objection or "runs", choice.auto)
         parts += [table] if each.choices else []
     return Group(*parts)
 
@@ -101,6 +120,17 @@ def _version(package: str) -> str:
         return "not installed" if find_spec(package) is None else version(package)
     except PackageNotFoundError:  # Triton also comes as pytorch-triton-rocm
         return "installed under another name"
+
+
+def _assembler() -> str:
+    if find_spec("triton") is None:
+        return "not installed"
+    from .kernels.ptx import older_assembler
+
+    try:
+        return older_assembler() or "not installed"
+    except ImportError as error:
+        return f"triton does not start: {error}".partition("\n")[0]
 
 
 def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:

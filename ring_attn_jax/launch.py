@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, compiled, encodings, kernel_function
+from ring_attn_core.kernels.compile import compiled, kernel_function
+from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, encodings
 
 from .varying import axes_of
 

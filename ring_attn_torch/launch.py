@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, compiled, host_descriptor, interpreted, kernel_function
+from ring_attn_core.kernels.compile import compiled, interpreted, kernel_function
+from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, host_descriptor
 
 
 def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -10,7 +10,8 @@ import pytest
 
 from parity_tests.compilation import EVERYTHING, PLAIN, advice, released_in_flight, resources, sass
 from ring_attn_core.kernels import hopper, steps
-from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, compiled, triton_release
+from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar
 from ring_attn_core.kernels.tiles import shared_memory
 
 HOPPER = replace(PLAIN, hopper=True)
@@ -117,7 +118,12 @@ def test_the_hopper_backward_makes_all_gradients_in_one_pass():
         ("dq", "dq_in"),
         ("dkv", "dkv_in"),
     ]
-    assert {x.kernel for x in steps.of_ring(HOPPER, 3)} == {"delta", "hopper_forward", "hopper_backward", "hopper_dq"}
+    assert {x.kernel for x in (*steps.of_forward(HOPPER, 3), *steps.of_backward(HOPPER, 3))} == {
+        "delta",
+        "hopper_forward",
+        "hopper_backward",
+        "hopper_dq",
+    }
 
 
 REFUSED = [
@@ -131,7 +137,7 @@ REFUSED = [
 def test_what_the_hopper_backward_refuses_the_portable_kernels_take(change, reason):
     call = replace(HOPPER, **change)
     assert reason in str(hopper.refusal_of_backward(call))
-    assert {"dq", "dkv"} <= {x.kernel for x in steps.of_ring(call, 1)}
+    assert {"dq", "dkv"} <= {x.kernel for x in steps.of_backward(call, 1)}
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

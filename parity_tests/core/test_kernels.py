@@ -9,7 +9,8 @@ import pytest
 from parity_tests.compilation import EVERYTHING, PLAIN, resources
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.calls import Call
-from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar, compiled, kernel_function
+from ring_attn_core.kernels.compile import compiled, kernel_function
+from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar
 from ring_attn_core.kernels.tiles import choose_tiles, padded, shared_memory
 
 

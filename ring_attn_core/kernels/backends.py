@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .hopper import refusal_of_shape
-from .launch import triton_release
+from .compile import NEWEST_TRIED, triton_release, triton_version
+from .hopper import refusal_of_gradients, refusal_of_shape
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -26,11 +26,13 @@ class Backend:
     """``objection(problem)`` is None where the backend can solve it, else the reason in words.
 
     ``drawback(problem)``: why "auto" passes it over, though by name it solves the problem; else None.
+    ``leaves(problem)``: of one that can, why it leaves the backward to "triton"; else None.
     """
 
     name: str
     objection: Callable[[Problem], str | None]
     drawback: Callable[[Problem], str | None] = lambda problem: None
+    leaves: Callable[[Problem], str | None] = lambda problem: None
 
 
 def _triton(problem: Problem) -> str | None:
@@ -79,9 +81,18 @@ def _hopper(problem: Problem) -> str | None:
 def _drawback_of_hopper(problem: Problem) -> str | None:
     if problem.q_shape[-1] > 128:
         return "its tiles of heads wider than 128 are measured on no GPU"
-    if triton_release() > (3, 9):
-        return "Triton newer than 3.9 has not been tried"
+    return _untried()
+
+
+def _untried() -> str | None:
+    if triton_release() > NEWEST_TRIED:
+        newest = ".".join(map(str, NEWEST_TRIED))
+        return f"Triton {triton_version()} is newer than {newest}, the newest that its kernels were tried with"
     return None
+
+
+def _left_by_hopper(problem: Problem) -> str | None:
+    return refusal_of_gradients(problem.q_shape[-1], problem.v_shape[-1])
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
@@ -149,7 +160,7 @@ def check_vendor(backend: str, deterministic: bool, differentiates_lse: bool) ->
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", _hopper, _drawback_of_hopper),
+    Backend("hopper", _hopper, _drawback_of_hopper, _left_by_hopper),
     Backend("triton", _triton),
     Backend("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
     Backend("flash", _flash, lambda problem: "it is there to compare with"),
@@ -165,30 +176,56 @@ VENDORS = "flash", "flash4", "cudnn"
 def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
     """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise or a vendor's.
 
-    ``anywhere``: as of ``calls.call_of``. Where its kernels cannot run, "auto" warns and takes the next backend; one that was
-    asked for by name raises ValueError.
+    ``anywhere``: as of ``calls.call_of``. Where its kernels cannot run, or lose registers that they did not lose when they were
+    measured, "auto" warns and takes the next backend, of Hopper's kernels for the forward and for the backward apart. One that was
+    asked for by name raises ValueError where it cannot run.
     """
     from .calls import call_of
-    from .launch import obstacle
-    from .steps import of_ring
 
     of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
+    automatic = problem.backend == "auto"
     failed: list[str] = []
+    portable: frozenset[str] = frozenset()
     while True:
         chosen = select(problem, problem.backend, failed)
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
             return None
-        call = call_of(problem, chosen, anywhere)
-        reason = obstacle(of_ring(call, len(problem.plan.shifts)), problem.capability)
-        if reason is None:
+        if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):
+            warnings.warn(f"hopper: {untried}. backend='triton' runs this instead, slower", stacklevel=2)
+        call = call_of(problem, chosen, anywhere, portable)
+        found = _obstacles(call, problem)
+        if not found:
             return call
-        if problem.backend != "auto":
-            raise ValueError(f'backend={chosen!r} cannot run this: {reason} ({of}). backend="blockwise" can')
-        failed.append(chosen)
-        instead = select(problem, "auto", failed)
-        warnings.warn(f"{chosen}: {reason} ({of}). backend={instead!r} runs this instead, slower", stacklevel=2)
+        reasons = "; ".join(f"in the {passes} {reason}" for passes, reason in found.items())
+        if not automatic:
+            raise ValueError(f'backend={chosen!r} cannot run this: {reasons} ({of}). backend="blockwise" can')
+        name = "triton" if portable else chosen
+        if chosen == "hopper" and not portable and len(found) == 1:
+            portable = frozenset(found)
+            instead = f"backend='triton' runs the {next(iter(found))}"
+        else:
+            failed += [chosen, "triton"] if portable else [chosen]
+            portable = frozenset()
+            instead = f"backend={select(problem, 'auto', failed)!r} runs this"
+        warnings.warn(f"{name}: {reasons} ({of}). {instead} instead, slower", stacklevel=2)
+
+
+def _obstacles(call: Call, problem: Problem) -> dict[str, str]:
+    """Why the kernels of a pass cannot run, by pass; nothing where they can."""
+    from . import steps
+    from .compile import obstacle
+
+    count = len(problem.plan.shifts)
+    launches = {"forward": steps.of_forward(call, count), "backward": steps.of_backward(call, count)}
+    found = {passes: obstacle(of, problem.capability, problem.backend != "auto") for passes, of in launches.items()}
+    return {passes: reason for passes, reason in found.items() if reason is not None}
+
+
+def _new_to_hopper(problem: Problem) -> str | None:
+    """Why "auto" passes over Hopper's kernels, where that is nothing but a Triton that is new to them."""
+    return _untried() if _hopper(problem) is None and problem.q_shape[-1] <= 128 else None
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:

@@ -21,7 +21,8 @@ class Call:
     ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves eight probabilities.
     ``clean``: there may be keys that no query sees, with NaN in them.
     ``capability``: of the GPU, such as 90. ``tma``: whoever launches can pass TMA descriptors. ``hopper``: Hopper's own kernels
-    run, where one takes the call. ``tiles_asked``: instead of those that ``choose_tiles`` would choose, to compare.
+    run, where one takes the call, but for the passes ("forward", "backward") that are ``portable`` nevertheless.
+    ``tiles_asked``: instead of those that ``choose_tiles`` would choose, to compare.
     """
 
     batch: int
@@ -45,6 +46,7 @@ class Call:
     capability: int
     tma: bool = True
     hopper: bool = False
+    portable: frozenset[str] = frozenset()
     tiles_asked: TileConfig | None = None
 
     @property
@@ -82,8 +84,8 @@ class Call:
         return Array(name or given, dtype) if given in self.given else None
 
 
-def call_of(problem: Problem, backend: str, anywhere: bool = False) -> Call:
-    """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
+def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> Call:
+    """What the launches of a problem have in common. ``anywhere``: its runs may start at any position; ``portable`` as of Call."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:
@@ -110,6 +112,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False) -> Call:
         capability=problem.capability,
         tma=problem.tma,
         hopper=backend == "hopper",
+        portable=portable,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from .calls import Call
-from .launch import Argument, Array, Descriptor, Launch, Output, Scalar, triton_release
+from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from .tiles import HopperConfig, hopper_tiles
 
 WIDEST = 256
@@ -121,12 +121,16 @@ def _heads_together(call: Call) -> int:
 
 def refusal_of_backward(call: Call) -> str | None:
     """Why the Hopper backward does not take a call, in words; None where it does. The portable kernels take what it refuses."""
-    reason = refusal(call)
-    if reason is None and max(call.head_dim, call.v_dim) > 128:
-        reason = f"its sums for heads of more than 128 do not fit into registers, and these are of {call.head_dim}"
-    elif reason is None and columns(call.head_dim) != columns(call.v_dim):
-        reason = f"its tiles of keys and values are as wide, and head_dim is {call.head_dim} and v_dim {call.v_dim}"
-    return reason
+    return refusal(call) or refusal_of_gradients(call.head_dim, call.v_dim)
+
+
+def refusal_of_gradients(head_dim: int, v_dim: int) -> str | None:
+    """What of it depends on the arrays' last dimensions only, beside ``refusal_of_shape``."""
+    if max(head_dim, v_dim) > 128:
+        return f"its sums for heads of more than 128 do not fit into registers, and these are of {head_dim}"
+    if columns(head_dim) != columns(v_dim):
+        return f"its tiles of keys and values are as wide, and head_dim is {head_dim} and v_dim {v_dim}"
+    return None
 
 
 def sums_of_dq(call: Call) -> tuple[int, int]:

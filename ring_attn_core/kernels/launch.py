@@ -1,15 +1,10 @@
-"""A kernel launch as data, the same for both frameworks: which kernel, how many programs, which arguments. And compiling it."""
+"""A kernel launch as data, the same for both frameworks: which kernel, how many programs, which arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property
 from typing import Any
-
-from .ptx import changed_for_products
-from .tiles import shared_memory
 
 TRITON_TYPES = {
     "bfloat16": "bf16",
@@ -19,10 +14,6 @@ TRITON_TYPES = {
     "uint32": "u32",
     "uint8": "u8",
 }
-
-PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
-"""The first PTX that knows the GPU; 8.7, CUDA 12.8's, for all others. In a JAX program XLA's own assembler reads it; left alone
-Triton stamps it for its own: 3.9 for CUDA 13.4's."""
 
 
 @dataclass(frozen=True)
@@ -142,99 +133,6 @@ class Launch:
             for parameter, x in self.arguments
             if isinstance(x, Array) or (isinstance(x, Scalar) and x.type == "i32" and x.value % 16 == 0)
         )
-
-
-def kernel_function(name: str) -> Any:
-    """The Triton or Gluon function of a kernel, imported at the first launch."""
-    if name == "hopper_forward":
-        from .hopper_forward import hopper_forward
-
-        return hopper_forward
-    if name == "hopper_backward":
-        from .hopper_backward import hopper_backward
-
-        return hopper_backward
-    if name == "hopper_dq":
-        from .hopper_sums import hopper_dq
-
-        return hopper_dq
-    from . import triton_backward, triton_common, triton_forward
-
-    modules = {"forward": triton_forward, "key_ceiling": triton_common, "streams": triton_common}
-    return getattr(modules.get(name, triton_backward), name)
-
-
-def compiled(launch: Launch, capability: int) -> Any:
-    """``triton.compile`` of a launch for a GPU of compute capability ``capability``, such as 90; needs no GPU.
-
-    Launches that differ in array sizes only share it.
-    """
-    return _compiled(launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages, capability)
-
-
-def obstacle(launches: Iterable[Launch], capability: int) -> str | None:
-    """Why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can."""
-    if interpreted():
-        return None
-    most = shared_memory(capability)
-    for launch in launches:
-        try:
-            needed = compiled(launch, capability).metadata.shared
-        except Exception as error:  # whatever Triton, LLVM or ptxas have to say
-            return f"its kernel {launch.kernel} does not compile: {str(error).strip().splitlines()[-1]}"
-        if needed > most:
-            return f"its kernel {launch.kernel} needs {needed} bytes of shared memory, and sm_{capability} has {most}"
-    return None
-
-
-@cache
-def _compiled(
-    kernel: str,
-    signature: tuple[tuple[str, str], ...],
-    constants: tuple[tuple[str, Any], ...],
-    divisible: frozenset[str],
-    warps: int,
-    stages: int,
-    capability: int,
-) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = kernel_function(kernel)
-    types, values = dict(signature), dict(constants)
-    make = ASTSource
-    if function.is_gluon():
-        from .gluon import source as make
-    source = make(
-        function,
-        signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},
-        constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
-        attrs={(function.arg_names.index(parameter),): [["tt.divisibility", 16]] for parameter in sorted(divisible)},
-    )
-    options = {
-        "num_warps": warps,
-        "num_stages": stages,
-        "enable_fp_fusion": True,
-        "ptx_version": PTX_VERSIONS.get(capability, 87),
-    }
-    with changed_for_products(triton_release()):
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def triton_release() -> tuple[int, ...]:
-    """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
-    try:
-        return tuple(map(int, version("triton").split(".")[:2]))
-    except PackageNotFoundError:
-        return 0, 0
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
-    from triton import knobs
-
-    return knobs.runtime.interpret
 
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:

@@ -15,17 +15,22 @@ LEAST_FOLDED = 1e-20
 """A scale above it goes into the exponential's multiply-add: what is added to scores may be divided by it, in float32."""
 
 
-def of_ring(call: Call, steps: int) -> Iterator[Launch]:
-    """Every launch of a ring of so many steps, forward and backward."""
-    yield delta(call, call.dtype)
+def of_forward(call: Call, steps: int) -> Iterator[Launch]:
+    """Every launch of the forward of a ring of so many steps."""
     if "ceiling" in call.given:
         yield key_ceiling(call.batch, call.kv_local)
     if "streams" in call.given:
         yield streams(call.batch, call.heads)
+    for first, last in _ends(steps):
+        yield forward(call, first, last)
+
+
+def of_backward(call: Call, steps: int) -> Iterator[Launch]:
+    """Every launch of the backward that is not of the forward too."""
+    yield delta(call, call.dtype)
     if "extents" in call.given:
         yield extent_bounds(call)
-    for first, last in sorted({(step == 0, step == steps - 1) for step in range(steps)}):
-        yield forward(call, first, last)
+    for first, last in _ends(steps):
         if in_one_pass(call):
             yield hopper.backward(call, first, first and last)
             yield hopper.dq(call)
@@ -34,9 +39,14 @@ def of_ring(call: Call, steps: int) -> Iterator[Launch]:
             yield dkv(call, first, first and last)
 
 
+def _ends(steps: int) -> list[tuple[bool, bool]]:
+    """Whether a step is a ring's first and its last: all pairs that come up."""
+    return sorted({(step == 0, step == steps - 1) for step in range(steps)})
+
+
 def in_one_pass(call: Call) -> bool:
     """Whether one launch makes all the gradients of a step, ``hopper.backward``; else it takes ``dq`` and ``dkv``."""
-    return call.hopper and hopper.refusal_of_backward(call) is None
+    return call.hopper and "backward" not in call.portable and hopper.refusal_of_backward(call) is None
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +82,8 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
     }
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     launch = _launch("forward", grid, arguments, constants, (out, lse), tiles)
-    return hopper.forward(call, launch) if call.hopper and hopper.refusal(call) is None else launch
+    takes = call.hopper and "forward" not in call.portable and hopper.refusal(call) is None
+    return hopper.forward(call, launch) if takes else launch
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,43 @@
+"""What the binary of a compiled kernel says of itself, read without CUDA's tools."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+FRAME_SIZE = 0x11
+"""The attribute of `.nv.info` that holds a kernel's number and its bytes of stack (as `cuobjdump -elf` names it)."""
+WITH_SIZE = 0x04
+"""The format of attributes that are followed by as many bytes as they say."""
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack of a thread, of all kernels of a binary together: where registers go that do not fit.
+
+    ValueError for what is no binary of a GPU of 64 bits.
+    """
+    if cubin[:5] != b"\x7fELF\x02":
+        raise ValueError(f"a kernel's binary begins with {cubin[:5]!r}, which is no ELF file of 64 bits")
+    return sum(size for name, section in _sections(cubin) if name == ".nv.info" for size in _frame_sizes(section))
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Every section's name and content (System V ABI, section header table)."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    width, count, of_names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + width * index) for index in range(count)]
+    names = headers[of_names][4]
+    for name, _, _, _, offset, size in headers:
+        begin = names + name
+        yield elf[begin : elf.index(b"\0", begin)].decode(), elf[offset : offset + size]
+
+
+def _frame_sizes(section: bytes) -> Iterator[int]:
+    at = 0
+    while at + 4 <= len(section):
+        form, attribute, size = struct.unpack_from("<BBH", section, at)
+        at += 4
+        if form == WITH_SIZE:
+            if attribute == FRAME_SIZE:
+                yield struct.unpack_from("<II", section, at)[1]
+            at += size

@@ -1,0 +1,159 @@
+"""Compiling a launch, on any host: what Triton makes of it, and in words why it does not run where it should."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .binary import stack_bytes
+from .launch import Launch
+from .ptx import changed_for_products
+from .tiles import shared_memory
+
+NEWEST_TRIED = 3, 9
+"""The newest release of Triton that the kernels have run with; what a newer one makes of Hopper's own, nobody has measured."""
+
+PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
+"""The first PTX that knows the GPU; 8.7, CUDA 12.8's, for all others. In a JAX program XLA's own assembler reads it; left alone
+Triton stamps it for its own: 3.9 for CUDA 13.4's."""
+
+MOST_STACK = {"hopper_forward": 512, "hopper_backward": 256}
+"""Bytes of stack for registers that do not fit, above which "auto" passes over a kernel: more than any release that was tried
+needs, with any feature (see test_hopper). With 304 bytes the backward was slower than the portable one."""
+
+
+def kernel_function(name: str) -> Any:
+    """The Triton or Gluon function of a kernel, imported at the first launch."""
+    if name == "hopper_forward":
+        from .hopper_forward import hopper_forward
+
+        return hopper_forward
+    if name == "hopper_backward":
+        from .hopper_backward import hopper_backward
+
+        return hopper_backward
+    if name == "hopper_dq":
+        from .hopper_sums import hopper_dq
+
+        return hopper_dq
+    from . import triton_backward, triton_common, triton_forward
+
+    modules = {"forward": triton_forward, "key_ceiling": triton_common, "streams": triton_common}
+    return getattr(modules.get(name, triton_backward), name)
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """``triton.compile`` of a launch for a GPU of compute capability ``capability``, such as 90; needs no GPU.
+
+    Launches that differ in array sizes only share it.
+    """
+    return _compiled(launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages, capability)
+
+
+def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
+    """Why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can.
+
+    ``spilling``: a kernel may keep more registers in memory than when it was measured, and be slow for it.
+    """
+    if interpreted():
+        return None
+    most = shared_memory(capability)
+    for launch in launches:
+        try:
+            kernel = compiled(launch, capability)
+        except Exception as error:  # whatever Triton, LLVM or ptxas have to say
+            said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            return f"its kernel {launch.kernel} does not compile with Triton {triton_version()}: {said}"
+        if kernel.metadata.shared > most:
+            return f"its kernel {launch.kernel} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"
+        bound = MOST_STACK.get(launch.kernel)
+        if not spilling and bound is not None and (stack := stack_bytes(kernel.asm["cubin"])) > bound:
+            return (
+                f"Triton {triton_version()} compiles its kernel {launch.kernel} with {stack} bytes of registers in memory, and with "
+                f"more than {bound} it is slow"
+            )
+    return None
+
+
+@cache
+def _compiled(
+    kernel: str,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    divisible: frozenset[str],
+    warps: int,
+    stages: int,
+    capability: int,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = kernel_function(kernel)
+    types, values = dict(signature), dict(constants)
+    make = ASTSource
+    if function.is_gluon():
+        from .gluon import source as make
+    source = make(
+        function,
+        signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},
+        constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
+        attrs={(function.arg_names.index(parameter),): [["tt.divisibility", 16]] for parameter in sorted(divisible)},
+    )
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": True,
+        "ptx_version": PTX_VERSIONS.get(capability, 87),
+    }
+    _find_cache()
+    with changed_for_products(triton_release()):
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@cache
+def _find_cache() -> None:
+    """Has Triton keep its binaries in a folder of this process, where its own cannot be written, and says so."""
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        knobs.cache.dir = tempfile.mkdtemp(prefix="triton-")
+        warnings.warn(
+            f"Triton cannot write its cache, {folder} ({error.strerror}): kernels are compiled anew in every process, for this one "
+            f"into {knobs.cache.dir}. Set TRITON_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
+
+
+def triton_release() -> tuple[int, ...]:
+    """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
+    words = triton_version().split(".")[:2]
+    return tuple(map(int, words)) if all(word.isdecimal() for word in words) else (0, 0)
+
+
+def triton_version() -> str:
+    """Of the Triton that is imported, or would be; "" where there is none under that name."""
+    if (triton := sys.modules.get("triton")) is not None and hasattr(triton, "__version__"):
+        return triton.__version__
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
