@@ -40,16 +40,21 @@ EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "streams"})
 
 def resources(kernel) -> tuple[int, int, int]:
     """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
-    used, code = cuobjdump(kernel, "-res-usage"), sass(kernel)
-    instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    used = cuobjdump(kernel, "-res-usage")
+    reloads = sum("LDL" in instruction for instruction in step(kernel))
+    return int(re.search(r"STACK:(\d+)", used)[1]), reloads, sass(kernel).count("HGMMA")  # type: ignore[index]
+
+
+def step(kernel) -> list[str]:
+    """The instructions of the shortest loop with a product: a step without a mask."""
+    instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))]
     loops = []
     for at, text in instructions:
         jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < at:
             body = [other for place, other in instructions if int(jump[1], 16) <= place <= at]
             loops.append(body) if any("HGMMA" in other for other in body) else None
-    whole = min(loops, key=len)
-    return int(re.search(r"STACK:(\d+)", used)[1]), sum("LDL" in x for x in whole), code.count("HGMMA")  # type: ignore[index]
+    return min(loops, key=len)
 
 
 def advice(kernel) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from ring_attn_core import causal
-from ring_attn_core.kernels import backends, calls, hopper, steps
+from ring_attn_core.kernels import backends, calls, compile, hopper, steps
 from ring_attn_core.kernels.backends import runnable, select
 from ring_attn_core.kernels.calls import call_of
 from ring_attn_core.kernels.problem import Problem
 from ring_attn_core.kernels.tiles import TileConfig
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+gluon = pytest.importorskip("triton.experimental.gluon")
+tma = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper").tma
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +46,63 @@ def test_auto_passes_over_what_is_slower_and_takes_it_by_name():
     assert select(wide, "hopper") == "hopper"
 
 
-def test_auto_leaves_the_hopper_forward_to_compilers_that_do_not_spill(monkeypatch):
-    monkeypatch.setattr(backends, "triton_release", lambda: (3, 9))
-    assert [select(on_a_gpu("auto"), backend) for backend in ("auto", "hopper")] == ["triton", "hopper"]
+def test_a_triton_that_nobody_tried_is_named_once_and_passed_over(monkeypatch):
+    monkeypatch.setattr(backends, "triton_release", lambda: (3, 10))
+    monkeypatch.setattr(backends, "triton_version", lambda: "3.10.0")
+    with pytest.warns(UserWarning, match="hopper: Triton 3.10.0 is newer than 3.9, .*backend='triton' runs this") as said:
+        call = runnable(on_a_gpu("auto"))
+    assert call is not None and not call.hopper
+    assert len(said) == 1
+    assert select(on_a_gpu("auto"), "hopper") == "hopper", "who asks for it by name has it"
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_a_pass_that_spills_goes_to_the_portable_kernels_alone(monkeypatch, passes):
+    """One warning names the kernel and its bytes; by name it is taken as it is."""
+    monkeypatch.setattr(compile, "MOST_STACK", {f"hopper_{passes}": -1})
+    with pytest.warns(UserWarning, match=f"in the {passes} Triton .* compiles its kernel hopper_{passes} with .* bytes") as said:
+        call = runnable(on_a_gpu("auto"))
+    assert call is not None
+    assert len(said) == 1
+    kernels = {x.kernel for x in (*steps.of_forward(call, 1), *steps.of_backward(call, 1))}
+    left = {"hopper_forward", "hopper_backward"} - {f"hopper_{passes}"}
+    assert {x for x in kernels if x in ("hopper_forward", "hopper_backward")} == left
+    assert {"forward"} <= kernels if passes == "forward" else {"dq", "dkv"} <= kernels
+    named = runnable(on_a_gpu("hopper"))
+    assert named is not None and not named.portable
+
+
+@pytest.mark.parametrize("gone", ["copy_tile", "jit"])
+def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monkeypatch, gone):
+    """As if async_load, or gluon.jit, were called something else in the next release."""
+    for name in [
+        name for name in sys.modules if name.startswith("ring_attn_core.kernels.") and ("hopper_" in name or "gluon" in name)
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    attribute, module = {"copy_tile": ("async_load", tma), "jit": ("jit", gluon)}[gone]
+    monkeypatch.delattr(module, attribute, raising=False)
+    monkeypatch.delattr(module, "async_copy_global_to_shared", raising=False)
+    compile._compiled.cache_clear()
+    with pytest.warns(
+        UserWarning, match=r"^hopper: in the forward its kernel hopper_forward does not compile with Triton 3\."
+    ) as said:
+        call = runnable(on_a_gpu("auto"))
+    assert len(said) == 1
+    assert "\n" not in str(said[0].message)
+    assert call is not None and not call.hopper
+    with pytest.raises(ValueError, match="has no attribute"):
+        runnable(on_a_gpu("hopper"))
+
+
+def test_a_cache_that_cannot_be_written_is_named_once(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    for cached in (compile._find_cache, compile._compiled):
+        cached.cache_clear()
+    with pytest.warns(UserWarning, match="Triton cannot write its cache, .*file/cache .*TRITON_CACHE_DIR") as said:
+        call = runnable(on_a_gpu("auto"))
+    assert len(said) == 1
+    assert call is not None and call.hopper
 
 
 @pytest.mark.parametrize(
@@ -63,8 +120,8 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
         make.cache_clear()
     of = "bfloat16 heads of 64 and 64"
     with (
-        pytest.warns(UserWarning, match=f"hopper: its kernel .*{reason}.*{of}.*triton"),
-        pytest.warns(UserWarning, match=f"triton: its kernel .*{reason}.*{of}.*blockwise"),
+        pytest.warns(UserWarning, match=f"hopper: in the backward its kernel .*{reason}.*{of}.*triton"),
+        pytest.warns(UserWarning, match=f"triton: .*its kernel .*{reason}.*{of}.*blockwise"),
     ):
         assert runnable(on_a_gpu("auto")) is None
     with pytest.raises(ValueError, match=reason):

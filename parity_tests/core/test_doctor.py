@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_without_tma_descriptors_auto_takes_the_portable_kernels(pretend: Preten
     assert said["triton"] == ["runs", "takes it"]
 
 
+def test_the_forward_and_the_backward_are_chosen_apart():
+    listed = {each.backend: each for each in choices(replace(typical("bfloat16", 128, 64), device="cuda", capability=90))}
+    assert listed["hopper"].auto.startswith("takes the forward, not the backward: its tiles of keys and values are as wide")
+    assert listed["triton"].auto == "takes the backward"
+
+
+def test_the_assembler_is_named():
+    assert versions()["ptxas"].split(".")[0].isdecimal()
+
+
 @pytest.mark.parametrize("framework", NAMES)
 @pytest.mark.parametrize("capability", [80, 100])
 def test_on_another_gpu_auto_takes_the_portable_kernels(framework: str, capability: int, pretend: Pretend):
@@ -149,8 +160,8 @@ def test_every_gpu_of_a_kind_is_counted(pretend: Pretend):
 def test_choices_follow_the_order_of_auto():
     listed = choices(typical("float32", 64))
     assert [choice.backend for choice in listed] == [each.name for each in BACKENDS]
-    assert listed[-1] == Choice("blockwise", None, None, True)
-    assert [choice.taken for choice in listed].count(True) == 1
+    assert listed[-1] == Choice("blockwise", None, None, ("forward", "backward"))
+    assert [choice.taken for choice in listed].count(()) == len(listed) - 1
 
 
 @pytest.mark.parametrize("framework", NAMES)

@@ -176,9 +176,9 @@ VENDORS = "flash", "flash4", "cudnn"
 def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
     """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise or a vendor's.
 
-    ``anywhere``: as of ``calls.call_of``. Where its kernels cannot run, or lose registers that they did not lose when they were
-    measured, "auto" warns and takes the next backend, of Hopper's kernels for the forward and for the backward apart. One that was
-    asked for by name raises ValueError where it cannot run.
+    ``anywhere``: as of ``calls.call_of``. Where its kernels cannot run, or keep far more registers in memory than when they were
+    measured, "auto" warns and takes the next backend, for the forward and the backward of Hopper's kernels apart. A backend that
+    was asked for by name raises ValueError where it cannot run.
     """
     from .calls import call_of
 

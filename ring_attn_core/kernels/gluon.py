@@ -32,6 +32,10 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 
 @_core.builtin
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
+    """``warpgroup_mma_wait`` of a warpgroup for its own products, also where a partition has two.
+
+    Triton 3.9 has all warps of the partition meet behind every wait, unless it is told that nobody else waits for them.
+    """
     results = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
     first = results[0] if isinstance(results, (tuple, _core.tuple)) else results
     if hasattr(_semantic.builder, "get_unit_attr"):

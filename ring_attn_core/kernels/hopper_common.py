@@ -98,7 +98,11 @@ def matrix(tile):
 
 @gluon.jit
 def here(x):
-    """x, of which the compiler knows nothing from here on."""
+    """The integer x, of which the compiler knows nothing from here on.
+
+    An address that depends on it is computed here, not far above, from where it would lie in registers: 0 reloads in a step of the
+    backward, not 5, and in all of the kernel 0, not 26 (Triton 3.6, heads of 128).
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 

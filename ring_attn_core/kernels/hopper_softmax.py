@@ -54,9 +54,9 @@ def row_sum(x):
 
 @gluon.jit
 def of_thread(x):
-    """An accumulator [64, columns] by its upper eight rows of every sixteen and its lower ones, of both of which a thread has one.
+    """The upper eight rows of every sixteen of an accumulator [64, columns], and the lower ones: a thread has one of each.
 
-    Each of [4, 8, 4, 2, ..., 2]: what a thread holds of its row stands in the last dimensions, the very last one halves it.
+    Both are [4, 8, 4, 2, ..., 2]: what a thread holds of its row stands in the last dimensions, the very last one halves it.
     """
     if x.shape[1] == 128:
         x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])
@@ -78,7 +78,11 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """The greatest of m, where there is one, and a thread's columns one after the other: Triton from 3.8 on takes them in pairs."""
+    """The greatest of m, where there is one, and of a thread's columns, one after the other.
+
+    Triton from 3.8 on reduces them by pairs. That takes registers, so ptxas begins with the exponentials of a row behind the
+    maximum of both rows, not beside that of the second: 2 to 3 % of the forward.
+    """
     if len(x.shape) > 3:
         first, second = gl.split(x)
         m = maximum_in_order(maximum_in_order(m, first), second)
@@ -91,6 +95,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
+    """The sum of l, where there is one, and of a thread's columns, one after the other."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)
