@@ -78,7 +78,7 @@ def compiled_in(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.exhaustive if any(words in name for words in EXHAUSTIVE) else ())
 
 
-@pytest.mark.parametrize("name", map(compiled_in, MEASURED))
+@pytest.mark.parametrize("name", [compiled_in(name) for name in MEASURED])
 def test_no_launch_loses_more_registers_than_were_measured(name):
     """The oldest and the newest Triton have a bound each; one between them keeps to what "auto" takes.
 
