@@ -1,20 +1,24 @@
 # Every target makes its own environment in .venv first; the second call finds it there.
 #
-#   PYTHON=python3.12     another interpreter (3.11 or newer; on 3.11 the environment is pinned to requirements/cpu-py311.txt)
+# It gets the newest releases that the interpreter and pyproject.toml allow, on Python 3.11 those of requirements/cpu-py311.txt.
+#
+#   PYTHON=python3.12     another interpreter (3.11 or newer)
+#   PINS=<file>           exact versions: requirements/newest-py313.txt, requirements/oldest-py311.txt with Python 3.11, or none: PINS=
+#   VENV=.venv-oldest     another folder for the environment
 #   TORCH_INDEX=<url>     where to take torch from: with the URL of PyTorch's CPU wheel index, no CUDA libraries are downloaded
 #   WORKERS=4             processes that share the tests; each starts 8 gloo processes and takes about 6 GiB
 #   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, fuzz, mutate, bench and plan-picture
 
 PYTHON ?= python3
+VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
 ARGS ?=
 
-VENV := .venv
 BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-PINS := requirements/cpu-py311.txt
-STAMP := $(VENV)/.installed-$(VERSION)
+PINS ?= $(if $(filter 3.11,$(VERSION)),requirements/cpu-py311.txt)
+STAMP := $(VENV)/.installed-$(VERSION)$(if $(PINS),-$(basename $(notdir $(PINS))))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
@@ -55,15 +59,15 @@ plan-picture: $(STAMP) ## draw who holds and computes what, here and in demo-out
 
 # jaxlib's CUDA plugin (8 MB, no CUDA with it) builds the launches that the tests lower for a GPU; where there is none for this
 # system, they are skipped.
-# An interpreter of another version begins afresh; a changed list of packages is installed over the old one.
+# An interpreter of another version or another file of pins begins afresh; a changed list of packages is installed over the old one.
 $(STAMP): pyproject.toml $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "ring-attn needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
-	@echo "Making $(VENV) with Python $(VERSION), about a minute ..." >&2
+	@echo "Making $(VENV) with Python $(VERSION), some minutes ..." >&2
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 ifneq ($(TORCH_INDEX),)
-	@$(PIP) --index-url $(TORCH_INDEX) $(if $(filter 3.11,$(VERSION)),$(shell grep ^torch== $(PINS)),'torch>=2.11')
+	@$(PIP) --index-url $(TORCH_INDEX) $(if $(PINS),$(shell grep ^torch== $(PINS)),'torch>=2.11')
 endif
-ifeq ($(VERSION),3.11)
+ifneq ($(PINS),)
 	@$(PIP) -r $(PINS)
 	@$(PIP) --no-deps --no-build-isolation -e .
 else

@@ -8,17 +8,17 @@ yardstick: compared are ratios to cuDNN. `--table` prints what is there.
     PYTHONPATH=folder/of/another/triton python -m benchmarks.releases
 
 Prediction: within 1 % everywhere. Instructions of a step without a mask, with Triton 3.6 / 3.7 / 3.8 / 3.9: forward, heads of 128
-463 / 463 / 467 / 466, of 64 427 / 427 / 428 / 428; backward 395 / 395 / 395 / 395 and 556 / 556 / 564 / 564. None reloads a register
-in them but the backward of heads of 64, three with 3.6 and 3.7. All are bound by products and shared memory, and issue for 20 to
-45 % of the cycles.
+463 / 463 / 467 / 466, of 64 427 / 427 / 428 / 428; backward 395 / 395 / 395 / 395 and 556 / 556 / 564 / 564. None reloads a
+register in them but the backward of heads of 64, three with 3.6 and 3.7. All are bound by products and shared memory, and
+issue for 20 to 45 % of the cycles.
 
 Measured: results/releases-h200.json. The same kernel in one process twice differs by 0.5 %, the yardstick from process to process
-by 2. In turns in one process, binaries of all four launched by 3.6: forward, heads of 128 full 1 / 1.000 / 0.988 / 0.976, causal
-1 / 1.000 / 1.000 / 0.999, 4,096 tokens - / - / 1.003 / 1.004, heads of 64 1 / - / 1.006 / 1.005; backward 1 / 0.997 / 1.005 / 1.006.
+by 2. In turns in one process, where 3.6 launches the binaries of 3.8 and 3.9: forward, heads of 128 full 0.988 and 0.976 of
+3.6's, causal 1.000 and 0.999, 4,096 tokens 1.003 and 1.004, heads of 64 1.006 and 1.005; backward 1.005 and 1.006.
 
 What was measured on the way, over 3.6's in one process: forward with 3.9 when its rows were reduced by pairs 0.97 (full), 0.99
-(causal), 0.97 (heads of 64); by CUDA 13.4's assembler instead of 12.9's 0.97, 0.99, 0.99, and 0.98 at 4,096 tokens. Backward as it
-was until then, with 3.9 0.71; with 3.6, over itself with addresses computed where they are needed, 0.995, heads of 64 0.954.
+(causal), 0.97 (heads of 64); by CUDA 13.4's assembler instead of 12.9's 0.97, 0.99, 0.99, and 0.98 at 4,096 tokens. Backward as
+it was until then, with 3.9, 0.71; with 3.6, over itself with addresses computed where they are needed, 0.995, heads of 64 0.954.
 """
 
 from __future__ import annotations

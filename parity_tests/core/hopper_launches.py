@@ -1,4 +1,4 @@
-"""Hopper's launches with every feature, and what compilers make of them: bytes of stack, registers reloaded in a step without a mask."""
+"""Hopper's launches with every feature, and what compilers made of them: bytes of stack, reloads in a step without a mask."""
 
 from __future__ import annotations
 

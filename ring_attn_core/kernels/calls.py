@@ -85,7 +85,7 @@ class Call:
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> Call:
-    """What the launches of a problem have in common; ``portable`` as of Call. ``anywhere``: its runs may start at any position."""
+    """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:

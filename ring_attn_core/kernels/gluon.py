@@ -36,8 +36,8 @@ def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
 
     Triton 3.9 has all warps of the partition meet behind every wait, unless it is told that nobody else waits for them.
     """
-    results = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
-    first = results[0] if isinstance(results, (tuple, _core.tuple)) else results
+    results: Any = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
+    first = results if len(deps) == 1 else results[0]
     if hasattr(_semantic.builder, "get_unit_attr"):
         first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
     return results
@@ -47,7 +47,7 @@ add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile  # without a
 """add_tile(descriptor, coordinates, tile): adds a tile in shared memory to one in global memory, by TMA."""
 
 
-meet: Any = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in 3.7
+meet: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009 renamed in 3.7
 """meet(): all warps of a partition wait for each other."""
 
 

@@ -100,8 +100,8 @@ def matrix(tile):
 def here(x):
     """The integer x, of which the compiler knows nothing from here on.
 
-    An address that depends on it is computed here, not far above, from where it would lie in registers: 0 reloads in a step of the
-    backward, not 5, and in all of the kernel 0, not 26 (Triton 3.6, heads of 128).
+    An address that depends on it is computed here, not far above, from where on it would lie in registers: the backward reloads 0
+    registers in a step, not 5, and 0 in all, not 26 (Triton 3.6, heads of 128).
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -115,13 +115,14 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
     from triton import knobs
 
     global _inside, _before
-    if release < FIRST or not hasattr(knobs.runtime, "add_stages_inspection_hook"):
+    runtime: Any = knobs.runtime
+    if release < FIRST or not hasattr(runtime, "add_stages_inspection_hook"):
         yield
         return
     with _lock:
         if _inside == 0:
-            _before = knobs.runtime.add_stages_inspection_hook
-            knobs.runtime.add_stages_inspection_hook = _add_stage
+            _before = runtime.add_stages_inspection_hook
+            runtime.add_stages_inspection_hook = _add_stage
         _inside += 1
     try:
         yield
@@ -129,7 +130,7 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0:
-                knobs.runtime.add_stages_inspection_hook = _before
+                runtime.add_stages_inspection_hook = _before
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
