@@ -56,7 +56,8 @@ def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> 
     """How a tile lies in shared memory, of elements such as "bf16": swizzled as wgmma reads it, or row after row."""
     if not swizzled:
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
-    return gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])
+    layout_for: Any = gl.NVMMASharedLayout.get_default_for  # Triton 3.9's types do not let it be called
+    return layout_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])
 
 
 def host_descriptor(array: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:

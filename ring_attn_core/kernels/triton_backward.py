@@ -17,6 +17,9 @@ State      dk, dv, dq in f32 are added to what is given (FIRST: nothing), in pla
            dtype at the LAST step. Packed k/v have packed gradients: without dv_BTGE dv stands in dk's array from V_COLUMN on
 """
 
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton

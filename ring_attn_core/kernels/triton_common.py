@@ -4,6 +4,9 @@ Index tensors come broadcast, ``i`` of queries and ``j`` of keys against each ot
 scores in either orientation, [queries, keys] and [keys, queries].
 """
 
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import struct
