@@ -72,6 +72,18 @@ def test_a_pass_that_spills_goes_to_the_portable_kernels_alone(monkeypatch, pass
     assert named is not None and not named.portable
 
 
+@pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"dropout_rate": 0.1}, {}])
+def test_a_backward_that_is_slower_than_the_portable_one_is_left_to_it(monkeypatch, feature):
+    """Heads of 64 with softcap or dropout, which Triton 3.9 gives too few registers; who asks by name has what he asked for."""
+    monkeypatch.setattr(backends, "_obstacles", lambda call, problem: {})
+    portable = {}
+    for release in ((3, 8), (3, 9)):
+        monkeypatch.setattr(backends, "triton_release", lambda release=release: release)
+        portable[release] = [runnable(replace(on_a_gpu(name), **feature)).portable for name in ("auto", "hopper")]  # pyright: ignore[reportOptionalMemberAccess]
+    assert portable[3, 8] == [frozenset(), frozenset()]
+    assert portable[3, 9] == [frozenset({"backward"} if feature else ()), frozenset()]
+
+
 @pytest.mark.parametrize("gone", ["copy_tile", "jit"])
 def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monkeypatch, gone):
     """As if async_load, or gluon.jit, were called something else in the next release."""
