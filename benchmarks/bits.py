@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks import report
+from . import report
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -38,10 +38,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import report
-from benchmarks.cpu_candidates import BASE, CANDIDATES, DIM, HEADS, Case
-from benchmarks.cpu_cell import check, measure
-from benchmarks.process import Others
+from . import report
+from .cpu_candidates import BASE, CANDIDATES, DIM, HEADS, Case
+from .cpu_cell import check, measure
+from .process import Others
 
 TOKENS = (4096, 16384)
 MASKS = ("causal", "full")
@@ -90,7 +90,7 @@ def main() -> None:
     }
     show_bars(result["bars"])
     if options.whole:  # a part does not replace the stored result
-        from benchmarks.cpu_plot import plot
+        from .cpu_plot import plot
 
         console.print(f"written: {report.save('cpu', result)} and {plot(result)}")
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.process import available
-from benchmarks.report import cores
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.masks import MASKS, full
-from ring_attn_core.plan import RingPlan
+from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Band
+
+from .process import available
+from .report import cores
 
 HEADS, DIM = 8, 64
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu_candidates import CANDIDATES, Case
-from benchmarks.process import Memory, answer, argument, run_fresh
-from ring_attn_core import oracle
-from ring_attn_core.tolerance import bound, relative_error
+from ring_attn_core.reference import oracle
+from ring_attn_core.reference.tolerance import bound, relative_error
+
+from .cpu_candidates import CANDIDATES, Case
+from .process import Memory, answer, argument, run_fresh
 
 RESULTS = ("out", "dq", "dk", "dv")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu_candidates import BASE
-from benchmarks.report import RESULTS
+from .cpu_candidates import BASE
+from .report import RESULTS
 
 COLOURS = {
     "ring_attn_torch": "#c2410c",

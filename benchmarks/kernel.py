@@ -12,7 +12,7 @@ Prediction (H200, causal, 16 heads of 128, 16,384 tokens; forward 1.1 TFLOP, bac
   TFLOP/s at 3,600. The deterministic backward does 7 products for 5 counted, so it starts from 5/7 of such a rate, 360.
 
 Measured:
-  results/kernel-h200.json, Hopper's own kernels under "auto" (HOPPER.md beside them has their roofline and what was tried) and
+  results/kernel-h200.json, Hopper's own kernels under "auto" (kernels/hopper/README.md has their roofline and what was tried) and
   the portable ones by name. Portable forward 3,550 cycles a tile, as predicted: the gap to FlashAttention-4 is softmax that is
   not overlapped. What moved it: a 2-D descriptor for q (a 4-D one puts q into registers, and the loop spills), ranges of key
   tiles by scalar arithmetic instead of reductions (+2 %), no cleaning of v in edge tiles without need (+3 %). Computing the next
@@ -35,15 +35,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import report
-from benchmarks.kernel_candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
-from benchmarks.tune import arrays, the_call
-from benchmarks.turns import device_seconds, seconds, take_turns
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.kernels import hopper, steps
-from ring_attn_core.kernels.calls import Call
-from ring_attn_core.plan import RingPlan
-from ring_attn_torch.launch import launch
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.hopper import launches as hopper
+from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_torch.attend.launch import launch
+
+from . import report
+from .kernel_candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
+from .tune import arrays, the_call
+from .turns import device_seconds, seconds, take_turns
 
 PASSES = "forward", "backward"
 BACKENDS = "auto", "triton"
@@ -177,7 +180,7 @@ def _forward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
 def _backward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
     if steps.in_one_pass(call):
         return launch(hopper.backward(call, False, False), inputs)
-    return launch(steps.dq(call, False, False), inputs), launch(steps.dkv(call, False, False), inputs)
+    return launch(portable.dq(call, False, False), inputs), launch(portable.dkv(call, False, False), inputs)
 
 
 def million(rounds: int) -> dict[str, Any]:

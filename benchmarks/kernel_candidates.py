@@ -17,8 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ring_attn_jax
 import ring_attn_torch
-from benchmarks.turns import Work
 from ring_attn_core import Band, causal
+
+from .turns import Work
 
 CAUSAL = causal()
 

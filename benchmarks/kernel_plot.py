@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS
+from .report import RESULTS
 
 STYLES = {
     "ring_attn_torch": ("#c2410c", "o-"),

@@ -19,9 +19,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import report
-from benchmarks.memory_cell import DIM, HEADS
-from benchmarks.process import run_fresh
+from . import report
+from .memory_cell import DIM, HEADS
+from .process import run_fresh
 
 CELL = "benchmarks.memory_cell"
 FRAMEWORKS = ("torch", "jax")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.process import Memory, answer, argument
 from ring_attn_core import masks
+
+from .process import Memory, answer, argument
 
 HEADS, DIM = 2, 64
 

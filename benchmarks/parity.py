@@ -23,11 +23,12 @@ from rich.progress import track
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-from benchmarks import report
-from parity_tests.cases import SPECIAL, Case, check, grid
-from parity_tests.combinations import COMBINATIONS
-from ring_attn_core.oracle import Attention
-from ring_attn_core.tolerance import relative_error
+from parity_tests.support.cases import SPECIAL, Case, check, grid
+from parity_tests.support.combinations import COMBINATIONS
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_core.reference.tolerance import relative_error
+
+from . import report
 
 TOGETHER = 30
 """Cases that one process runs: XLA maps memory for each program it compiles, and a process has so many maps."""
@@ -36,7 +37,7 @@ TOGETHER = 30
 def compare(cases: list[Case]) -> list[dict[str, Any]]:
     """A row for each case: its errors, or what failed."""
     from parity_tests.jax import ring as on_jax
-    from parity_tests.spawn import Ranks
+    from parity_tests.support.spawn import Ranks
     from parity_tests.torch import ring as on_torch
 
     pool = Ranks(most=max(case.ranks for case in cases))

@@ -31,9 +31,9 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import report
-from benchmarks.kernel import CASES, FRAMEWORKS, PASSES, measure
-from benchmarks.turns import device_seconds, take_turns
+from . import report
+from .kernel import CASES, FRAMEWORKS, PASSES, measure
+from .turns import device_seconds, take_turns
 
 RESULT = "releases-h200"
 YARDSTICK = "cuDNN"

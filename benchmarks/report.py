@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import ROOT, total
+from .process import ROOT, total
 
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "jax", "jaxlib", "triton", "numpy", "flash-attn-4", "ring-attention-pytorch")

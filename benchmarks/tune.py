@@ -1,4 +1,4 @@
-"""Which tiles are the fastest? The measurements behind the numbers of ring_attn_core/kernels/tiles.py.
+"""Which tiles are the fastest? The measurements behind the numbers of ring_attn_core/kernels/tile_sizes.py.
 
 One launch of a kernel in bfloat16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, plain and with each feature that may want
 other tiles. Candidates compile side by side in processes of their own; one that does not compile or fit, or whose result is
@@ -19,16 +19,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks import report
-from benchmarks.turns import take_turns
 from ring_attn_core import Band, causal
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.calls import Call
+from ring_attn_core.kernels.call import Call
 from ring_attn_core.kernels.compile import obstacle
 from ring_attn_core.kernels.launch import Launch
-from ring_attn_core.kernels.tiles import TileConfig
-from ring_attn_core.plan import RingPlan
-from ring_attn_torch.launch import capability, launch
+from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_torch.attend.launch import capability, launch
+
+from . import report
+from .turns import take_turns
 
 TOKENS = 16384
 HEADS = {128: 16, 64: 32}
@@ -72,10 +74,10 @@ def arrays(call: Call, device: torch.device, band: Band, hidden: float = 0.1) ->
     made["delta"] = normal(1, call.heads, tokens)
     made["rows"] = torch.tensor(RingPlan("contiguous", band, 1, tokens).rows(0, 0), dtype=torch.int32, device=device)
     draw = torch.tensor([7, 0, 0, 0], dtype=torch.int32, device=device).view(torch.uint32)
-    (made["streams"],) = launch(steps.streams(1, call.heads), {"draw": draw})
+    (made["streams"],) = launch(portable.streams(1, call.heads), {"draw": draw})
     seen = torch.rand(tokens // 8, 8, device=device, generator=generator) >= hidden
     bits = (seen.int() << torch.arange(8, device=device)).sum(-1).to(torch.uint8)
-    made["ceiling"], made["hidden"] = launch(steps.key_ceiling(1, tokens), {"bits": bits[None]})
+    made["ceiling"], made["hidden"] = launch(portable.key_ceiling(1, tokens), {"bits": bits[None]})
     return made
 
 

@@ -57,9 +57,9 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(scope="session")
 def gloo():
-    """The pool of parity_tests/spawn.py: ``gloo(ranks, function, *arguments)``."""
+    """The pool of parity_tests/support/spawn.py: ``gloo(ranks, function, *arguments)``."""
     pytest.importorskip("torch")
-    from parity_tests.spawn import Ranks
+    from .support.spawn import Ranks
 
     pool = Ranks()
     yield pool

@@ -19,11 +19,12 @@ import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from parity_tests.cases import DTYPES, Case, check, computed_bound
-from parity_tests.features import EXTENTS, KEY_MASKS
 from ring_attn_core import LAYOUTS, causal, full, sliding_window
-from ring_attn_core.oracle import Attention
-from ring_attn_core.tolerance import UNIT_ROUNDOFF
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
+
+from .support.cases import DTYPES, Case, check, computed_bound
+from .support.features import EXTENTS, KEY_MASKS
 
 LONGEST = 70
 DRAWS = 8
@@ -95,8 +96,8 @@ def lucky_bound(case: Case, name: str) -> float:
 
 
 def on_torch(examples: int, number: int) -> None:
-    from parity_tests.spawn import Ranks
-    from parity_tests.torch.ring import run_or_restart
+    from .support.spawn import Ranks
+    from .torch.ring import run_or_restart
 
     pool = Ranks()
     fuzz(partial(run_or_restart, pool), examples, number)
@@ -105,7 +106,7 @@ def on_torch(examples: int, number: int) -> None:
 
 def on_jax(examples: int, number: int) -> None:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    from parity_tests.jax.ring import run_once
+    from .jax.ring import run_once
 
     fuzz(run_once, examples, number)
 

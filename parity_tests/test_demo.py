@@ -16,19 +16,19 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("matplotlib")
 Console = pytest.importorskip("rich.console").Console
 
-from ring_attn_core.demo import exactness, report, text, training  # noqa: E402
-from ring_attn_core.demo.judge import Check, exit_status, missed  # noqa: E402
-from ring_attn_core.demo.processes import Crews, Failure, Message  # noqa: E402
-from ring_attn_core.demo.run import available  # noqa: E402
-from ring_attn_core.demo.settings import Settings  # noqa: E402
+from ring_attn_cli.demo import exactness, report, text, training  # noqa: E402
+from ring_attn_cli.demo.judge import Check, exit_status, missed  # noqa: E402
+from ring_attn_cli.demo.processes import Crews, Failure, Message  # noqa: E402
+from ring_attn_cli.demo.run import available  # noqa: E402
+from ring_attn_cli.demo.settings import Settings  # noqa: E402
 from ring_attn_core.masks import causal  # noqa: E402
-from ring_attn_core.oracle import Attention, exact, plain  # noqa: E402
+from ring_attn_core.reference.oracle import Attention, exact, plain  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def ring_attn(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ring_attn_core.cli", *arguments]
+    command = [sys.executable, "-m", "ring_attn_cli.main", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -68,7 +68,7 @@ def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: st
 
 
 def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ring_attn_core.demo.run.find_spec", lambda package: None if package == "flax" else package)
+    monkeypatch.setattr("ring_attn_cli.demo.run.find_spec", lambda package: None if package == "flax" else package)
     frameworks, left_out = available("both")
     assert frameworks == ["PyTorch"]
     assert left_out == ['JAX is left out, for flax is not installed: pip install "ring-attn[demo]"']

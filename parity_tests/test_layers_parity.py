@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parity_tests.models import assert_near, token_ids, transformer_weights
+from .support.models import assert_near, token_ids, transformer_weights
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -14,10 +14,11 @@ pytest.importorskip("flax")
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from parity_tests.jax.models import loaded, packed_training, run_transformer, sharded, transformer_step  # noqa: E402
-from parity_tests.torch import models as torch_models  # noqa: E402
-from parity_tests.torch.models import training_on_rank, transformer_on_rank  # noqa: E402
-from ring_attn_jax.state import to_numpy  # noqa: E402
+from ring_attn_jax.training.weights import to_numpy  # noqa: E402
+
+from .jax.models import loaded, packed_training, run_transformer, sharded, transformer_step  # noqa: E402
+from .torch import models as torch_models  # noqa: E402
+from .torch.models import training_on_rank, transformer_on_rank  # noqa: E402
 
 RANKS, LAYOUT, STEPS = 4, "zigzag", 3
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from ring_attn_core.oracle import Attention
-from ring_attn_core.tolerance import relative_error
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_core.reference.tolerance import relative_error
 
 pytest.importorskip("torch")
 
-from parity_tests.cases import SPECIAL, Case, grid, pairs
-from parity_tests.combinations import COMBINATIONS
-from parity_tests.jax import ring as on_jax
-from parity_tests.torch import ring as on_torch
+from .jax import ring as on_jax
+from .support.cases import SPECIAL, Case, grid, pairs
+from .support.combinations import COMBINATIONS
+from .torch import ring as on_torch
 
 FLOAT32 = [case for case in grid() if case.dtype == "float32"]
 CHOSEN = [case for case in [Case(), *pairs(grid())] if case.dtype == "float32"]

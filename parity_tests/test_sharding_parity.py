@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parity_tests.shards import DOCUMENTS, IDS, KEY_MASK, RANKS, check_shard, extents, is_packed, rows, shard, slots
+from .support.shards import DOCUMENTS, IDS, KEY_MASK, RANKS, check_shard, extents, is_packed, rows, shard, slots
 
 jax_package = pytest.importorskip("ring_attn_jax")
 torch_package = pytest.importorskip("ring_attn_torch")

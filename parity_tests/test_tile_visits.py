@@ -14,13 +14,13 @@ pytest.importorskip("torch")
 import torch
 
 from ring_attn_core import LAYOUTS, Band, RingPlan, causal, full
-from ring_attn_core.kernels.tiles import blockwise_tiles
-from ring_attn_core.oracle import visible
-from ring_attn_jax import tiles as jax_tiles
-from ring_attn_jax.score import Score as JaxScore
-from ring_attn_torch import tiles as torch_tiles
-from ring_attn_torch.keys import Keys
-from ring_attn_torch.score import Score as TorchScore
+from ring_attn_core.kernels.tile_sizes import blockwise_tiles
+from ring_attn_core.reference.oracle import visible
+from ring_attn_jax.attend import tiles as jax_tiles
+from ring_attn_jax.attend.score import Score as JaxScore
+from ring_attn_torch.attend import tiles as torch_tiles
+from ring_attn_torch.attend.keys import Keys
+from ring_attn_torch.attend.score import Score as TorchScore
 
 TOKENS, DOCUMENTS, BLOCK = 2048, 8, 16
 

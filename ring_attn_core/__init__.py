@@ -2,7 +2,7 @@
 
 from .layouts import LAYOUTS
 from .masks import MASKS, causal, full, sliding_window
-from .plan import RingPlan
+from .plan.ring import RingPlan
 from .runs import Band, Run
 
 __version__ = "0.1.0"

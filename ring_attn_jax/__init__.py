@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 
 from .api import ring_attention
+from .attend import launch as launch  # launch.compile_for lowers for a GPU that is not there
 from .block import attend_block, merge
-from .extents import document_extents, prefix_extents
+from .data.batch import Shard, shard_batch
+from .data.extents import document_extents, prefix_extents
+from .data.layout import from_layout, positions, to_layout
 from .sharded import sharded_ring_attention
-from .sharding import Shard, from_layout, positions, shard_batch, to_layout
 
 if TYPE_CHECKING:
-    from .layers import RingAttention, RotaryEmbedding
-    from .state import from_numpy, to_numpy
-    from .transformer import RingTransformer, loss
+    from .layers.attention import RingAttention
+    from .layers.rotary import RotaryEmbedding
+    from .layers.transformer import RingTransformer
+    from .training.loss import loss
+    from .training.weights import from_numpy, to_numpy
 
 __all__ = [
     "Band",
@@ -43,12 +47,12 @@ __all__ = [
 ]
 
 _NEEDS_FLAX = {
-    "RingAttention": "layers",
-    "RotaryEmbedding": "layers",
-    "RingTransformer": "transformer",
-    "loss": "transformer",
-    "from_numpy": "state",
-    "to_numpy": "state",
+    "RingAttention": "layers.attention",
+    "RotaryEmbedding": "layers.rotary",
+    "RingTransformer": "layers.transformer",
+    "loss": "training.loss",
+    "from_numpy": "training.weights",
+    "to_numpy": "training.weights",
 }
 
 

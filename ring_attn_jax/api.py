@@ -1,34 +1,21 @@
-"""The public call: checks, the plan, and a custom_vjp round the ring."""
+"""The public call: its signature, and what is checked at trace time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-
-from ring_attn_core.kernels.backends import runnable
-from ring_attn_core.kernels.problem import Given, Problem, check_strategy
 from ring_attn_core.masks import causal
-from ring_attn_core.numbers import check_dropout_rate
-from ring_attn_core.plan import RingPlan
+from ring_attn_core.problem.checks import check_dropout_rate
+from ring_attn_core.problem.strategies import check_strategy
 from ring_attn_core.runs import Band
 
-from . import ring
-from .keys import apart, pack
-from .launch import capability, makes_descriptors
-from .score import Draw, Score, draw_of
-from .varying import described, dtype_names, ring_size, vary_alike
+from .arguments import checked
+from .attend.dropout import draw_of
+from .axes import ring_size, vary_alike
+from .op import _attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-OUT_NAME = "ring_attn_out"
-LSE_NAME = "ring_attn_lse"
 
 
 def ring_attention(
@@ -109,90 +96,3 @@ def ring_attention(
     trees = vary_alike((axis_name,), q, k, v, key_mask, score)
     out, lse = _attention(*trees, plan, axis_name)  # type: ignore[misc]
     return (out, lse) if return_lse else out
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
-    return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
-
-
-def _forward(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
-    out, lse = ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (q, k, v, key_mask, score, out, lse)
-
-
-def _backward(plan, axis, residuals, cotangents):  # type: ignore[no-untyped-def]
-    dq, dk, dv, dsinks = _gradients(*residuals, *cotangents, plan, axis)  # type: ignore[misc]
-    score = residuals[4]
-    return dq, dk, dv, None, replace(score, extents=None, sinks=dsinks, slopes=None, draw=None)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(9, 10))
-def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, plan, axis):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, apart(plan, score))
-    dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, axis, score)
-    dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
-    dsinks = None if dsinks is None else dsinks.astype(score.sinks.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
-
-
-def refuse_second_derivative(*_: Any) -> Any:
-    raise RuntimeError("ring_attention has no second derivative: differentiate it once, without a grad of a grad")
-
-
-_attention.defvjp(_forward, _backward)
-_gradients.defvjp(lambda *arguments: (_gradients(*arguments), None), refuse_second_derivative)
-
-
-def checked(
-    q: Any,
-    k: Any,
-    v: Any,
-    arrays: dict[str, Any],
-    draw: Draw | None,
-    ranks: int,
-    layout: str,
-    mask: Band,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-    anywhere: bool = False,
-) -> tuple[RingPlan, Score]:
-    """The plan and score of a call, once every check has passed. ``arrays``: the optional ones by name, None where not given.
-
-    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
-    """
-    dtypes = dtype_names(q, k, v)
-    given = described(arrays) + (() if draw is None else (Given("dropout_seed", (), "uint32"),))
-    problem = Problem(
-        q.shape,
-        k.shape,
-        v.shape,
-        dtypes,
-        jax.default_backend(),
-        ranks,
-        layout,
-        mask,
-        length,
-        kv_length,
-        scale,
-        softcap,
-        dropout_rate,
-        given,
-        backend,
-        capability(),
-        tma=makes_descriptors(),
-    )
-    plan = problem.check()
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    cap = None if softcap is None else float(softcap)
-    slopes = arrays["alibi_slopes"]
-    slopes = None if slopes is None else lax.stop_gradient(slopes)
-    extents, sinks = arrays["extents"], arrays.get("sinks")
-    draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
-    call = runnable(problem, anywhere)
-    return plan, Score(factor, cap, float(dropout_rate), call, problem.blanks or anywhere, extents, sinks, slopes, draw)

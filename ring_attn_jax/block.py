@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.kernels.problem import FARTHEST, check_runs
 from ring_attn_core.masks import causal
-from ring_attn_core.numbers import check_dropout_rate
+from ring_attn_core.problem.checks import FARTHEST, check_dropout_rate, check_runs
 from ring_attn_core.runs import Band, Run, row
 
-from .api import checked, refuse_second_derivative
-from .attend import attend, attend_backward, cotangents
-from .keys import pack
-from .score import draw_of
-from .varying import dtype_names, vary_alike
+from .arguments import checked
+from .attend.backend import attend, attend_backward, cotangents
+from .attend.dropout import draw_of
+from .attend.keys import pack
+from .axes import dtype_names, vary_alike
+from .op import refuse_second_derivative
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int

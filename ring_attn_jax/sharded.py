@@ -12,15 +12,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ring_attn_core.kernels.problem import check_array, check_extents
 from ring_attn_core.masks import causal
-from ring_attn_core.numbers import check_dropout_rate
-from ring_attn_core.plan import RingPlan
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.problem.checks import check_array, check_dropout_rate, check_extents
 
 from .api import ring_attention
-from .extents import on_host
-from .score import Draw, draw_of
-from .varying import check_axis_name, described, dtype_names
+from .attend.dropout import Draw, draw_of
+from .axes import check_axis_name, described, dtype_names
+from .data.extents import on_host
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

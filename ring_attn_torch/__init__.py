@@ -4,11 +4,15 @@ from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 
 from .api import ring_attention
 from .block import attend_block, merge
-from .extents import document_extents, prefix_extents
-from .layers import RingAttention, RotaryEmbedding
-from .sharding import Shard, from_layout, positions, shard_batch, to_layout
-from .state import from_numpy, to_numpy
-from .transformer import RingTransformer, loss, sum_gradients
+from .data.batch import Shard, shard_batch
+from .data.extents import document_extents, prefix_extents
+from .data.layout import from_layout, positions, to_layout
+from .layers.attention import RingAttention
+from .layers.rotary import RotaryEmbedding
+from .layers.transformer import RingTransformer
+from .training.gradients import sum_gradients
+from .training.loss import loss
+from .training.weights import from_numpy, to_numpy
 
 __all__ = [
     "Band",

@@ -1,9 +1,7 @@
-"""The public call: checks, the plan, and a torch.library custom op with autograd round the ring."""
+"""The public call: its signature, and what is checked before the op runs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,19 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.kernels.backends import VENDORS, check_vendor, runnable
-from ring_attn_core.kernels.problem import Given, Problem, check_extents, check_strategy
+from ring_attn_core.kernels.backends import check_vendor
 from ring_attn_core.masks import causal
-from ring_attn_core.plan import RingPlan
+from ring_attn_core.problem.strategies import check_strategy
 from ring_attn_core.runs import Band
 
-from . import ring
-from .agreement import agree, agreed, refuse
-from .comm import Group, rank_in, ranks_of
-from .groups import check_inputs, group_name, group_of, refuse_transforms
-from .keys import apart, pack
-from .launch import capability
-from .score import Gradients, Score, draw_of
+from . import op as _op  # noqa: F401  registers the op
+from .arguments import check_inputs, refuse_transforms
+from .attend.dropout import draw_of
+from .ring.agreement import refuse
+from .ring.groups import group_name, group_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -120,180 +115,3 @@ def ring_attention(
         q, k, v, *arrays.values(), draw, name, layout, mask.lo, mask.hi, length, kv_length, *numbers.values(), backend
     )
     return (out, lse) if return_lse else out
-
-
-@torch.library.custom_op("ring_attn::forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extents: Tensor | None,
-    key_mask: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    draw: Tensor | None,
-    group_name: str,
-    layout: str,
-    lo: int | None,
-    hi: int | None,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    group = group_of(group_name)
-    arrays = extents, key_mask, sinks, alibi_slopes, draw
-    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
-    try:
-        plan, score = checked(problem)
-        look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
-        if extents is not None and look:
-            check_extents(extents.long(), plan.q_runs[rank_in(group)], plan.kv_length)
-    except Exception as error:
-        agree(problem, group, error)
-        raise
-    agree(problem, group, again=look)
-    score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
-    with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
-        return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, group, score)
-
-
-@_forward.register_fake
-def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
-    b, s, h, _ = q.shape
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((b, s, h, v.shape[-1])), q.new_empty((b, s, h), dtype=lse_dtype)
-
-
-@torch.library.custom_op("ring_attn::backward", mutates_args=())
-def _backward(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extents: Tensor | None,
-    key_mask: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    draw: Tensor | None,
-    group_name: str,
-    layout: str,
-    lo: int | None,
-    hi: int | None,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    group = group_of(group_name)
-    arrays = extents, key_mask, sinks, alibi_slopes, draw
-    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
-    plan, score = checked(problem)
-    score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
-    with torch.autocast(q.device.type, enabled=False):
-        keys = pack(k, v, key_mask, apart(plan, score))
-        dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, group, score)
-    dk, dv = gradients_apart(dkv, k, v)
-    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(sinks.dtype)  # type: ignore[union-attr]
-    return dq.to(q.dtype), dk, dv, dsinks
-
-
-@_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, extents, key_mask, sinks, *arguments):  # type: ignore[no-untyped-def]
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
-
-
-def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv in k's dtype, contiguous and of separate memory, as an op's outputs must be."""
-    if isinstance(dkv, tuple):
-        dk, dv = dkv
-        return dk.to(k.dtype), dv.to(v.dtype)
-    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
-    return k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
-
-
-ARRAYS = "extents", "key_mask", "sinks", "alibi_slopes", "draw"
-"""The optional arrays of the ops, in their order."""
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v = inputs[:3]
-    arrays, ctx.arguments = inputs[3 : 3 + len(ARRAYS)], inputs[3 + len(ARRAYS) :]
-    ctx.save_for_backward(q, k, v, *output, *arrays)
-
-
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, *arrays = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
-    of_arrays = [dsinks if name == "sinks" and array is not None else None for name, array in zip(ARRAYS, arrays, strict=True)]
-    return dq, dk, dv, *of_arrays, *[None] * len(ctx.arguments)
-
-
-def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
-    raise RuntimeError("ring_attention has no second derivative: call backward or torch.autograd.grad without create_graph=True")
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(refuse_second_derivative)
-
-
-def problem_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    arrays: tuple[Tensor | None, ...],
-    group: Group,
-    layout: str,
-    lo: int | None,
-    hi: int | None,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-) -> Problem:
-    name = lambda x: str(x.dtype).removeprefix("torch.")
-    *optional, draw = arrays
-    given = [Given(label, tuple(x.shape), name(x)) for label, x in zip(ARRAYS, optional, strict=False) if x is not None]
-    given += [] if draw is None else [Given("dropout_seed", (), "int64")]
-    return Problem(
-        tuple(q.shape),
-        tuple(k.shape),
-        tuple(v.shape),
-        (name(q), name(k), name(v)),
-        q.device.type,
-        ranks_of(group),
-        layout,
-        Band(lo, hi),
-        length,
-        kv_length,
-        scale,
-        softcap,
-        dropout_rate,
-        tuple(given),
-        backend,
-        capability(q.device),
-        "torch",
-    )
-
-
-@lru_cache(maxsize=1024)
-def checked(problem: Problem, anywhere: bool = False) -> tuple[RingPlan, Score]:
-    """The plan and score of a problem, checked, and its kernels compiled, once for every problem that this process meets.
-
-    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
-    """
-    plan = problem.check()
-    scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
-    call = runnable(problem, anywhere)
-    vendor = problem.backend if problem.backend in VENDORS else None
-    return plan, Score(scale, problem.softcap, problem.dropout_rate, call, vendor, problem.blanks or anywhere)

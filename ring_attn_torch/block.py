@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.kernels.problem import FARTHEST, check_extents, check_runs
 from ring_attn_core.masks import causal
+from ring_attn_core.problem.checks import FARTHEST, check_extents, check_runs
 from ring_attn_core.runs import Band, Row, Run, row
 
-from .api import checked, gradients_apart, problem_of, refuse_second_derivative
-from .attend import attend, attend_backward, cotangents
-from .groups import check_inputs, refuse_transforms
-from .keys import pack
-from .score import Score, draw_of
+from .arguments import check_inputs, checked, problem_of, refuse_transforms
+from .attend.backend import attend, attend_backward, cotangents
+from .attend.dropout import draw_of
+from .attend.keys import pack
+from .attend.score import Score
+from .op import gradients_apart, refuse_second_derivative
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from parity_tests.compilation import EVERYTHING, PLAIN
-from ring_attn_core.kernels import hopper, steps
-from ring_attn_core.kernels.calls import Call
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.launch import Launch
+
+from ..support.compilation import EVERYTHING, PLAIN
 
 HOPPER = replace(PLAIN, hopper=True)
 MEASURED: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ring_attn_core import causal
-from ring_attn_core.kernels import backends, calls, compile, hopper, steps
+from ring_attn_core.kernels import backends, compile, steps
+from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.backends import runnable, select
-from ring_attn_core.kernels.calls import call_of
-from ring_attn_core.kernels.problem import Problem
-from ring_attn_core.kernels.tiles import TileConfig
+from ring_attn_core.kernels.call import call_of
+from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_core.problem.problem import Problem
 
 triton = pytest.importorskip("triton")
 gluon = pytest.importorskip("triton.experimental.gluon")
@@ -87,10 +89,10 @@ def test_a_backward_that_is_slower_than_the_portable_one_is_left_to_it(monkeypat
 @pytest.mark.parametrize("gone", ["copy_tile", "jit"])
 def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monkeypatch, gone):
     """As if async_load, or gluon.jit, were called something else in the next release."""
-    for name in [
-        name for name in sys.modules if name.startswith("ring_attn_core.kernels.") and ("hopper_" in name or "gluon" in name)
-    ]:
-        monkeypatch.delitem(sys.modules, name)
+    kernels = [name for name in sys.modules if name.startswith("ring_attn_core.kernels.hopper.")]
+    for name in kernels:
+        if not name.endswith(("launches", "supports")):
+            monkeypatch.delitem(sys.modules, name)
     attribute, module = {"copy_tile": ("async_load", tma), "jit": ("jit", gluon)}[gone]
     monkeypatch.delattr(module, attribute, raising=False)
     monkeypatch.delattr(module, "async_copy_global_to_shared", raising=False)
@@ -127,8 +129,8 @@ def test_a_cache_that_cannot_be_written_is_named_once(monkeypatch, tmp_path):
 def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, reason):
     """The problem and the reason are named, once; ranks learn of it before anything is sent."""
     monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
-    monkeypatch.setattr(hopper, "refusal_of_backward", lambda _: "the portable kernels, whose tiles these are, are to be tried")
-    for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
+    monkeypatch.setattr(steps, "refusal_of_backward", lambda _: "the portable kernels, whose tiles these are, are to be tried")
+    for make in (portable.delta, steps.forward, portable.dq, portable.dkv):
         make.cache_clear()
     of = "bfloat16 heads of 64 and 64"
     with (
@@ -138,5 +140,5 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
         assert runnable(on_a_gpu("auto")) is None
     with pytest.raises(ValueError, match=reason):
         runnable(on_a_gpu("triton"))
-    for make in (steps.delta, steps.forward, steps.dq, steps.dkv):
+    for make in (portable.delta, steps.forward, portable.dq, portable.dkv):
         make.cache_clear()

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests.compilation import PLAIN, resources
-from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.portable import launches as portable
+
+from ..support.compilation import PLAIN, resources
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bytes_of_stack_are_those_of_cuobjdump(dim):
-    kernel = compiled(steps.dkv(replace(PLAIN, head_dim=dim, v_dim=dim), True, True), 90)
+    kernel = compiled(portable.dkv(replace(PLAIN, head_dim=dim, v_dim=dim), True, True), 90)
     assert stack_bytes(kernel.asm["cubin"]) == resources(kernel)[0]
     if dim == 64:
         assert stack_bytes(kernel.asm["cubin"]) > 0, "choose a kernel with some, or this shows nothing"

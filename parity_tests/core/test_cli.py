@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ring_attn_core.cli import app, make_plan
+from ring_attn_cli.main import app, make_plan
 from ring_attn_core.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: list[str
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
 def test_a_missing_package_is_answered_with_the_extra_that_brings_it(missing: str, tmp_path: Path):
-    code = f"import sys; sys.modules[{missing!r}] = None; from ring_attn_core.cli import main; main()"
+    code = f"import sys; sys.modules[{missing!r}] = None; from ring_attn_cli.main import main; main()"
     command = [sys.executable, "-c", code, "plan", "--ranks", "2", "--length", "8", "--save", str(tmp_path / "plan.png")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode != 0

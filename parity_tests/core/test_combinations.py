@@ -6,8 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from parity_tests.cases import Case
-from parity_tests.combinations import AXES, COMBINATIONS, WITH_BLANKS
+from ..support.cases import Case
+from ..support.combinations import AXES, COMBINATIONS, WITH_BLANKS
 
 
 def chosen(axis: str, choice: str) -> dict[str, object]:

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from ring_attn_core.cli import app
-from ring_attn_core.doctor import Choice, choices, findings, typical, versions
+from ring_attn_cli.doctor import Choice, choices, findings, typical, versions
+from ring_attn_cli.main import app
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS
 
@@ -29,9 +29,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
         pytest.importorskip(framework)
         monkeypatch.setattr("ring_attn_core.kernels.backends.find_spec", lambda name: name)
         monkeypatch.setattr("ring_attn_core.kernels.backends._has_flash4", lambda: False)
-        monkeypatch.setattr(f"ring_attn_{framework}.launch.capability", lambda *device: capability)
+        monkeypatch.setattr(f"ring_attn_{framework}.attend.launch.capability", lambda *device: capability)
         if framework == "jax":
-            monkeypatch.setattr("ring_attn_jax.launch.makes_descriptors", lambda: True)
+            monkeypatch.setattr("ring_attn_jax.attend.launch.makes_descriptors", lambda: True)
         if framework == "torch":
             monkeypatch.setattr("torch.cuda.is_available", lambda: capability > 0)
             monkeypatch.setattr("torch.cuda.device_count", lambda: GPUS)
@@ -79,7 +79,7 @@ def test_on_a_hopper_gpu_auto_takes_its_own_kernels(framework: str, pretend: Pre
 
 def test_without_tma_descriptors_auto_takes_the_portable_kernels(pretend: Pretend, monkeypatch: pytest.MonkeyPatch):
     pretend("jax", 90)
-    monkeypatch.setattr("ring_attn_jax.launch.makes_descriptors", lambda: False)
+    monkeypatch.setattr("ring_attn_jax.attend.launch.makes_descriptors", lambda: False)
     said = doctor("jax")
     assert said["hopper"][0].startswith("its kernels read by TMA descriptors, which this jaxlib cannot make")
     assert said["triton"] == ["runs", "takes it"]
@@ -180,7 +180,7 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
         raise OSError("libcudart.so: cannot open shared object file\nand more")
 
     pytest.importorskip(framework)
-    monkeypatch.setattr(f"ring_attn_core.doctor._{framework}", broken)
+    monkeypatch.setattr(f"ring_attn_cli.doctor._{framework}", broken)
     (found,) = findings(typical("bfloat16", 128), framework)
     assert found.words == ("installed, but does not start: libcudart.so: cannot open shared object file",)
     assert found.choices == ()

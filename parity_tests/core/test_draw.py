@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ring_attn_cli.plan.cells import Axis, colour, computed
+from ring_attn_cli.plan.image import save
+from ring_attn_cli.plan.terminal import draw
+from ring_attn_cli.plan.words import holds, mask_in_words, short, title, travel_in_words
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
-from ring_attn_core.draw import Axis, colour, computed, holds, mask_in_words, save, short, terminal, title, travel_in_words
 from ring_attn_core.layouts import LAYOUTS, padded_local
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +31,7 @@ def make(layout: str, mask: Band, ranks: int, length: int, kv_length: int | None
 
 def printed(plan: RingPlan, width: int = 80) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(terminal(plan))
+    console.print(draw(plan))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -159,7 +162,7 @@ def test_saving_leaves_pyplot_and_its_settings_alone(tmp_path: Path):
     code = (
         "import sys, matplotlib\n"
         "from ring_attn_core import RingPlan, causal\n"
-        "from ring_attn_core.draw import save\n"
+        "from ring_attn_cli.plan.image import save\n"
         "before = matplotlib.rcParams['svg.hashsalt'], matplotlib.rcParams['font.family']\n"
         f"save(RingPlan('zigzag', causal(), 2, 4), {str(tmp_path / 'plan.svg')!r})\n"
         "assert (matplotlib.rcParams['svg.hashsalt'], matplotlib.rcParams['font.family']) == before\n"

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from parity_tests.compilation import PLAIN, advice, released_in_flight, resources, sass, step
-from parity_tests.core.hopper_launches import HOPPER, MEASURED, launches
-from ring_attn_core.kernels import hopper, steps
+from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.compile import MOST_STACK, compiled, triton_release
+from ring_attn_core.kernels.hopper import launches as hopper
+from ring_attn_core.kernels.hopper.supports import refusal, refusal_of_backward
 from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar
 from ring_attn_core.kernels.ptx import as_before
-from ring_attn_core.kernels.tiles import shared_memory
+from ring_attn_core.kernels.tile_sizes import shared_memory
+
+from ..support.compilation import PLAIN, advice, released_in_flight, resources, sass, step
+from .hopper_launches import HOPPER, MEASURED, launches
 
 
 def test_the_hopper_forward_takes_the_place_of_the_portable_one():
@@ -56,7 +59,7 @@ def test_longer_walks_of_the_hopper_backward_share_their_queries_among_fewer_hea
 )
 def test_what_the_hopper_forward_refuses_the_portable_one_takes(change, reason):
     call = replace(HOPPER, **change)
-    assert reason in str(hopper.refusal(call))
+    assert reason in str(refusal(call))
     assert steps.forward(call, True, True).kernel == "forward"
 
 
@@ -160,7 +163,7 @@ REFUSED = [
 @pytest.mark.parametrize(("change", "reason"), REFUSED, ids=str)
 def test_what_the_hopper_backward_refuses_the_portable_kernels_take(change, reason):
     call = replace(HOPPER, **change)
-    assert reason in str(hopper.refusal_of_backward(call))
+    assert reason in str(refusal_of_backward(call))
     assert {"dq", "dkv"} <= {x.kernel for x in steps.of_backward(call, 1)}
 
 

@@ -6,24 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests.compilation import EVERYTHING, PLAIN, resources
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.calls import Call
+from ring_attn_core.kernels.call import Call
 from ring_attn_core.kernels.compile import compiled, kernel_function
 from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar
-from ring_attn_core.kernels.tiles import choose_tiles, padded, shared_memory
+from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.kernels.tile_sizes import choose_tiles, padded, shared_memory
+
+from ..support.compilation import EVERYTHING, PLAIN, resources
 
 
 def launches(call: Call) -> list[Launch]:
     """Every launch of a ring: of the first, a middle and the last step, and of a ring of one."""
     places = [(True, True), (True, False), (False, False), (False, True)]
-    made = [steps.delta(call, call.dtype)]
-    made += [make(call, *place) for make in (steps.forward, steps.dq) for place in places]
-    made += [steps.dkv(call, *place) for place in places[:3]]
+    made = [portable.delta(call, call.dtype)]
+    made += [make(call, *place) for make in (steps.forward, portable.dq) for place in places]
+    made += [portable.dkv(call, *place) for place in places[:3]]
     if "ceiling" in call.given:
-        made.append(steps.key_ceiling(call.batch, call.kv_local))
+        made.append(portable.key_ceiling(call.batch, call.kv_local))
     if "streams" in call.given:
-        made.append(steps.streams(call.batch, call.heads))
+        made.append(portable.streams(call.batch, call.heads))
     if "extents" in call.given:
         made.append(steps.extent_bounds(call))
     return made
@@ -55,8 +57,8 @@ def test_state_is_overwritten_in_place_until_the_last_step():
     assert over(steps.forward(PLAIN, False, False)) == ["out_in", "lse_in"]
     assert over(steps.forward(PLAIN, False, True)) == [None, "lse_in"], "out changes its dtype"
     assert over(steps.forward(replace(PLAIN, dtype="float32"), False, True)) == ["out_in", "lse_in"]
-    assert over(steps.dq(PLAIN, False, False)) == ["dq_in"]
-    assert over(steps.dkv(replace(PLAIN, packed=True), False, False)) == ["dkv_in"]
+    assert over(portable.dq(PLAIN, False, False)) == ["dq_in"]
+    assert over(portable.dkv(replace(PLAIN, packed=True), False, False)) == ["dkv_in"]
 
 
 def test_lengths_are_no_part_of_a_compiled_kernel():
@@ -83,7 +85,7 @@ SIZED = [
 @pytest.mark.parametrize(("capability", "call"), SIZED, ids=["sm_80", "sm_89", "sm_100", "sm_90, 64", "sm_90, 128", "sm_90, 256"])
 def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
     call = replace(call, capability=capability)
-    for launch in (steps.forward(call, True, True), steps.dq(call, True, True), steps.dkv(call, True, True)):
+    for launch in (steps.forward(call, True, True), portable.dq(call, True, True), portable.dkv(call, True, True)):
         assert compiled(launch, capability).metadata.shared <= shared_memory(capability), launch.kernel
 
 
@@ -92,7 +94,7 @@ def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
 )
 def test_old_assemblers_read_the_ptx(capability, version):
     """XLA's own, in a JAX program: of CUDA 12.8 or newer."""
-    kernel = compiled(steps.delta(replace(PLAIN, capability=capability), "bfloat16"), capability)
+    kernel = compiled(portable.delta(replace(PLAIN, capability=capability), "bfloat16"), capability)
     assert f".version {version}\n" in kernel.asm["ptx"]
 
 
@@ -109,7 +111,9 @@ def test_old_assemblers_read_the_ptx(capability, version):
 def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):
     """At most so many bytes of stack a thread on Hopper, and reloads in the loop without a mask, of some 500 instructions."""
     call = replace(PLAIN, head_dim=dim, v_dim=dim)
-    used, reloaded, products = resources(compiled(getattr(steps, kernel)(call, True, True), 90))
+    used, reloaded, products = resources(
+        compiled(getattr(steps if kernel == "forward" else portable, kernel)(call, True, True), 90)
+    )
     assert used <= stack
     assert reloaded <= reloads
     assert products > 0, "no wgmma in the binary"

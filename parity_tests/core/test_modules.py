@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.modules import alibi_slopes
+from ring_attn_core.model.alibi import alibi_slopes
 
 
 @pytest.mark.parametrize(

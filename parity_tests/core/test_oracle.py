@@ -10,8 +10,8 @@ import pytest
 
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.dropout import kept
-from ring_attn_core.oracle import Attention, exact, plain
-from ring_attn_core.tolerance import relative_error
+from ring_attn_core.reference.oracle import Attention, exact, plain
+from ring_attn_core.reference.tolerance import relative_error
 
 B, S, T, H, G, D, E = 2, 7, 9, 4, 2, 3, 2
 RNG = np.random.default_rng(0)

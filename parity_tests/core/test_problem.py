@@ -14,7 +14,9 @@ import pytest
 from ring_attn_core import Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Backend, select
-from ring_attn_core.kernels.problem import DTYPES, STRATEGIES, Given, Problem, check_extents, check_runs, check_strategy
+from ring_attn_core.problem.checks import DTYPES, Given, check_extents, check_runs
+from ring_attn_core.problem.problem import Problem
+from ring_attn_core.problem.strategies import STRATEGIES, check_strategy
 
 GOOD = Problem(
     q_shape=(2, 16, 8, 64),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ring_attn_core.kernels.tiles import blockwise_tiles, visible_tiles
+from ring_attn_core.kernels.tile_sizes import blockwise_tiles, visible_tiles
 
 BANDS = [(lo, hi) for lo in range(-8, 8, 2) for hi in range(-8, 8)]
 QUERIES = [(m0, m1) for m0 in range(6) for m1 in range(m0, 7)]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ring_attn_core.kernels import hopper, steps
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.hopper import launches as hopper
 
 
 @pytest.fixture

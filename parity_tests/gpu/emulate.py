@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from parity_tests.cases import Case
-from ring_attn_core.oracle import Attention
-from ring_attn_core.plan import RingPlan
-from ring_attn_jax import api as jax_api
-from ring_attn_jax import attend as jax_attend
-from ring_attn_jax import keys as jax_keys
-from ring_attn_jax.score import draw_of as jax_draw_of
-from ring_attn_torch import api as torch_api
-from ring_attn_torch import attend as torch_attend
-from ring_attn_torch import keys as torch_keys
-from ring_attn_torch.score import draw_of as torch_draw_of
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_jax import arguments as jax_arguments
+from ring_attn_jax.attend import backend as jax_attend
+from ring_attn_jax.attend import keys as jax_keys
+from ring_attn_jax.attend.dropout import draw_of as jax_draw_of
+from ring_attn_torch import arguments as torch_arguments
+from ring_attn_torch.attend import backend as torch_attend
+from ring_attn_torch.attend import keys as torch_keys
+from ring_attn_torch.attend.dropout import draw_of as torch_draw_of
+
+from ..support.cases import Case
 
 
 def on_torch(case: Case, backend: str = "triton") -> Attention:
@@ -49,8 +50,8 @@ def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[
     plan = case.plan
     numbers = case.scale, case.softcap, case.dropout_rate
     where = None, plan.layout, plan.mask.lo, plan.mask.hi, plan.length, plan.kv_length
-    problem = torch_api.problem_of(q, k, v, given, *where, *numbers, backend)  # type: ignore[arg-type]
-    _, score = torch_api.checked(replace(problem, ranks=plan.ranks))
+    problem = torch_arguments.problem_of(q, k, v, given, *where, *numbers, backend)  # type: ignore[arg-type]
+    _, score = torch_arguments.checked(replace(problem, ranks=plan.ranks))
     return replace(score, extents=given[0], sinks=given[2], slopes=given[3], draw=draw)
 
 
@@ -75,7 +76,7 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     numbers = case.scale, case.softcap, case.dropout_rate
     names = "extents", "key_mask", "sinks", "alibi_slopes"
     given = [{name: arrays.get(name) for name in names} for arrays in of_rank]
-    scores = [jax_api.checked(q[0], k[0], v[0], arrays, draw, *where, *numbers, backend)[1] for arrays in given]
+    scores = [jax_arguments.checked(q[0], k[0], v[0], arrays, draw, *where, *numbers, backend)[1] for arrays in given]
     make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r]["key_mask"], jax_keys.apart(plan, scores[r]))
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
     return _ring(plan, scores, q, make_keys, dout, dlse, jax_attend, rows)
@@ -84,7 +85,7 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
 def _ring(
     plan: RingPlan, scores: Any, q: Any, make_keys: Callable[[int], Any], dout: Any, dlse: Any, package: Any, rows: Any
 ) -> tuple[list[Any], ...]:
-    """out, lse, dq, dk, dv and dsinks of every rank: the loop of ring.py, its ranks one after the other at every shift."""
+    """out, lse, dq, dk, dv and dsinks of every rank: the loop of ring/loop.py, its ranks one after the other at every shift."""
     every = range(plan.ranks)
     keys, total, dq, dkv = [make_keys(r) for r in every], [None] * plan.ranks, [None] * plan.ranks, [None] * plan.ranks
     for shift in plan.shifts:

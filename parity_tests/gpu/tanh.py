@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ring_attn_core.kernels.hopper_common import special_tanh
+from ring_attn_core.kernels.hopper.instructions import special_tanh
 
 
 @gluon.jit

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, check_kept, grid, one_hot, pairs
-from parity_tests.combinations import COMBINATIONS, EVERYTHING
-from parity_tests.gpu.tolerance import TANH, bound_on_hopper
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.oracle import Attention
+from ring_attn_core.reference.oracle import Attention
+
+from ..support.cases import SPECIAL, Case, check, check_future_unseen, check_kept, grid, one_hot, pairs
+from ..support.combinations import COMBINATIONS, EVERYTHING
+from .tolerance import TANH, bound_on_hopper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -52,7 +53,7 @@ JUDGED = [("triton", case) for case in CASES] + [("hopper", case) for case in HO
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
 def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property, programs):
     """What it records makes the table of benchmarks/bits.py."""
-    from parity_tests.gpu.emulate import on_jax, on_torch
+    from .emulate import on_jax, on_torch
 
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
@@ -75,7 +76,7 @@ def differing(a: Attention, b: Attention) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 def test_dropout_keeps_the_set_of_the_truth(layout):
-    from parity_tests.gpu.emulate import on_torch
+    from .emulate import on_torch
 
     case = one_hot(Case(layout, full(), ranks=2, length=244, v_dim=244, heads=2, dropout_rate=0.4))
     check_kept(case, on_torch(case).out)
@@ -83,7 +84,7 @@ def test_dropout_keeps_the_set_of_the_truth(layout):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_future_changes_nothing(ranks):
-    from parity_tests.gpu.emulate import on_torch
+    from .emulate import on_torch
 
     case = Case(ranks=ranks, length=500, dtype="bfloat16", head_dim=64)
     check_future_unseen(on_torch(case), on_torch(case.with_other_future(201)), 201, case.length)
@@ -91,8 +92,9 @@ def test_the_future_changes_nothing(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_ring_is_the_single_launch(ranks):
-    from parity_tests.gpu.emulate import on_torch
-    from ring_attn_core.tolerance import relative_error
+    from ring_attn_core.reference.tolerance import relative_error
+
+    from .emulate import on_torch
 
     case = Case(length=1200, dtype="bfloat16", head_dim=128, v_dim=128)
     one, ring = on_torch(replace(case, ranks=1)), on_torch(replace(case, ranks=ranks))
@@ -148,7 +150,7 @@ def test_the_special_function_unit_makes_a_tanh_as_exact_as_is_said():
     """Hopper's kernels take it for softcap. Only 5e-4 is documented of it."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    from parity_tests.gpu.tanh import tanh_of
+    from .tanh import tanh_of
 
     x = torch.cat([torch.linspace(-10, 10, 2**20), torch.logspace(-30, 4, 2**20)]).cuda()
     y = torch.empty_like(x)

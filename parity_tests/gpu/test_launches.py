@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ring_attn_core import Band
-from ring_attn_core.tolerance import relative_error
+from ring_attn_core.reference.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

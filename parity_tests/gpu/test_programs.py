@@ -112,8 +112,8 @@ def test_xla_copies_no_state_between_launches():
     import jax
     import jax.numpy as jnp
 
-    from parity_tests.cases import Case
-    from parity_tests.gpu.emulate import _jax_ring
+    from ..support.cases import Case
+    from .emulate import _jax_ring
 
     case = Case(ranks=3, length=1536, dtype="bfloat16", head_dim=64, v_dim=64)
     shards = case.inputs()

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.cases import SPECIAL, Case, check, grid, pairs
-from parity_tests.combinations import COMBINATIONS
-from parity_tests.gpu.tolerance import bound_on_hopper
-from parity_tests.jax import ring as on_jax
-from parity_tests.spawn import Ranks
-from parity_tests.torch import ring as on_torch
-from ring_attn_core.oracle import Attention
-from ring_attn_core.tolerance import relative_error
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_core.reference.tolerance import relative_error
+
+from ..jax import ring as on_jax
+from ..support.cases import SPECIAL, Case, check, grid, pairs
+from ..support.combinations import COMBINATIONS
+from ..support.spawn import Ranks
+from ..torch import ring as on_torch
+from .tolerance import bound_on_hopper
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, found {GPUS}")

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.cases import Case, check
 from ring_attn_core import Band, causal, full
+
+from ..support.cases import Case, check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -23,7 +24,7 @@ CASES = [
 @pytest.mark.parametrize("backend", ["flash", "flash4", "cudnn"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_their_kernels_round_the_ring(backend, case):
-    from parity_tests.gpu.emulate import on_torch
+    from .emulate import on_torch
 
     if backend == "flash4":
         pytest.importorskip("flash_attn.cute")

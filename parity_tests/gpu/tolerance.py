@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from parity_tests.cases import Case, computed_bound
-from ring_attn_core.kernels.hopper import refusal_of_shape
+from ring_attn_core.kernels.hopper.supports import refusal_of_shape
+
+from ..support.cases import Case, computed_bound
 
 TANH = 1.2e-5
 """The relative error of a tanh by Hopper's special function unit."""

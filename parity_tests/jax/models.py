@@ -1,4 +1,4 @@
-"""Runs the layers of parity_tests/models.py with flax.nnx, on a ring of host devices."""
+"""Runs the layers of parity_tests/support/models.py with flax.nnx, on a ring of host devices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from parity_tests.jax.ring import SEQ, mesh_of
-from parity_tests.models import (
+from ring_attn_jax import from_layout, shard_batch, to_layout
+from ring_attn_jax.layers.attention import RingAttention
+from ring_attn_jax.layers.transformer import RingTransformer
+from ring_attn_jax.training.loss import loss
+from ring_attn_jax.training.weights import from_numpy, to_numpy
+
+from ..support.models import (
     LAYER,
     LEARNING_RATE,
     LENGTH,
@@ -26,10 +31,7 @@ from parity_tests.models import (
     packed_batch,
     transformer_weights,
 )
-from ring_attn_jax import from_layout, shard_batch, to_layout
-from ring_attn_jax.layers import RingAttention
-from ring_attn_jax.state import from_numpy, to_numpy
-from ring_attn_jax.transformer import RingTransformer, loss
+from .ring import SEQ, mesh_of
 
 REPLICATED = PartitionSpec()
 

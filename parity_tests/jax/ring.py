@@ -1,4 +1,4 @@
-"""Runs a case of parity_tests/cases.py on the JAX ring."""
+"""Runs a case of parity_tests/support/cases.py on the JAX ring."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from parity_tests.cases import PADDING, Case
-from ring_attn_core.oracle import Attention
-from ring_attn_core.plan import RingPlan
-from ring_attn_jax import ring_attention, tiles
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_jax import ring_attention
+from ring_attn_jax.attend import tiles
+
+from ..support.cases import PADDING, Case
 
 SEQ = PartitionSpec(None, "seq")
 REPLICATED = PartitionSpec()

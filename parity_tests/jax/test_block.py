@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parity_tests.blocks import CASES, Cut, cuts
-from parity_tests.cases import Case, check
-from parity_tests.jax.ring import QUICK, mesh_of, patch_tiles
 from ring_attn_core import Run, causal, full
-from ring_attn_core.oracle import Attention
+from ring_attn_core.reference.oracle import Attention
 from ring_attn_jax import attend_block, merge
+
+from ..support.blocks import CASES, Cut, cuts
+from ..support.cases import Case, check
+from .ring import QUICK, mesh_of, patch_tiles
 
 
 @pytest.mark.exhaustive

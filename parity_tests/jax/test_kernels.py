@@ -9,8 +9,9 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxlib import gpu_triton
 
 from ring_attn_core import causal
-from ring_attn_jax import launch, ring_attention, sharded_ring_attention
-from ring_attn_jax.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
+from ring_attn_jax import ring_attention, sharded_ring_attention
+from ring_attn_jax.attend import launch
+from ring_attn_jax.attend.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
 
 pytest.importorskip("triton")
 needs_plugin = pytest.mark.skipif(
@@ -116,7 +117,7 @@ def test_what_was_traced_for_one_gpu_is_not_used_for_another():
 
 @needs_plugin
 def test_without_tma_descriptors_hopper_is_refused_by_name_and_auto_takes_the_portable_kernels(monkeypatch):
-    monkeypatch.setattr("ring_attn_jax.api.makes_descriptors", lambda: False)
+    monkeypatch.setattr("ring_attn_jax.arguments.makes_descriptors", lambda: False)
     with compile_for(90), pytest.raises(ValueError, match=r'this jaxlib cannot make: .*"auto" takes .triton'):
         jax.eval_shape(ring(1, backend="hopper"), *shapes())
     launched = []

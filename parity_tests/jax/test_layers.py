@@ -12,9 +12,15 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from parity_tests.jax.models import REPLICATED, packed_training, run_layer, run_transformer
-from parity_tests.jax.ring import SEQ, mesh_of
-from parity_tests.models import (
+from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
+from ring_attn_jax import from_layout, positions, shard_batch, to_layout
+from ring_attn_jax.layers.attention import RingAttention
+from ring_attn_jax.layers.rotary import RotaryEmbedding
+from ring_attn_jax.layers.transformer import RingTransformer
+from ring_attn_jax.training.loss import loss
+from ring_attn_jax.training.weights import from_numpy, to_numpy
+
+from ..support.models import (
     LAYER,
     LENGTH,
     MIDDLE,
@@ -31,11 +37,8 @@ from parity_tests.models import (
     token_pair,
     transformer_weights,
 )
-from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
-from ring_attn_jax import from_layout, positions, shard_batch, to_layout
-from ring_attn_jax.layers import RingAttention, RotaryEmbedding
-from ring_attn_jax.state import from_numpy, to_numpy
-from ring_attn_jax.transformer import RingTransformer, loss
+from .models import REPLICATED, packed_training, run_layer, run_transformer
+from .ring import SEQ, mesh_of
 
 ARGUMENTS = arguments_of_attention()
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from parity_tests.cases import SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot, pairs
-from parity_tests.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
-from parity_tests.documents import check_documents, packed
-from parity_tests.fuzz import fuzz
-from parity_tests.jax.ring import mesh_of, options, run, run_once, whole
 from ring_attn_core import LAYOUTS, full, sliding_window
 from ring_attn_jax import sharded_ring_attention
+
+from ..fuzz import fuzz
+from ..support.cases import SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot, pairs
+from ..support.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
+from ..support.documents import check_documents, packed
+from .ring import mesh_of, options, run, run_once, whole
 
 CHOSEN = [Case(), *pairs(grid())]
 REST = [case for case in grid() if case not in CHOSEN]

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from parity_tests.cases import MASKS, Case
-from parity_tests.jax.ring import SEQ, mesh_of, options
 from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
-from ring_attn_core.tolerance import relative_error
+from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
-from ring_attn_jax.api import LSE_NAME, OUT_NAME
+from ring_attn_jax.op import LSE_NAME, OUT_NAME
+
+from ..support.cases import MASKS, Case
+from .ring import SEQ, mesh_of, options
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from parity_tests.cases import Case
-from parity_tests.jax.ring import mesh_of
 from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
+
+from ..support.cases import Case
+from .ring import mesh_of
 
 KINDS = {"auto": (AxisType.Auto,) * 3, "explicit": (AxisType.Explicit,) * 3, "mixed": (AxisType.Explicit, *(AxisType.Auto,) * 2)}
 EVERYTHING = Case(extents="documents", key_mask="random", softcap=2.0, sinks=True, alibi=True, dropout_rate=0.3, length=23)

@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from parity_tests.jax.models import REPLICATED
-from parity_tests.jax.ring import SEQ, mesh_of
-from parity_tests.models import assert_near
-from parity_tests.shards import (
+from ring_attn_core import LAYOUTS
+from ring_attn_jax import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+
+from ..support.models import assert_near
+from ..support.shards import (
     DOCUMENTS,
     EVERYTHING,
     IDS,
@@ -33,8 +34,8 @@ from parity_tests.shards import (
     uneven,
     uneven_loss,
 )
-from ring_attn_core import LAYOUTS
-from ring_attn_jax import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+from .models import REPLICATED
+from .ring import SEQ, mesh_of
 
 
 @pytest.mark.exhaustive

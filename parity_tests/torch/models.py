@@ -1,4 +1,4 @@
-"""Runs the layers of parity_tests/models.py with torch.nn, on a ring of gloo processes; every function is one rank's part."""
+"""Runs the layers of support/models.py with torch.nn, on a ring of gloo processes; every function is one rank's part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parity_tests.models import (
+from ring_attn_torch import from_layout, shard_batch, to_layout
+from ring_attn_torch.layers.attention import RingAttention
+from ring_attn_torch.layers.transformer import RingTransformer
+from ring_attn_torch.training.gradients import sum_gradients
+from ring_attn_torch.training.loss import loss
+from ring_attn_torch.training.weights import from_numpy, to_numpy
+
+from ..support.models import (
     LAYER,
     LEARNING_RATE,
     LENGTH,
@@ -22,11 +29,7 @@ from parity_tests.models import (
     packed_batch,
     transformer_weights,
 )
-from parity_tests.spawn import Ranks
-from ring_attn_torch import from_layout, shard_batch, to_layout
-from ring_attn_torch.layers import RingAttention
-from ring_attn_torch.state import from_numpy, to_numpy
-from ring_attn_torch.transformer import RingTransformer, loss, sum_gradients
+from ..support.spawn import Ranks
 
 Group = dist.ProcessGroup | None
 

@@ -1,4 +1,4 @@
-"""Runs a case of parity_tests/cases.py on the PyTorch ring."""
+"""Runs a case of parity_tests/support/cases.py on the PyTorch ring."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parity_tests.cases import Case
-from parity_tests.spawn import PerRank, Ranks
-from ring_attn_core.oracle import Attention
-from ring_attn_core.plan import RingPlan
-from ring_attn_torch import ring_attention, tiles
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_torch import ring_attention
+from ring_attn_torch.attend import tiles
+
+from ..support.cases import Case
+from ..support.spawn import PerRank, Ranks
 
 
 def options(plan: RingPlan) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_torch import agreement, ring_attention
+from ring_attn_torch import ring_attention
+from ring_attn_torch.ring import agreement
 
 RANKS = 4
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from parity_tests.blocks import CASES, Cut, cuts
-from parity_tests.cases import Case, check
-from parity_tests.torch.ring import patch_tiles
 from ring_attn_core import Run, causal, full
-from ring_attn_core.oracle import Attention
+from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch import attend_block, merge
+
+from ..support.blocks import CASES, Cut, cuts
+from ..support.cases import Case, check
+from .ring import patch_tiles
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parity_tests.cases import MASKS, Case, check
-from parity_tests.spawn import PerRank
-from parity_tests.torch.ring import on_rank, options
 from ring_attn_core import LAYOUTS, sliding_window
-from ring_attn_core.oracle import Attention
-from ring_attn_torch import blockwise, comm, ring_attention
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_torch import ring_attention
+from ring_attn_torch.attend import blockwise
+from ring_attn_torch.ring.strategies import ring as strategy
+
+from ..support.cases import MASKS, Case, check
+from ..support.spawn import PerRank
+from .ring import on_rank, options
 
 WINDOWS = {**MASKS, "hopless": sliding_window(0), "skips the middle": sliding_window(3, offset=-40)}
 
@@ -47,14 +50,14 @@ def test_a_whole_ring_makes_one_hop_fewer_than_ranks_forward_and_ranks_hops_of_g
 def count_sends(group, case, *shards):
     """(hop, bytes) of every transfer of a forward and of a backward pass on this rank."""
     sent: list[tuple[int, int]] = []
-    send = comm.send
+    send = strategy.send
 
     def counting(x, hop, group):
         if hop:
             sent.append((hop, sum(a.numel() * a.element_size() for a in x if a is not None)))
         return send(x, hop, group)
 
-    with patch.object(comm, "send", counting), patch.object(dist, "barrier", side_effect=AssertionError("a barrier")):
+    with patch.object(strategy, "send", counting), patch.object(dist, "barrier", side_effect=AssertionError("a barrier")):
         q, k, v = (torch.from_numpy(x).bfloat16().requires_grad_() for x in shards[:3])
         features = dict(zip(case.features, map(torch.from_numpy, shards[5:]), strict=True))
         out = ring_attention(q, k, v, group=group, **options(case.plan), **features)

@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
-from parity_tests.combinations import COMBINATIONS, EVERYTHING
-from parity_tests.spawn import Ranks
-from parity_tests.torch import ring
-from ring_attn_core.kernels import calls
-from ring_attn_core.kernels.tiles import TileConfig
-from ring_attn_core.oracle import Attention
-from ring_attn_torch import api, fused
+from ring_attn_core.kernels import call as calls
+from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_torch import arguments
+from ring_attn_torch.attend import kernels as fused
+
+from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
+from ..support.combinations import COMBINATIONS, EVERYTHING
+from ..support.spawn import Ranks
+from . import ring
 
 pytest.importorskip("triton")
 
@@ -79,7 +81,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
     launch, gpu = fused.launch, lambda device: 80
     with (
         as_on_a_gpu(),
-        patch.object(api, "capability", gpu),
+        patch.object(arguments, "capability", gpu),
         patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
         patch.object(fused, "launch", lambda what, arrays: launched.append(what.kernel) or launch(what, arrays)),
     ):

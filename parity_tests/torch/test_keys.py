@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_attn_torch.keys import zeroed
+from ring_attn_torch.attend.keys import zeroed
 
 MADE = {
     "whole": lambda dtype: torch.randn(2, 5, 3, 8).to(dtype),

@@ -9,7 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity_tests.models import (
+from ring_attn_core import Band, causal, full, sliding_window
+from ring_attn_torch import (
+    RingAttention,
+    RingTransformer,
+    RotaryEmbedding,
+    from_numpy,
+    loss,
+    sum_gradients,
+    to_layout,
+    to_numpy,
+)
+
+from ..support.models import (
     LAYER,
     LENGTH,
     MIDDLE,
@@ -21,18 +33,12 @@ from parity_tests.models import (
     layer_data,
     layer_pair,
     layer_weights,
-    rotate,
     token_ids,
     token_pair,
     transformer_weights,
 )
-from parity_tests.spawn import PerRank
-from parity_tests.torch.models import Group, layer_on_rank, packed_training, packed_training_on_rank, transformer_on_rank, whole
-from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
-from ring_attn_torch import from_layout, positions, to_layout
-from ring_attn_torch.layers import RingAttention, RotaryEmbedding
-from ring_attn_torch.state import from_numpy, to_numpy
-from ring_attn_torch.transformer import RingTransformer, loss, sum_gradients
+from ..support.spawn import PerRank
+from .models import Group, layer_on_rank, packed_training, packed_training_on_rank, transformer_on_rank, whole
 
 ARGUMENTS = arguments_of_attention()
 
@@ -62,35 +68,6 @@ def test_every_argument_of_attention_over_a_ring_is_exact(gloo, name):
 def test_layer_without_torch_distributed_is_a_ring_of_one():
     x, dout = layer_data()
     check_layer(layer_on_rank(None, layer_weights(), x, dout, {"layout": "contiguous"}), layer_weights(), x, dout)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rotary_of_every_shard_is_the_shard_of_the_rotated_whole(layout):
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 8)).astype(np.float32)
-    shards = to_layout(torch.from_numpy(x), layout, 4).chunk(4, 1)
-    rotary = RotaryEmbedding(8)
-    turned = [rotary(shard, positions(layout, 4, LENGTH, rank)) for rank, shard in enumerate(shards)]
-    together = from_layout(torch.cat(turned, 1), layout, 4, LENGTH)
-    np.testing.assert_allclose(together, rotate(x.astype(np.float64), np.arange(LENGTH)), atol=1e-5)
-
-
-def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
-    where = np.stack([np.arange(LENGTH), 2**20 - 1 - 513 * np.arange(LENGTH)]).astype(np.int32)
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 64)).astype(np.float32)
-    turned = RotaryEmbedding(64, base=500000.0)(torch.from_numpy(x), torch.from_numpy(where))
-    for row in range(2):
-        exact = rotate(x[row : row + 1].astype(np.float64), where[row], base=500000.0)
-        np.testing.assert_allclose(turned[row : row + 1], exact, atol=2e-3)
-
-
-def test_rotary_of_bfloat16_does_not_round_positions():
-    where = np.arange(250, 250 + LENGTH, dtype=np.int32)
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16))).bfloat16()
-    turned = RotaryEmbedding(16).bfloat16()(x, torch.from_numpy(where))
-    assert turned.dtype == torch.bfloat16
-    exact = torch.from_numpy(rotate(x.double().numpy(), where)).bfloat16()
-    assert (turned == exact).double().mean() > 0.99
-    np.testing.assert_allclose(turned.float(), exact.float(), atol=2**-6)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 10, 1), (0, 0, 0, 0)])

@@ -14,12 +14,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from parity_tests import spawn
-from parity_tests.cases import Case
-from parity_tests.spawn import PerRank
-from parity_tests.torch.ring import on_rank
 from ring_attn_core import causal, sliding_window
-from ring_attn_torch import api, attend_block, ring_attention
+from ring_attn_torch import attend_block, op, ring_attention
+
+from ..support import spawn
+from ..support.cases import Case
+from ..support.spawn import PerRank
+from .ring import on_rank
 
 NUMBERS = ("", "contiguous", 0, None, None, None, None)
 
@@ -129,7 +130,7 @@ def test_selective_checkpointing_runs_one_forward_ring(keep, forwards):
         return CheckpointPolicy.MUST_SAVE if keep and op == ring else CheckpointPolicy.PREFER_RECOMPUTE
 
     block = lambda q, k, v: ring_attention(q.sin(), k.sin(), v.sin(), layout="striped").cos()
-    with patch.object(api.ring, "forward", wraps=api.ring.forward) as spy:
+    with patch.object(op.ring, "forward", wraps=op.ring.forward) as spy:
         out = checkpoint(block, q, k, v, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert spy.call_count == forwards

@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from parity_tests.cases import MASKS, RANKS, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot
-from parity_tests.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
-from parity_tests.documents import check_documents, packed
-from parity_tests.fuzz import fuzz
-from parity_tests.torch.ring import run, run_or_restart
 from ring_attn_core import LAYOUTS, full, sliding_window
 from ring_attn_torch import ring_attention
+
+from ..fuzz import fuzz
+from ..support.cases import MASKS, RANKS, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot
+from ..support.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
+from ..support.documents import check_documents, packed
+from .ring import run, run_or_restart
 
 
 @pytest.mark.parametrize("case", grid(), ids=str)

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity_tests.models import Arrays, assert_near
-from parity_tests.shards import (
+from ring_attn_core import LAYOUTS
+from ring_attn_torch import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+
+from ..support.models import Arrays, assert_near
+from ..support.shards import (
     DOCUMENTS,
     EVERYTHING,
     IDS,
@@ -27,10 +30,8 @@ from parity_tests.shards import (
     uneven,
     uneven_loss,
 )
-from parity_tests.spawn import PerRank
-from parity_tests.torch.models import Group, rank_in, ranks_of
-from ring_attn_core import LAYOUTS
-from ring_attn_torch import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+from ..support.spawn import PerRank
+from .models import Group, rank_in, ranks_of
 
 
 def tensors(options: dict) -> dict:

@@ -14,14 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests.cases import Case, check, computed_bound
-from parity_tests.torch import ring
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.runs import Row
 from ring_attn_torch import attend_block, ring_attention
-from ring_attn_torch.vendor import pieces
+from ring_attn_torch.attend.vendor import pieces
+
+from ..support.cases import Case, check, computed_bound
+from . import ring
 
 CASES = [
     Case("zigzag", causal(), 1, length=67),
@@ -163,7 +164,7 @@ def test_a_block_of_theirs_is_refused():
 
 
 def test_flash_attention_4_is_looked_for(monkeypatch, tmp_path):
-    from parity_tests.core.test_backends import on_a_gpu
+    from ..core.test_backends import on_a_gpu
 
     problem, looked = replace(on_a_gpu("auto"), framework="torch"), backends._has_flash4.__wrapped__
     monkeypatch.setattr(backends, "_has_flash4", lambda: False)
@@ -180,7 +181,7 @@ def test_flash_attention_4_is_looked_for(monkeypatch, tmp_path):
 
 
 def test_auto_never_takes_them():
-    from parity_tests.core.test_backends import on_a_gpu
+    from ..core.test_backends import on_a_gpu
 
     problem = replace(on_a_gpu("auto"), framework="torch")
     assert [select(problem, name) for name in ("flash", "cudnn", "blockwise")] == ["flash", "cudnn", "blockwise"]

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..problem.problem import Problem
 from .compile import NEWEST_TRIED, triton_release, triton_version
-from .hopper import refusal_of_gradients, refusal_of_shape
-from .problem import Problem
+from .hopper.supports import refusal_of_gradients, refusal_of_shape
 
 if TYPE_CHECKING:
-    from .calls import Call
+    from .call import Call
 
 WIDEST = 256
 OLDEST_GPU = 80
@@ -192,7 +192,7 @@ def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
     measured, "auto" warns and takes the next backend, for the forward and the backward of Hopper's kernels apart. A backend that
     was asked for by name raises ValueError where it cannot run.
     """
-    from .calls import call_of
+    from .call import call_of
 
     of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
     automatic = problem.backend == "auto"

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from .binary import stack_bytes
 from .launch import Launch
 from .ptx import changed_for_products
-from .tiles import shared_memory
+from .tile_sizes import shared_memory
 
 NEWEST_TRIED = 3, 9
 """The newest release of Triton that the kernels have run with; what a newer one makes of Hopper's own, nobody has measured."""
@@ -28,24 +29,24 @@ MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600}
 needs with every feature at once (432 and 568; parity_tests/core/hopper_launches.json)."""
 
 
+MODULES = {
+    "forward": "portable.forward",
+    "delta": "portable.backward_sums",
+    "extent_bounds": "portable.backward_sums",
+    "dq": "portable.backward_dq",
+    "dkv": "portable.backward_dkv",
+    "key_ceiling": "portable.loads",
+    "streams": "portable.dropout",
+    "hopper_forward": "hopper.forward",
+    "hopper_backward": "hopper.backward",
+    "hopper_dq": "hopper.backward_dq",
+}
+"""Where each kernel stands, by the name that a launch calls it by."""
+
+
 def kernel_function(name: str) -> Any:
     """The Triton or Gluon function of a kernel, imported at the first launch."""
-    if name == "hopper_forward":
-        from .hopper_forward import hopper_forward
-
-        return hopper_forward
-    if name == "hopper_backward":
-        from .hopper_backward import hopper_backward
-
-        return hopper_backward
-    if name == "hopper_dq":
-        from .hopper_sums import hopper_dq
-
-        return hopper_dq
-    from . import triton_backward, triton_common, triton_forward
-
-    modules = {"forward": triton_forward, "key_ceiling": triton_common, "streams": triton_common}
-    return getattr(modules.get(name, triton_backward), name)
+    return getattr(import_module(f"{__package__}.{MODULES[name]}"), name)
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -97,7 +98,7 @@ def _compiled(
     types, values = dict(signature), dict(constants)
     make = ASTSource
     if function.is_gluon():
-        from .gluon import source as make
+        from .hopper.gluon import source as make
     source = make(
         function,
         signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},

@@ -53,7 +53,7 @@ class Descriptor:
     @property
     def layout(self) -> Any:
         """Of blocks in shared memory, for a Gluon kernel."""
-        from .gluon import shared_layout
+        from .hopper.gluon import shared_layout
 
         return shared_layout(self.block, TRITON_TYPES[self.dtype], self.swizzled)
 
@@ -138,7 +138,7 @@ class Launch:
 def host_descriptor(array: Any, x: Descriptor) -> Any:
     """What a launch from Python takes for a Descriptor of ``array``."""
     if x.gluon:
-        from .gluon import host_descriptor
+        from .hopper.gluon import host_descriptor
 
         return host_descriptor(array, x.shape, x.strides, x.block, x.layout)
     from triton.tools.tensor_descriptor import TensorDescriptor

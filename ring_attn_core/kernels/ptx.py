@@ -18,7 +18,7 @@ H200 (causal, 16,384 tokens, 16 heads of 128), over 3.6's in the same run:
     as_before                          0 reloads, 1.01         0 reloads, 0.99
     as_before, by 12.9                 0 reloads, 1.01         0 reloads, 1.00 (4 x 4,096 tokens 1.00, by 13.4 0.98)
 
-The backward needs ``hopper_common.here`` and ``gluon.wait_for_products`` besides, and the forward ``hopper_softmax.row_maximum``.
+The backward needs ``register_layouts.here`` and ``gluon.wait_for_products`` besides, the forward ``forward_softmax.row_maximum``.
 """
 
 from __future__ import annotations

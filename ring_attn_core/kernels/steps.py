@@ -1,33 +1,30 @@
-"""The launches that a step of the ring is made of: pure functions from what a call is to ``Launch``."""
+"""Which launches a step of the ring is made of: Hopper's kernels where they take a call, else the portable ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
-from . import hopper
-from .calls import Call
-from .launch import Argument, Array, Descriptor, Launch, Output, Scalar
-from .tiles import TileConfig, padded
-
-LEAST_FOLDED = 1e-20
-"""A scale above it goes into the exponential's multiply-add: what is added to scores may be divided by it, in float32."""
+from .call import Call
+from .hopper import launches as hopper
+from .hopper.supports import refusal, refusal_of_backward
+from .launch import Launch
+from .portable import launches as portable
 
 
 def of_forward(call: Call, steps: int) -> Iterator[Launch]:
     """Every launch of the forward of a ring of so many steps."""
     if "ceiling" in call.given:
-        yield key_ceiling(call.batch, call.kv_local)
+        yield portable.key_ceiling(call.batch, call.kv_local)
     if "streams" in call.given:
-        yield streams(call.batch, call.heads)
+        yield portable.streams(call.batch, call.heads)
     for first, last in _ends(steps):
         yield forward(call, first, last)
 
 
 def of_backward(call: Call, steps: int) -> Iterator[Launch]:
     """Every launch of the backward that is not of the forward too."""
-    yield delta(call, call.dtype)
+    yield portable.delta(call, call.dtype)
     if "extents" in call.given:
         yield extent_bounds(call)
     for first, last in _ends(steps):
@@ -35,8 +32,8 @@ def of_backward(call: Call, steps: int) -> Iterator[Launch]:
             yield hopper.backward(call, first, first and last)
             yield hopper.dq(call)
         else:
-            yield dq(call, first, last)
-            yield dkv(call, first, first and last)
+            yield portable.dq(call, first, last)
+            yield portable.dkv(call, first, first and last)
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
@@ -46,242 +43,18 @@ def _ends(steps: int) -> list[tuple[bool, bool]]:
 
 def in_one_pass(call: Call) -> bool:
     """Whether one launch makes all the gradients of a step, ``hopper.backward``; else it takes ``dq`` and ``dkv``."""
-    return call.hopper and "backward" not in call.portable and hopper.refusal_of_backward(call) is None
+    return call.hopper and "backward" not in call.portable and refusal_of_backward(call) is None
 
 
 @lru_cache(maxsize=4096)
 def forward(call: Call, first: bool, last: bool) -> Launch:
-    """(out, lse) with the keys of one shard: outputs ``out``, ``lse``, over the given ones where these stay in float32."""
-    tiles = call.tiles("forward")
-    out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
-    lse = Output("lse", (call.batch, call.seq_local, call.heads), "float32")
-    if not first:
-        lse = Output(*_fields(lse), over="lse_in")
-        out = out if last and call.dtype != "float32" else Output(*_fields(out), over="out_in")
-    arguments = {
-        **_inputs(call, tiles, "q", "q_BSHD"),
-        "rows_ptr": Array("rows", "int32"),
-        "extents_ptr": call.array("extents", "int32"),
-        "ceiling_BT": call.array("ceiling"),
-        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
-        "sinks_ptr": call.array("sinks") if first else None,
-        "slopes_ptr": call.array("slopes"),
-        "streams_BH": call.array("streams", "uint32"),
-        "out_in_BSHE": None if first else Array("out_in", "float32"),
-        "lse_in_BSH": None if first else Array("lse_in", "float32"),
-        "out_BSHE": Array("out", out.dtype),
-        "lse_BSH": Array("lse", "float32"),
-        **call.numbers,
-    }
-    constants = {
-        **_constants(call, tiles),
-        "FIRST": first,
-        "LAST": last,
-        "FOLDED": call.scale > LEAST_FOLDED,
-        "CLEAN": _clean(call),
-    }
-    grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    launch = _launch("forward", grid, arguments, constants, (out, lse), tiles)
-    takes = call.hopper and "forward" not in call.portable and hopper.refusal(call) is None
+    """Return the launch that merges the keys of one shard into (out, lse)."""
+    launch = portable.forward(call, first, last)
+    takes = call.hopper and "forward" not in call.portable and refusal(call) is None
     return hopper.forward(call, launch) if takes else launch
 
 
 @lru_cache(maxsize=4096)
-def delta(call: Call, out_dtype: str) -> Launch:
-    """The sums over a query that the backward needs: outputs ``lse2`` and ``delta`` [b h s], from out in that dtype."""
-    tiles = call.tiles("delta")
-    shape = call.batch, call.heads, call.seq_local
-    arguments = {
-        "out_BSHE": Array("out", out_dtype),
-        "lse_BSH": Array("lse", "float32"),
-        "dout_BSHE": Array("dout", call.dtype),
-        "dlse_BSH": Array("dlse", "float32"),
-        "lse2_BHS": Array("lse2", "float32"),
-        "delta_BHS": Array("delta", "float32"),
-        "S": Scalar(call.seq_local, "i32"),
-    }
-    constants = {"H": call.heads, "E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": padded(call.v_dim)}
-    outputs = Output("lse2", shape, "float32"), Output("delta", shape, "float32")
-    grid = -(-call.seq_local // tiles.block_q) * call.heads * call.batch
-    return _launch("delta", grid, arguments, constants, outputs, tiles)
-
-
-@lru_cache(maxsize=4096)
 def extent_bounds(call: Call) -> Launch:
-    """What the queries of a tile may see by their extents: output ``bounds`` int32 [b, q tiles of the backward, 4]."""
-    block_q = hopper.queries(call) if in_one_pass(call) else call.tiles("dkv").block_q
-    arguments = {
-        "extents_ptr": Array("extents", "int32"),
-        "rows_ptr": Array("rows", "int32"),
-        "bounds_ptr": Array("bounds", "int32"),
-        "S": Scalar(call.seq_local, "i32"),
-    }
-    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q}
-    q_tiles = call.q_tiles(block_q)
-    outputs = (Output("bounds", (call.batch, q_tiles, 4), "int32"),)
-    return _launch("extent_bounds", q_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
-
-
-@lru_cache(maxsize=4096)
-def key_ceiling(batch: int, kv_local: int) -> Launch:
-    """The key mask as kernels take it, from ``bits``: outputs ``ceiling`` [b t] in float32 and ``hidden`` [b spans] int32."""
-    arguments = {
-        "bits_ptr": Array("bits", "uint8"),
-        "ceiling_BT": Array("ceiling", "float32"),
-        "hidden_ptr": Array("hidden", "int32"),
-        "T": Scalar(kv_local, "i32"),
-    }
-    tiles = -(-kv_local // 1024)
-    outputs = Output("ceiling", (batch, kv_local), "float32"), Output("hidden", (batch, tiles * 16), "int32")
-    return _launch("key_ceiling", tiles * batch, arguments, {"BLOCK_K": 1024}, outputs, TileConfig(0, 1024, 4, 1))
-
-
-@lru_cache(maxsize=4096)
-def streams(batch: int, heads: int) -> Launch:
-    """By what dropout draws for every batch row and head: output ``streams`` [b h], from ``draw``."""
-    arguments = {
-        "draw_ptr": Array("draw", "uint32"),
-        "streams_BH": Array("streams", "uint32"),
-        "B": Scalar(batch, "i32"),
-        "H": Scalar(heads, "i32"),
-    }
-    outputs = (Output("streams", (batch, heads), "uint32"),)
-    return _launch("streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
-
-
-@lru_cache(maxsize=4096)
-def dq(call: Call, first: bool, last: bool) -> Launch:
-    """dq with the part of one shard of keys: output ``dq``, over the given one where it stays in float32."""
-    tiles = call.tiles("dq")
-    out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
-    if not first and out.dtype == "float32":
-        out = Output(*_fields(out), over="dq_in")
-    arguments = {
-        **_inputs(call, tiles, "q", "q_BSHD", "dout_BSHE"),
-        **_backward_inputs(call),
-        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
-        "dq_in_BSHD": None if first else Array("dq_in", "float32"),
-        "dq_BSHD": Array("dq", out.dtype),
-        "scale": Scalar(call.scale, "fp32"),
-        **call.numbers,
-    }
-    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": _clean(call)}
-    grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    return _launch("dq", grid, arguments, constants, (out,), tiles)
-
-
-@lru_cache(maxsize=4096)
-def dkv(call: Call, first: bool, last: bool) -> Launch:
-    """The gradients of one shard of keys: ``dkv`` packed like k/v, else ``dk`` and ``dv``, over the given ones where there are.
-
-    ``last``: nothing will be added to them, so they come in the input's dtype.
-    """
-    tiles = call.tiles("dkv")
-    dtype = call.dtype if last else "float32"
-    shape = call.batch, call.kv_local, call.kv_heads
-    over = lambda name: name + "_in" if not first and dtype == "float32" else None
-    if call.packed:
-        outputs: tuple[Output, ...] = (Output("dkv", (*shape, call.head_dim + call.v_dim), dtype, over("dkv")),)
-        names = {"dk": "dkv"}
-    else:
-        outputs = Output("dk", (*shape, call.head_dim), dtype, over("dk")), Output("dv", (*shape, call.v_dim), dtype, over("dv"))
-        names = {"dk": "dk", "dv": "dv"}
-    suffix = {"dk": "_BTGD", "dv": "_BTGE"}
-    given = {} if first else {f"{p}_in{suffix[p]}": Array(name + "_in", "float32") for p, name in names.items()}
-    arguments = {
-        **_inputs(call, tiles, "kv", "q_BSHD", "dout_BSHE"),
-        **_backward_inputs(call),
-        "bounds_ptr": Array("bounds", "int32") if "extents" in call.given else None,
-        **given,
-        **{p + suffix[p]: Array(name, dtype) for p, name in names.items()},
-        "scale": Scalar(call.scale, "fp32"),
-        **call.numbers,
-    }
-    constants = {**_constants(call, tiles), "FIRST": first}
-    grid = call.k_tiles(tiles.block_k) * call.kv_heads * call.batch
-    return _launch("dkv", grid, arguments, constants, outputs, tiles)
-
-
-def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
-    return output.name, output.shape, output.dtype
-
-
-def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """q, and dout, by tiles of queries; k and v by tiles of keys. ``own``: "q" or "kv", of which a program has one tile."""
-    together = call.head_dim + call.v_dim
-    by_tma = tiles.tma and tma_fits(call)
-
-    def tiled(name: str, tokens: int, heads: int, stride: int, rows: int, width: int, whose: str) -> Argument:
-        if not by_tma:
-            return Array(name, call.dtype)
-        if whose == own:
-            return Descriptor(name, call.dtype, (call.batch * tokens, heads * stride), (rows, width))
-        return Descriptor(name, call.dtype, (call.batch, tokens, heads, stride), (1, rows, 1, width))
-
-    arguments: dict[str, Argument] = {}
-    for parameter in of_queries:
-        name, width = {"q_BSHD": ("q", call.head_dim), "dout_BSHE": ("dout", call.v_dim)}[parameter]
-        arguments[parameter] = tiled(name, call.seq_local, call.heads, width, tiles.block_q, width, "q")
-    for parameter, name, width in (("k_BTGD", "k", call.head_dim), ("v_BTGE", "v", call.v_dim)):
-        name, stride = ("kv", together) if call.packed else (name, width)
-        arguments[parameter] = tiled(name, call.kv_local, call.kv_heads, stride, tiles.block_k, width, "kv")
-    return arguments
-
-
-def tma_fits(call: Call) -> bool:
-    """Whether the arrays can be read by TMA: whole powers of two of columns, rows of whole 16 bytes."""
-    itemsize = 4 if call.dtype == "float32" else 2
-    widths = call.head_dim, call.v_dim
-    whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
-    return whole and min(call.batch, call.seq_local, call.kv_local) > 0
-
-
-def _backward_inputs(call: Call) -> dict[str, Argument | None]:
-    return {
-        "lse2_BHS": Array("lse2", "float32"),
-        "delta_BHS": Array("delta", "float32"),
-        "rows_ptr": Array("rows", "int32"),
-        "extents_ptr": call.array("extents", "int32"),
-        "ceiling_BT": call.array("ceiling"),
-        "slopes_ptr": call.array("slopes"),
-        "streams_BH": call.array("streams", "uint32"),
-    }
-
-
-def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
-    together = call.head_dim + call.v_dim
-    return {
-        "H": call.heads,
-        "G": call.kv_heads,
-        "D": call.head_dim,
-        "E": call.v_dim,
-        "K_STRIDE": together if call.packed else call.head_dim,
-        "V_STRIDE": together if call.packed else call.v_dim,
-        "V_COLUMN": call.head_dim if call.packed else 0,
-        "Q_RUNS": call.q_runs,
-        "K_RUNS": call.k_runs,
-        "BLOCK_Q": tiles.block_q,
-        "BLOCK_K": tiles.block_k,
-        "BLOCK_D": padded(call.head_dim),
-        "BLOCK_E": padded(call.v_dim),
-        "ALIGNED": call.aligned,
-        "TMA": tiles.tma and tma_fits(call),
-        "PRECISION": "tf32" if call.tf32 else "ieee",
-    }
-
-
-def _clean(call: Call) -> int:
-    """Whether kernels look for keys that nobody sees: 0 not, 1 by truth values, 2 by bits (triton_common.keep_seen)."""
-    return 0 if not call.clean else 1 if call.capability >= 90 else 2
-
-
-def _launch(
-    kernel: str,
-    grid: int,
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-    outputs: tuple[Output, ...],
-    tiles: TileConfig,
-) -> Launch:
-    given = tuple((parameter, argument) for parameter, argument in arguments.items() if argument is not None)
-    return Launch(kernel, grid, given, tuple(constants.items()), outputs, tiles.warps, tiles.stages)
+    """Return the launch that reads off what every tile of queries of the backward may see by its extents."""
+    return portable.extent_bounds(call, hopper.queries(call) if in_one_pass(call) else call.tiles("dkv").block_q)

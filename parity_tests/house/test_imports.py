@@ -1,0 +1,252 @@
+"""The dependency direction and the house rules that a parser can see, file by file.
+
+    parity_tests, benchmarks, examples -> ring_attn_cli -> ring_attn_jax | ring_attn_torch
+        -> ring_attn_core: kernels | model | reference -> problem -> plan -> runs, masks, layouts, dropout
+
+Nothing is imported here, so this runs where no framework is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli")
+ABOVE = ("parity_tests", "benchmarks", "examples")
+
+CORE, KERNELS, CLI = "ring_attn_core", "ring_attn_core.kernels", "ring_attn_cli"
+HOUSE = (
+    ABOVE,
+    (CLI,),
+    ("ring_attn_jax", "ring_attn_torch"),
+    (KERNELS, "ring_attn_core.model", "ring_attn_core.reference"),
+    ("ring_attn_core.problem",),
+    ("ring_attn_core.plan",),
+    (CORE,),
+)
+"""The floors of the house, from the top: a room uses itself and the floors below it, and no other room of its floor."""
+
+ROOMS = (
+    ("transformers",),
+    ("inference", "training"),
+    ("layers",),
+    ("sharded",),
+    ("variants", "data"),
+    ("api", "block"),
+    ("op", "arguments"),
+    ("ring",),
+    ("attend",),
+    ("axes",),
+)
+"""The same within each of the two packages; files and folders of one floor may use each other, as long as there is no circle."""
+
+JAX, TORCH = {"jax", "jaxlib", "flax", "optax"}, {"torch"}
+NOT_FOR = {CORE: JAX | TORCH, "ring_attn_jax": TORCH, "ring_attn_torch": JAX}
+
+AT_ONCE = {KERNELS: {"triton"}, "ring_attn_core.reference": {"numpy"}}
+"""What a file of the core may import at module level besides the standard library."""
+
+CLI_AT_ONCE = {CORE, "ring_attn_core.plan", CLI, "typer", "rich"}
+"""What the command's own files may; they import the rest inside functions. The demo imports what it shows."""
+
+
+class Import(NamedTuple):
+    module: str
+    line: int
+    lazy: bool  # inside a function, or only for the type checker
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[Import]:
+    """Every import of a file in ``package``, relative ones resolved; ``from a import b`` yields a and a.b."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                parents = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+                base = ".".join([*parents, *([child.module] if child.module else [])])
+                names = [base, *(f"{base}.{alias.name}" for alias in child.names)]
+                yield from (Import(name, child.lineno, lazy) for name in names)
+            elif isinstance(child, ast.Call) and _name(child.func).split(".")[-1] in ("import_module", "__import__"):
+                names = [argument.value for argument in child.args[:1] if isinstance(argument, ast.Constant)]
+                yield from (Import(str(name), child.lineno, lazy) for name in names)
+            yield from walk(child, lazy or _runs_later(child))
+
+    yield from walk(tree, False)
+
+
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs when the file is imported."""
+    for child in ast.iter_child_nodes(tree):
+        yield child
+        if not _runs_later(child):
+            yield from at_import(child)
+
+
+def _runs_later(node: ast.AST) -> bool:
+    """A function's body, or what only the type checker reads."""
+    if isinstance(node, ast.If):
+        return _name(node.test).endswith("TYPE_CHECKING")
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def _name(node: ast.AST) -> str:
+    """a.b.c of a dotted name, "" of anything else."""
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def part_of(module: str) -> str | None:
+    """The room of the house that a module belongs to: of those that begin its name, the longest."""
+    rooms = [room for floor in HOUSE for room in floor if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len, default=None)
+
+
+def may_use(room: str, other: str) -> bool:
+    floor = {each: at for at, rooms in enumerate(HOUSE) for each in rooms}
+    return room == other or floor[room] < floor[other] or (room in ABOVE and other in ABOVE)
+
+
+def files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parse(path: Path) -> tuple[ast.Module, str]:
+    return ast.parse(path.read_text(), str(path)), ".".join(path.relative_to(ROOT).parent.parts)
+
+
+def direction_breaches(tree: ast.AST, package: str) -> list[str]:
+    """Imports of a file in ``package`` that run upward, or that bring what the file should not need."""
+    room = part_of(package)
+    assert room is not None
+    whose = room.split(".")[0]
+    breaches = []
+    for module, line, lazy in imports(tree, package):
+        used, top = part_of(module), module.split(".")[0]
+        if used is not None:
+            wrong = not may_use(room, used)
+        else:
+            wrong = top in NOT_FOR.get(whose, ()) or (top == "triton" and whose in PACKAGES and room != KERNELS and whose != CLI)
+            if whose == CORE and not lazy:
+                wrong = wrong or top not in AT_ONCE.get(room, set()) | sys.stdlib_module_names
+        if package == CLI and not lazy:
+            wrong = wrong or (used or top) not in CLI_AT_ONCE | sys.stdlib_module_names
+        if wrong:
+            breaches.append(f"line {line}: {room} must not import {module}" + ("" if lazy else " at module level"))
+    return breaches
+
+
+FACES = {ROOT / CORE / "__init__.py", ROOT / CORE / "modules.py"}
+"""Where the core shows what users may import from any floor."""
+
+
+@pytest.mark.parametrize("path", sorted({*files(*PACKAGES, *ABOVE)} - FACES), ids=label)
+def test_imports_follow_the_direction(path: Path):
+    assert direction_breaches(*parse(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        (CORE, "import numpy"),
+        (CORE, "from .problem.problem import Problem"),
+        ("ring_attn_core.plan", "from ..problem import checks"),
+        ("ring_attn_core.problem", "from ..kernels import launch"),
+        ("ring_attn_core.model", "from ..kernels import launch"),
+        (CORE, "def f():\n    import ring_attn_jax.api"),
+        (CORE, "class A:\n    import rich"),
+        (CORE, "def f():\n    import triton"),
+        (CORE, "def f():\n    import jax.numpy"),
+        (CORE, "from ring_attn_cli.demo import text"),
+        (KERNELS, "from ring_attn_torch import api"),
+        (KERNELS, "def f():\n    import torch"),
+        ("ring_attn_jax", "def f():\n    from torch import nn"),
+        ("ring_attn_jax", "import importlib\nimportlib.import_module('ring_attn_torch')"),
+        ("ring_attn_torch", "from jax import numpy"),
+        ("ring_attn_torch", "import triton"),
+        ("ring_attn_torch", "from parity_tests.support import cases"),
+        (CLI, "from parity_tests.support import cases"),
+        (CLI, "import ring_attn_jax"),
+        (CLI, "import jax"),
+        (CLI, "from ring_attn_core.kernels import backends"),
+    ],
+)
+def test_a_breach_of_the_direction_is_seen(package: str, source: str):
+    assert direction_breaches(ast.parse(source), package)
+
+
+@pytest.mark.parametrize("source", ["import ring_attn_jax", "import jax", "from ring_attn_core.kernels import backends"])
+def test_the_command_may_import_inside_a_function(source: str):
+    assert not direction_breaches(ast.parse(f"def command():\n    {source}"), CLI)
+
+
+def modules_used(package: str) -> dict[str, set[str]]:
+    """Which modules of a package each of its modules imports, also inside functions."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files(package)}
+    graph = {}
+    for path, name in names.items():
+        tree, within = parse(path)
+        graph[name] = {found.module for found in imports(tree, within)} & set(names.values()) - {name}
+        graph[name] = {used for used in graph[name] if not name.startswith(used + ".")}  # its own folder comes first anyway
+    return graph
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_files_of_a_package_import_each_other_in_a_circle(package: str):
+    tuple(graphlib.TopologicalSorter(modules_used(package)).static_order())  # CycleError names the circle
+
+
+@pytest.mark.parametrize("package", ["ring_attn_jax", "ring_attn_torch"])
+def test_the_rooms_of_a_package_look_only_downwards(package: str):
+    level = {room: depth for depth, rooms in enumerate(ROOMS) for room in rooms}
+    room_of = lambda module: module.split(".")[1] if "." in module else ""
+    pairs = {(room_of(a), room_of(b)) for a, used in modules_used(package).items() for b in used}
+    assert [(a, b) for a, b in sorted(pairs) if a != b and a and b and level[a] > level[b]] == []
+
+
+def test_the_core_needs_the_standard_library_only():
+    """Apart from the kernels themselves, which are Triton, and the reference, which is numpy."""
+    kernels = files("ring_attn_core/kernels/portable", "ring_attn_core/kernels/hopper")
+    needing = {path for path in kernels if path.stem not in ("launches", "supports", "__init__")}
+    needing |= {*files("ring_attn_core/reference")}
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files(CORE) if path not in needing]
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + "\n".join(f"import {module}" for module in modules)
+    bare = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert bare.returncode == 0, bare.stderr
+    assert bare.stdout == ""
+
+
+@pytest.mark.parametrize("path", files(*PACKAGES), ids=label)
+def test_the_environment_is_neither_read_nor_written(path: Path):
+    tree, package = parse(path)
+    touched = [found.module for found in imports(tree, package) if found.module in ("os.environ", "os.getenv", "os.putenv")]
+    touched += [_name(node) for node in ast.walk(tree) if _name(node) in ("os.environ", "os.getenv", "os.putenv", "os.environb")]
+    assert touched == []
+
+
+@pytest.mark.parametrize("path", files(*PACKAGES), ids=label)
+def test_importing_prints_nothing_and_tries_no_chain_of_imports(path: Path):
+    tree, _ = parse(path)
+    prints = [node.lineno for node in at_import(tree) if isinstance(node, ast.Call) and _name(node.func) == "print"]
+    caught = [ast.unparse(node.type) for node in at_import(tree) if isinstance(node, ast.ExceptHandler) and node.type]
+    guesses = [errors for errors in caught if "ImportError" in errors or "ModuleNotFoundError" in errors]
+    assert prints == []
+    assert guesses == []
+
+
+@pytest.mark.parametrize("path", files(*PACKAGES, *ABOVE), ids=label)
+def test_a_file_stays_short_enough_to_read(path: Path):
+    limit = 450 if ROOT / "ring_attn_core" / "kernels" in path.parents else 300
+    assert len(path.read_text().splitlines()) <= limit

@@ -1,0 +1,85 @@
+"""The two packages say the same: public names, parameters, paths of files, and ring/loop.py to the letter after renaming."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+jax_package = pytest.importorskip("ring_attn_jax")
+torch_package = pytest.importorskip("ring_attn_torch")
+
+ONLY_IN_JAX = {
+    "sharded_ring_attention": "PyTorch has no globally sharded arrays outside DTensor",
+    "sharded.py": "where sharded_ring_attention lives",
+    "axes.py": "check_vma and mesh axes",
+}
+ONLY_IN_TORCH = {
+    "training/gradients.py": "where sum_gradients lives",
+    "sum_gradients": "in JAX shard_map sums the gradients of replicated parameters",
+    "ring/agreement.py": "JAX is one program, checked when it is traced",
+    "ring/groups.py": "process groups and device meshes",
+    "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
+}
+RENAMED = {"group": "axis_name"}
+ONLY_JAX_TAKES = {"rngs", "mesh", "batch_axes", "head_axis"}
+
+
+def test_public_names_are_the_same():
+    assert set(jax_package.__all__) - set(ONLY_IN_JAX) == set(torch_package.__all__) - set(ONLY_IN_TORCH)
+    assert all(hasattr(jax_package, name) for name in jax_package.__all__)
+
+
+def test_files_are_the_same():
+    files = lambda package: {
+        str(path.relative_to(Path(package.__file__).parent)) for path in Path(package.__file__).parent.rglob("*.py")
+    }
+    assert files(jax_package) - set(ONLY_IN_JAX) == files(torch_package) - set(ONLY_IN_TORCH)
+
+
+def test_every_exception_is_one():
+    for ours, theirs, names in ((jax_package, torch_package, ONLY_IN_JAX), (torch_package, jax_package, ONLY_IN_TORCH)):
+        for name in names:
+            folder = Path(theirs.__file__).parent
+            assert not hasattr(theirs, name) if not name.endswith(".py") else not (folder / name).exists()
+            assert hasattr(ours, name) if not name.endswith(".py") else (Path(ours.__file__).parent / name).exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(jax_package.__all__) & set(torch_package.__all__)))
+def test_parameters_have_the_same_names_order_and_defaults(name):
+    ours, theirs = getattr(jax_package, name), getattr(torch_package, name)
+    if inspect.isclass(ours):
+        assert parameters(ours.__init__) == parameters(theirs.__init__)
+        if hasattr(theirs, "forward"):
+            assert parameters(ours.__call__) == parameters(theirs.forward)
+    elif callable(ours):
+        assert parameters(ours) == parameters(theirs)
+
+
+def parameters(function) -> list[tuple[str, object, str]]:
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        name = RENAMED.get(parameter.name, parameter.name)
+        if name not in ONLY_JAX_TAKES:
+            default = None if name == "axis_name" else parameter.default
+            found.append((name, default, str(parameter.kind)))
+    return found
+
+
+def test_the_loop_is_the_same_text():
+    ours, theirs = ((Path(p.__file__).parent / "ring" / "loop.py").read_text() for p in (jax_package, torch_package))
+    assert renamed(ours) == renamed(theirs)
+
+
+def renamed(text: str) -> str:
+    body = text[text.index("def forward") :]
+    body = body.replace("jax.Array", "Tensor").replace("axis: str", "group: Group")
+    return re.sub(r"\baxis\b", "group", body)
+
+
+@pytest.mark.parametrize("package", [jax_package, torch_package], ids=["jax", "torch"])
+def test_a_rank_that_is_none_is_refused(package):
+    with pytest.raises(ValueError, match="rank=-1 is not one of 2 ranks"):
+        package.positions("zigzag", 2, 9, -1)

@@ -1,0 +1,283 @@
+"""The problems that every implementation is tried on, as data, with their arrays in numpy.
+
+A case holds whole arrays in the natural order of tokens; ``shards`` and ``gather`` go to a ring and back. Padding is filled with
+NaN on the way in, or with extents and key masks that show everything, so that whoever reads it is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+
+from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+from ring_attn_core.dropout import kept
+from ring_attn_core.layouts import LAYOUTS, padded_local, slots
+from ring_attn_core.reference.oracle import Attention, exact, plain, rounding, visible
+from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, bound, relative_error
+
+from . import features as draw
+
+MASKS: dict[str, Band] = {"full": full(), "causal": causal(), "window": sliding_window(9)}
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}
+LENGTHS = {"even": 48, "odd": 37}
+RANKS = (1, 2, 3, 4, 8)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. ``tiles`` are (block_q, block_k) of the blockwise backend: small ones, so that short sequences have many.
+
+    ``extents`` and ``key_mask`` are names in features.py. ``seed`` is dropout's, and what features are drawn with; ``data`` is
+    what the arrays are drawn with. ``poison`` fills every query that sees nothing and every key that nobody sees with NaN and inf
+    on the way to a ring: nothing may change.
+    """
+
+    layout: str = "zigzag"
+    mask: Band = MASKS["causal"]
+    ranks: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    v_dim: int = 16
+    length: int = 37
+    kv_length: int | None = None
+    dtype: str = "float32"
+    batch: int = 2
+    more_slots: int = 0
+    tiles: tuple[int, int] | None = (4, 3)
+    scale: float | None = None
+    extents: str | None = None
+    key_mask: str | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    dropout_rate: float = 0.0
+    seed: int = 20240229
+    poison: bool = False
+    data: int = 0
+
+    def __str__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [f"{name}={value}" for name, value in values.items() if value != getattr(Case, name) or name == "layout"]
+        return ",".join(changed)
+
+    @property
+    def plan(self) -> RingPlan:
+        keys = self.length if self.kv_length is None else self.kv_length
+        local = [padded_local(self.layout, self.ranks, n) + self.more_slots * slots(self.layout) for n in (self.length, keys)]
+        return RingPlan(self.layout, self.mask, self.ranks, local[0], local[1], self.length, keys)
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """q, k, v and the cotangents dout and dlse; values that the dtype holds exactly."""
+        rng = np.random.default_rng(self.data)
+        keys = self.plan.kv_length
+        q = (self.batch, self.length, self.heads)
+        kv = (self.batch, keys, self.kv_heads)
+        shapes = {"q": (*q, self.head_dim), "k": (*kv, self.head_dim), "v": (*kv, self.v_dim), "dout": (*q, self.v_dim)}
+        data = np.float64 if self.dtype == "float64" else np.float32
+        arrays = {name: rounding(self.dtype)(rng.standard_normal(shape).astype(data)) for name, shape in shapes.items()}
+        return arrays | {"dlse": rng.standard_normal(q).astype(data)}
+
+    @cached_property
+    def features(self) -> dict[str, np.ndarray]:
+        """Those of extents [b s 2], key_mask [b t], sinks [h] and alibi_slopes [h] that the case has."""
+        rng, data = np.random.default_rng(abs(self.seed)), np.float64 if self.dtype == "float64" else np.float32
+        keys, last_shard = self.plan.kv_length, self._plan_of("k").positions(self.ranks - 1)
+        drawn = {}
+        if self.extents:
+            drawn["extents"] = draw.extents(self.extents, rng, self.batch, self.length, keys)
+        if self.key_mask:
+            drawn["key_mask"] = draw.key_mask(self.key_mask, rng, self.batch, keys, np.isin(np.arange(keys), last_shard))
+        if self.sinks:
+            drawn["sinks"] = draw.sinks(rng, self.heads).astype(data)
+        if self.alibi:
+            drawn["alibi_slopes"] = draw.alibi_slopes(rng, self.heads).astype(data)
+        return drawn
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The other arguments that ring_attention and the oracle share."""
+        seed = self.seed if self.dropout_rate else None
+        return {"scale": self.scale, "softcap": self.softcap, "dropout_rate": self.dropout_rate, "dropout_seed": seed}
+
+    @cached_property
+    def expected(self) -> Attention:
+        return exact(mask=self.mask, **self.arrays, **self.features, **self.scalars)
+
+    @cached_property
+    def plain(self) -> Attention:
+        return plain(mask=self.mask, dtype=self.dtype, **self.arrays, **self.features, **self.scalars)
+
+    @property
+    def visible(self) -> np.ndarray:
+        """bool [b s t]: who sees whom."""
+        sees = {name: x for name, x in self.features.items() if name in ("extents", "key_mask")}
+        seen = visible(self.mask, range(self.length), range(self.plan.kv_length), **sees)
+        return np.broadcast_to(seen, (self.batch, *seen.shape[1:]))
+
+    @property
+    def poisoned(self) -> dict[str, np.ndarray]:
+        """``arrays`` with NaN and inf in every query that sees nothing and in every key and value that nobody sees."""
+        arrays, seeing, seen = self.arrays, np.any(self.visible, 2), np.any(self.visible, 1)
+        poison = lambda x: np.resize([np.nan, np.inf, -np.inf], x.shape).astype(x.dtype)
+        keep = lambda where, x: np.where(where[..., None, None], x, poison(x))
+        return arrays | {"q": keep(seeing, arrays["q"]), "k": keep(seen, arrays["k"]), "v": keep(seen, arrays["v"])}
+
+    def given(self, **arrays: np.ndarray) -> Case:
+        """The same case with other ``arrays`` or ``features``."""
+        other = replace(self)
+        for name, x in arrays.items():
+            (other.arrays if name in other.arrays else other.features)[name] = x
+        return other
+
+    def with_other_future(self, token: int) -> Case:
+        """The same case with everything from ``token`` on changed."""
+        later = lambda x: np.concatenate([x[:, :token], -3 * x[:, token:]], 1)
+        return self.given(**{name: later(self.arrays[name]) for name in "qkv"})
+
+    def shards(self, x: np.ndarray, of: str = "q", pad: Any = np.nan) -> list[np.ndarray]:
+        """Every rank's shard of a whole array, padding filled with ``pad``; ``of`` is "q" or "k"."""
+        plan = self._plan_of(of)
+        missing = (x.shape[0], plan.seq_local * plan.ranks - x.shape[1], *x.shape[2:])
+        padded = np.concatenate([x, np.broadcast_to(np.array(pad, x.dtype), missing)], 1)
+        return [padded[:, plan.positions(rank)] for rank in range(plan.ranks)]
+
+    def gather(self, shards: Sequence[np.ndarray], of: str = "q") -> np.ndarray:
+        """The whole array in natural order, padding included, from every rank's shard."""
+        plan = self._plan_of(of)
+        order = [position for rank in range(plan.ranks) for position in plan.positions(rank)]
+        return np.concatenate(shards, 1)[:, np.argsort(order)]
+
+    def inputs(self) -> list[list[np.ndarray]]:
+        """The shards of q, k, v, dout and dlse: five lists, one entry a rank; then those of ``features``, by its order."""
+        arrays = self.poisoned if self.poison else self.arrays
+        return [self.shards(x, "k" if name in "kv" else "q") for name, x in arrays.items()] + [
+            self.shards(x, *PADDING[name]) if name in PADDING else [x] * self.ranks for name, x in self.features.items()
+        ]
+
+    def _plan_of(self, of: str) -> RingPlan:
+        return self.plan if of == "q" else replace(self.plan, seq_local=self.plan.kv_local, length=self.plan.kv_length)
+
+
+PADDING: dict[str, tuple[str, Any]] = {"extents": ("q", [-(2**30), 2**30]), "key_mask": ("k", True)}
+"""Sharded like what, and what its padding is filled with: it must not matter."""
+
+
+def check(case: Case, got: Attention, allowed_error: Callable[[Case, str], float] | None = None) -> dict[str, float]:
+    """Assert that whole arrays, padding included, are right; returns every error as a share of its bound, ``computed_bound``."""
+    shares = {}
+    for name, mine, truth in zip(Attention._fields, got, case.expected, strict=True):
+        assert (mine is None) == (truth is None), f"{name}: {mine}, expected {truth}"
+        if mine is None or truth is None:
+            continue
+        if name != "dsinks":
+            length = truth.shape[1]
+            np.testing.assert_array_equal(mine[:, length:], -np.inf if name == "lse" else 0, err_msg=f"{name} at padding")
+            mine = mine[:, :length]
+        error, allowed = relative_error(mine, truth), (allowed_error or computed_bound)(case, name)
+        if not error <= allowed:
+            raise AssertionError(f"{name}: error {error:.3g} against float64, allowed {allowed:.3g} ({case})")
+        shares[name] = error / allowed
+    return shares
+
+
+def computed_bound(case: Case, name: str) -> float:
+    """The relative error that the array of that name may have.
+
+    dsinks are so few numbers that the plain computation may get them right by luck. Each is a sum over queries: with terms as
+    wrong as the plain computation's, and rounded, it is wrong by their norm times chance, so that it may be wrong by 5 sigma.
+    """
+    truth = getattr(case.expected, name)
+    allowed = bound(getattr(case.plain, name), truth, case.dtype)
+    if name != "dsinks":
+        return allowed
+
+    def terms(got: Attention) -> np.ndarray:
+        sinks = case.features["sinks"].astype(got.lse.dtype)
+        return np.exp(sinks - got.lse) * ((case.arrays["dout"] * got.out).sum(-1) - case.arrays["dlse"])
+
+    wrong = np.stack([terms(case.plain) - terms(case.expected), terms(case.plain) * UNIT_ROUNDOFF[case.dtype]])
+    sigma = np.linalg.norm(wrong.astype(np.float64).reshape(-1, case.heads), axis=0)
+    return max(allowed, relative_error(truth + 5 * sigma, truth))
+
+
+def grid() -> list[Case]:
+    """{layouts} x {full, causal, window} x ranks x {MHA, GQA, MQA} x {even, odd} x dtypes: 810 cases."""
+    axes = product(LAYOUTS, MASKS.values(), RANKS, HEADS.values(), LENGTHS.values(), DTYPES)
+    return [Case(layout, mask, ranks, *heads, length=n, dtype=dtype) for layout, mask, ranks, heads, n, dtype in axes]
+
+
+def pairs(cases: list[Case]) -> list[Case]:
+    """A small selection in which every pair of values of two fields that occurs in ``cases`` still occurs."""
+
+    def covered(case: Case) -> set[tuple[Any, ...]]:
+        values = {**vars(case), "heads": (case.heads, case.kv_heads)}
+        return {(a, values[a], b, values[b]) for a, b in combinations(_VARIED, 2)}
+
+    missing = set().union(*map(covered, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(covered(case) & missing))
+        chosen.append(best)
+        missing -= covered(best)
+    return chosen
+
+
+_VARIED = ("layout", "mask", "ranks", "heads", "length", "dtype")
+
+SPECIAL = [
+    Case(kv_length=61, mask=full()),
+    Case(kv_length=61, mask=causal(offset=61 - 37), v_dim=24),
+    Case(length=61, kv_length=20, mask=sliding_window(7, 4, offset=-11), layout="striped", ranks=3),
+    Case(layout="contiguous", mask=sliding_window(3), ranks=8, length=61),
+    Case(layout="contiguous", mask=sliding_window(3, offset=-30), ranks=4, length=61),
+    Case(more_slots=3, ranks=3, layout="striped"),
+    Case(more_slots=5, ranks=4),
+    Case(length=3, ranks=8, layout="contiguous"),
+    Case(length=1, ranks=4),
+    Case(head_dim=7, v_dim=3, scale=0.3),
+    Case(scale=-0.3, key_mask="random", alibi=True, dtype="bfloat16"),
+    Case(scale=-0.3, key_mask="random", softcap=2.0, alibi=True, dtype="bfloat16"),
+    Case(head_dim=1, v_dim=1, heads=1, kv_heads=1, batch=1),
+    Case(dtype="float64"),
+    Case(mask=causal(offset=-5), ranks=2, layout="contiguous"),
+    Case(ranks=5, layout="striped"),
+    Case(ranks=6),
+    Case(length=1111, ranks=1, tiles=None, batch=1),
+    Case(length=2111, ranks=2, tiles=None, batch=1, heads=2, kv_heads=1),
+]
+"""What the grid does not vary: cross-attention, offsets, shards that are all padding, odd sizes, negative scales, float64, the
+real tile sizes."""
+
+
+def one_hot(case: Case) -> Case:
+    """The same case with out > 0 exactly where dropout kept a probability: nothing scores, and value j is basis vector j."""
+    q, k, v = (np.zeros_like(case.arrays[name]) for name in "qkv")
+    return case.given(q=q, k=k, v=v + np.eye(*v.shape[1::2], dtype=v.dtype)[:, None])
+
+
+def check_kept(case: Case, out: np.ndarray) -> None:
+    """Assert that dropout kept what it must, to the bit, from the out (in natural order) of a case that is ``one_hot``."""
+    where = range(case.length), range(case.plan.kv_length)
+    expected = kept(case.seed, case.dropout_rate, case.batch, case.heads, *where)
+    np.testing.assert_array_equal(out[:, : case.length].swapaxes(1, 2) > 0, expected)
+
+
+def check_same(a: Attention, b: Attention) -> None:
+    """Assert that two results are equal to the bit."""
+    for name, *pair in zip(Attention._fields, a, b, strict=True):
+        np.testing.assert_array_equal(*pair, err_msg=name)
+
+
+def check_future_unseen(before: Attention, after: Attention, token: int, length: int) -> None:
+    """Assert that nothing before ``token`` changed to the bit, and that something from it on did."""
+    np.testing.assert_array_equal(before.out[:, :token], after.out[:, :token])
+    np.testing.assert_array_equal(before.lse[:, :token], after.lse[:, :token])
+    assert (before.out[:, token:length] != after.out[:, token:length]).any()

@@ -1,0 +1,74 @@
+"""Few cases in which every two values of two fields meet: what goes wrong nearly always takes no more than two features."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from itertools import combinations, product
+from typing import Any
+
+from ring_attn_core import LAYOUTS, causal, sliding_window
+
+from .cases import DTYPES, HEADS, LENGTHS, MASKS, RANKS, Case
+
+Choice = tuple[str, str]
+"""An axis and one of its values, both by name."""
+
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "layout": {name: {"layout": name} for name in LAYOUTS},
+    "mask": {
+        name: {"mask": mask} for name, mask in {**MASKS, "lopsided": sliding_window(7, 3), "offset": causal(offset=-4)}.items()
+    },
+    "ranks": {str(ranks): {"ranks": ranks} for ranks in RANKS},
+    "heads": {name: {"heads": heads, "kv_heads": kv_heads} for name, (heads, kv_heads) in HEADS.items()},
+    "length": {name: {"length": length} for name, length in LENGTHS.items()},
+    "dtype": {name: {"dtype": name} for name in DTYPES},
+    "keys": {"as queries": {}, "longer": {"kv_length": 61}, "shorter": {"kv_length": 26}},
+    "v_dim": {"equal": {}, "other": {"v_dim": 5}},
+    "extents": {str(name): {"extents": name} for name in (None, "documents", "prefix", "padding", "any")},
+    "key_mask": {str(name): {"key_mask": name} for name in (None, "random", "shard", "none")},
+    "softcap": {"no": {}, "yes": {"softcap": 2.0}},
+    "sinks": {"no": {}, "yes": {"sinks": True}},
+    "alibi": {"no": {}, "yes": {"alibi": True}},
+    "dropout": {"no": {}, "yes": {"dropout_rate": 0.3}},
+}
+"""What a case can be told, by axis and name; see Case."""
+
+
+def covering(axes: Mapping[str, Mapping[str, Any]], tries: int = 30) -> Iterator[dict[str, str]]:
+    """One choice on every axis, again and again, until every two choices on two axes have met: greedily, the same every time."""
+    rng = random.Random(0)
+    missing = {pair for a, b in combinations(sorted(axes), 2) for pair in product(_choices(axes, a), _choices(axes, b))}
+    while missing:
+        rows = [_row(axes, missing, rng) for _ in range(tries)]
+        best = max(rows, key=lambda row: len(missing & _pairs(row)))
+        missing -= _pairs(best)
+        yield best
+
+
+def _row(axes: Mapping[str, Mapping[str, Any]], missing: set[tuple[Choice, Choice]], rng: random.Random) -> dict[str, str]:
+    """Begins with a pair that is missing, and goes on with the choices that complete most."""
+    row = dict(rng.choice(sorted(missing)))
+    for axis in rng.sample(sorted(axes.keys() - row), len(axes) - 2):
+        gained = {value: sum(tuple(sorted([(axis, value), other])) in missing for other in row.items()) for value in axes[axis]}
+        most = max(gained.values())
+        row[axis] = rng.choice([value for value in axes[axis] if gained[value] == most])
+    return row
+
+
+def _choices(axes: Mapping[str, Mapping[str, Any]], axis: str) -> list[Choice]:
+    return [(axis, value) for value in axes[axis]]
+
+
+def _pairs(row: dict[str, str]) -> set[tuple[Choice, Choice]]:
+    return set(combinations(sorted(row.items()), 2))
+
+
+COMBINATIONS = [Case(**{name: value for axis in AXES for name, value in AXES[axis][row[axis]].items()}) for row in covering(AXES)]
+
+WITH_BLANKS = [case for case in COMBINATIONS if not (case.visible.any(1).all() and case.visible.any(2).all())]
+"""Those in which some query sees nothing or nobody sees some key."""
+
+FEATURES: dict[str, Any] = {"extents": "documents", "key_mask": "random", "softcap": 2.0, "sinks": True, "alibi": True}
+EVERYTHING = [Case(layout, sliding_window(30, 9), length=57, dropout_rate=0.3, **FEATURES) for layout in LAYOUTS]
+"""Every feature in one call, and a window that ends on both sides, so that documents do so too."""

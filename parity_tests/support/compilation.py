@@ -1,0 +1,114 @@
+"""The call that most kernels are compiled for, and what their binaries say, without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ring_attn_core.kernels.call import Call
+
+triton = pytest.importorskip("triton")
+
+PLAIN = Call(
+    batch=1,
+    seq_local=16384,
+    kv_local=16384,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    v_dim=128,
+    q_runs=1,
+    k_runs=1,
+    dtype="bfloat16",
+    scale=128**-0.5,
+    softcap=None,
+    dropout_rate=0.0,
+    given=frozenset(),
+    packed=False,
+    aligned=True,
+    clean=False,
+    tf32=False,
+    capability=90,
+)
+EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "streams"})
+
+
+def resources(kernel) -> tuple[int, int, int]:
+    """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
+    used = cuobjdump(kernel, "-res-usage")
+    reloads = sum("LDL" in instruction for instruction in step(kernel))
+    return int(re.search(r"STACK:(\d+)", used)[1]), reloads, sass(kernel).count("HGMMA")  # type: ignore[index]
+
+
+def step(kernel) -> list[str]:
+    """The instructions of the shortest loop with a product: a step without a mask."""
+    instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))]
+    loops = []
+    for at, text in instructions:
+        jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            body = [other for place, other in instructions if int(jump[1], 16) <= place <= at]
+            loops.append(body) if any("HGMMA" in other for other in body) else None
+    return min(loops, key=len)
+
+
+def advice(kernel) -> str:
+    """What ptxas says of a kernel."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        ptx.write(kernel.asm["ptx"])
+        ptx.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", binary.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "registers" in said
+    return said
+
+
+def released_in_flight(kernel) -> list[str]:
+    """Loads from shared memory that nothing has used yet where a thread says, by bar.arrive, that others may overwrite it.
+
+    On any way through the binary: round its loops, and to either side of its branches.
+    """
+    code = {int(at, 16): text.strip() for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))}
+    following = dict(pairwise(sorted(code)))
+    pending: dict[int, frozenset[tuple[int, str]]] = {}
+    found: set[tuple[int, str]] = set()
+    for begin in sorted(code):  # what is not reached yet is jumped to from a table
+        ways = [] if begin in pending else [(begin, frozenset())]
+        while ways:
+            at, loads = ways.pop()
+            if at in pending and loads <= pending[at]:
+                continue
+            loads = pending[at] = pending.get(at, frozenset()) | loads
+            condition, name, operands = re.fullmatch(r"(@!?U?P\w+ )?(\S+) ?(.*)", code[at]).groups()  # type: ignore[union-attr]
+            if name.startswith("BAR.ARV"):
+                found |= loads
+                loads = frozenset()
+            used = {int(n) for n in re.findall(r"\bR(\d+)", operands)}
+            loads = frozenset((first, text) for first, text in loads if not used & set(range(first, first + 4)))
+            if name.startswith("LDS"):  # and LDSM
+                loads |= {(int(re.search(r"R(\d+)", operands)[1]), code[at])}  # type: ignore[index]
+            target = re.search(r"(?:^|, )0x([0-9a-f]+)$", operands) if name.startswith(("BRA", "BSSY")) else None
+            if target:
+                ways.append((int(target[1], 16), loads))
+            leaves = condition is None and (name in ("EXIT", "RET", "BRX") or (name == "BRA" and operands.startswith("0x")))
+            if at in following and not leaves:
+                ways.append((following[at], loads))
+    return sorted(text for _, text in found)
+
+
+def sass(kernel) -> str:
+    """The instructions of a kernel."""
+    return cuobjdump(kernel, "-sass")
+
+
+def cuobjdump(kernel, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        return subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,126 @@
+"""The README's table of features, read off the tests that prove them: a row says yes where a test of that framework tries it.
+
+    python -m parity_tests.support.feature_table      writes the table into README.md
+
+A feature of a Case counts as proven by every test that is parametrised over cases, since all of these compare out, lse and every
+gradient with float64 (``check``). What no case can hold names its tests, and no layouts unless they try all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from ring_attn_core import LAYOUTS
+
+from .cases import Case
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BEGIN, END = "<!-- features: python -m parity_tests.support.feature_table -->\n", "<!-- end of features -->"
+FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch"}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """``of`` tells the cases that have it; or ``tests`` names, by framework, a test as ``file::function``."""
+
+    title: str
+    of: Callable[[Case], bool] | None = None
+    tests: dict[str, str] | None = None
+    gradients: str = "yes"
+
+    def layouts(self, framework: str) -> frozenset[str]:
+        """Those in which a test of the framework tries it; none where no test does."""
+        if self.of:
+            return frozenset(case.layout for case in cases(framework) if self.of(case))
+        name, function = self.tests[framework].split("::")  # type: ignore[index]
+        test = getattr(import_module(f"parity_tests.{FRAMEWORKS[framework]}.{name}"), function)
+        tried = [*_parameters(test, "layout"), *(case.layout for case in _parameters(test, "case"))]
+        return frozenset(tried) or frozenset({Case.layout})
+
+
+def _features_of(case: Case) -> int:
+    return sum(map(bool, (case.extents, case.key_mask, case.softcap, case.sinks, case.alibi, case.dropout_rate)))
+
+
+FEATURES = [
+    Feature("`full()`, `causal(offset)`", lambda case: case.mask.hi is None),
+    Feature("`sliding_window(before, after, offset)`, only the hops it needs", lambda case: case.mask.hi is not None),
+    Feature("`extents`: packed documents", lambda case: case.extents == "documents"),
+    Feature("`extents`: prefix-LM", lambda case: case.extents == "prefix"),
+    Feature("`extents`: left and right padding", lambda case: case.extents == "padding"),
+    Feature("`extents`: any interval for every query", lambda case: case.extents == "any"),
+    Feature("`key_mask`: any pattern, rows and shards without a key too", lambda case: case.key_mask in ("shard", "none")),
+    Feature("`softcap`", lambda case: case.softcap is not None),
+    Feature("`sinks`", lambda case: case.sinks),
+    Feature("`alibi_slopes`", lambda case: case.alibi, gradients="slopes are constants"),
+    Feature("`dropout_rate`, `dropout_seed`", lambda case: case.dropout_rate > 0),
+    Feature("four and more of these at once", lambda case: _features_of(case) >= 4),
+    Feature("cross-attention: keys of another length (`kv_length`)", lambda case: case.kv_length not in (None, case.length)),
+    Feature("grouped-query and multi-query heads", lambda case: 1 <= case.kv_heads < case.heads),
+    Feature("`v_dim` other than head_dim, odd head dims", lambda case: case.v_dim != case.head_dim),
+    Feature("any length and number of ranks, padding (`length`)", lambda case: case.length % case.ranks > 0),
+    Feature("bfloat16 and float16, state between hops in float32", lambda case: case.dtype in ("bfloat16", "float16")),
+    Feature("float32; float64 throughout", lambda case: case.dtype in ("float32", "float64")),
+    Feature(
+        "NaN where nobody may look changes nothing",
+        tests=dict.fromkeys(FRAMEWORKS, "test_ring::test_nan_that_nobody_may_see_changes_no_bit"),
+    ),
+    Feature("`attend_block`, `merge`", tests=dict.fromkeys(FRAMEWORKS, "test_block::test_blocks_merged_are_the_whole")),
+    Feature(
+        "batch, sequence and heads sharded together, rings over a part of the world",
+        tests={
+            "JAX": "test_sharded::test_every_feature_on_a_data_seq_tensor_mesh_equals_one_device",
+            "PyTorch": "test_comm::test_sub_groups_shard_batch_and_sequence_together",
+        },
+    ),
+    Feature(
+        "checkpointing that runs the forward ring once",
+        tests={
+            "JAX": "test_shard_map::test_remat_runs_one_forward_ring_where_out_and_lse_are_kept",
+            "PyTorch": "test_op::test_selective_checkpointing_runs_one_forward_ring",
+        },
+    ),
+]
+
+
+@cache
+def cases(framework: str) -> frozenset[Case]:
+    """Every case that a test of the framework's test_ring.py is parametrised over."""
+    module = import_module(f"parity_tests.{FRAMEWORKS[framework]}.test_ring")
+    return frozenset(case for test in _tests(module) for case in _parameters(test, "case"))
+
+
+def _tests(module: ModuleType) -> Iterator[Callable]:
+    return (x for name, x in vars(module).items() if name.startswith("test_"))
+
+
+def _parameters(test: Callable, name: str) -> list:
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    return [value for mark in marks if mark.args[0] == name for value in mark.args[1]]
+
+
+def table() -> str:
+    """Markdown. A row without a proof in one framework says no there."""
+    lines = [f"| feature | {' | '.join(FRAMEWORKS)} | gradients | layouts |", "|---|---|---|---|---|"]
+    for feature in FEATURES:
+        tried = [feature.layouts(framework) for framework in FRAMEWORKS]
+        works = ["yes" if layouts else "no" for layouts in tried]
+        both = frozenset.intersection(*tried)
+        named = "all" if both == set(LAYOUTS) else ", ".join(sorted(both)) if feature.of else ""
+        lines.append(f"| {feature.title} | {' | '.join(works)} | {feature.gradients} | {named} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(readme: str) -> str:
+    """The README's text with the table as it should be."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))

@@ -1,0 +1,121 @@
+"""Is the ring exact? Text as queries, keys and values, the true answer, and how far a result may be from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from ring_attn_core.reference import oracle
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_core.reference.tolerance import bound, relative_error
+from ring_attn_core.runs import Band
+
+from .judge import Check
+from .processes import Report
+from .text import VOCAB, standard_library
+
+PARTS = ("ring", "one device")
+"""What every framework computes here."""
+
+COMPARED = "out", "lse", "dq", "dk", "dv"
+"""The arrays of an Attention that are compared: all but the gradient of sinks, which the demo has not."""
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+CLOSE = 1e-6
+"""How far apart two float32 results may be, relatively: those of two frameworks, and those of a ring and of one device."""
+
+
+class Inputs(NamedTuple):
+    """q [1 s h d], k, v [1 s g d] and the cotangents of out and lse, float32, whole sequences in natural order."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    dlse: np.ndarray
+
+
+class Result(NamedTuple):
+    """Attention of whole sequences in natural order, and the seconds it took."""
+
+    attention: Attention
+    seconds: float
+
+
+class Truth(NamedTuple):
+    """Exact attention in float64 and plain attention in float32, of all heads or of some."""
+
+    exact: Attention
+    plain: Attention
+    seconds: float
+
+
+def inputs(tokens: int) -> Inputs:
+    """The text, embedded byte by byte together with its positions and projected, all at random with a fixed seed.
+
+    Positions give every token a q, k and v of its own, so that a token in the wrong place does not go unseen.
+    """
+    rng = np.random.default_rng(0)
+    width = 64
+    ids = np.frombuffer(standard_library(tokens), np.uint8)
+    angles = np.arange(tokens)[:, None] * 10000.0 ** -np.arange(0, 1, 2 / width)
+    x = rng.standard_normal((VOCAB, width))[ids] + np.concatenate([np.sin(angles), np.cos(angles)], 1)
+
+    def projected(heads: int) -> np.ndarray:
+        y = x @ rng.standard_normal((width, heads * HEAD_DIM)) / (x.std() * width**0.5)
+        return y.reshape(1, tokens, heads, HEAD_DIM).astype(np.float32)
+
+    random = lambda *dims: rng.standard_normal((1, tokens, HEADS, *dims), np.float32)
+    return Inputs(projected(HEADS), projected(KV_HEADS), projected(KV_HEADS), random(HEAD_DIM), random())
+
+
+def work(report: Report, given: Inputs, mask: Band, kv_head: int) -> None:
+    """In a process of its own: the truth about one key head and the query heads that read it."""
+    began = time.perf_counter()
+    q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in given)
+    exact = oracle.exact(q, k, v, mask, dout, dlse)
+    plain = oracle.plain(q, k, v, mask, dout, "float32", dlse)
+    report("truth", (kv_head, Truth(exact, plain, time.perf_counter() - began)))
+
+
+def joined(parts: Mapping[int, Truth]) -> Truth:
+    """The truth of all heads from that of each key head."""
+    inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
+    whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
+    return Truth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))
+
+
+class Row(NamedTuple):
+    """The checks of one array, by framework, and the one between the frameworks if there are two."""
+
+    name: str
+    exact: dict[str, Check]
+    one_device: dict[str, Check]
+    frameworks: Check | None
+
+    @property
+    def checks(self) -> list[Check]:
+        return [*self.exact.values(), *self.one_device.values(), *([self.frameworks] if self.frameworks else [])]
+
+
+def rows(truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> list[Row]:
+    """A row each for out, lse, dq, dk and dv; ``rings`` and ``one_device`` by framework."""
+    return [_row(name, truth, rings, one_device) for name in COMPARED]
+
+
+def _row(name: str, truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> Row:
+    of = attrgetter(name)
+    limit = bound(of(truth.plain), of(truth.exact), "float32")
+    exact, alone = {}, {}
+    for framework, ring in rings.items():
+        error, apart = relative_error(of(ring), of(truth.exact)), relative_error(of(ring), of(one_device[framework]))
+        exact[framework] = Check(f"{name}: {framework} ring against exact float64", error, limit)
+        alone[framework] = Check(f"{name}: {framework} ring against one device", apart, CLOSE)
+    if len(rings) != 2:
+        return Row(name, exact, alone, None)
+    (a, ring_a), (b, ring_b) = rings.items()
+    return Row(name, exact, alone, Check(f"{name}: {a} ring against {b} ring", relative_error(of(ring_a), of(ring_b)), CLOSE))

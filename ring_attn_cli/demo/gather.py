@@ -1,0 +1,70 @@
+"""Run every process at once, show how far each is, and collect what they compute."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from . import exactness, report
+from .exactness import PARTS
+from .gathered import EXACT, Gathered
+from .processes import Crews, Message
+from .settings import MASK, Settings
+
+
+def gather(settings: Settings, frameworks: list[str], console: Console) -> Gathered:
+    """All that the demo computes; the exactness is printed as soon as it is known. Raises :class:`processes.Failure`."""
+    gathered = Gathered(frameworks)
+    with _Board(settings, console) as board, _started(settings, frameworks, board) as crews:
+        for message in crews.messages():
+            board.show(message)
+            if gathered.take(message):
+                console.print(report.exactness(gathered.rows, frameworks))
+    return gathered
+
+
+@contextmanager
+def _started(settings: Settings, frameworks: list[str], board: _Board) -> Iterator[Crews]:
+    """The processes, at work."""
+    package = __name__.rpartition(".")[0]
+    given = exactness.inputs(settings.tokens)
+    with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder, Crews(settings.patience) as crews:
+        if "PyTorch" in frameworks:
+            board.add("PyTorch", f"starting {settings.ranks} processes", len(PARTS) + settings.steps)
+            store = str(Path(folder, "store"))
+            crews.start("PyTorch", f"{package}.torch_side", [(rank, settings, given, store) for rank in range(settings.ranks)])
+        if "JAX" in frameworks:
+            board.add("JAX", "starting 1 process", len(PARTS) + settings.steps)
+            crews.start("JAX", f"{package}.jax_side", [(settings, given)])
+        board.add(EXACT, "float64 attention in numpy", exactness.KV_HEADS)
+        crews.start(EXACT, f"{package}.exactness", [(given, MASK, kv_head) for kv_head in range(exactness.KV_HEADS)])
+        yield crews
+
+
+class _Board(Progress):
+    """A bar for each crew, and what it is at."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        name, words = TextColumn("{task.fields[crew]:7}"), TextColumn("{task.description}")
+        super().__init__(name, BarColumn(20), TimeElapsedColumn(), words, console=console)
+        self._settings = settings
+        self._bars: dict[str, TaskID] = {}
+        self._trained: dict[str, int] = {}
+
+    def add(self, crew: str, words: str, total: int) -> None:
+        self._bars[crew] = self.add_task(words, crew=crew, total=total)
+
+    def show(self, message: Message) -> None:
+        bar = self._bars[message.crew]
+        if message.kind == "stage":
+            self.update(bar, description=message.data)
+            return
+        self.advance(bar)
+        if message.kind == "step":
+            step = self._trained[message.crew] = self._trained.get(message.crew, 0) + 1
+            self.update(bar, description=f"training: step {step} of {self._settings.steps}, loss {message.data.loss:.3f}")

@@ -1,0 +1,48 @@
+"""What the processes of the demo have computed so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from . import exactness, training
+from .exactness import PARTS, Result, Row, Truth
+from .judge import Check
+from .processes import Message
+from .training import Step
+
+EXACT = "exact"
+"""The crew that computes the truth; the others bear the names of their frameworks."""
+
+
+@dataclass
+class Gathered:
+    """What has come back so far, by framework; ``rows`` are there once all of the exactness is."""
+
+    frameworks: list[str]
+    truth: dict[int, Truth] = field(default_factory=dict)
+    results: dict[str, dict[str, Result]] = field(default_factory=lambda: {part: {} for part in PARTS})
+    steps: dict[str, list[Step]] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def take(self, message: Message) -> bool:
+        """Keep what a message brings; true where that makes the rows."""
+        if message.kind == "truth":
+            kv_head, self.truth[kv_head] = message.data
+        elif message.kind == "step":
+            self.steps.setdefault(message.crew, []).append(message.data)
+        elif message.kind in PARTS:
+            self.results[message.kind][message.crew] = message.data
+        missing = len(self.truth) < exactness.KV_HEADS or any(len(of) < len(self.frameworks) for of in self.results.values())
+        if self.rows or missing:
+            return False
+        ring, alone = ({name: self.results[part][name].attention for name in self.frameworks} for part in PARTS)
+        self.rows = exactness.rows(exactness.joined(self.truth), ring, alone)
+        return True
+
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        return {name: [step.loss for step in self.steps[name]] for name in self.frameworks}
+
+    @property
+    def checks(self) -> list[Check]:
+        return [*(check for row in self.rows for check in row.checks), *training.checks(self.losses)]

@@ -1,0 +1,83 @@
+"""The demo in JAX: one process, every rank a device of the host. Imported in that process only."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_jax import RingTransformer, from_layout, from_numpy, loss, shard_batch, sharded_ring_attention, to_layout, to_numpy
+
+from . import training
+from .exactness import Inputs, Result
+from .processes import Report
+from .settings import MASK, Settings
+from .training import Step
+
+
+def work(report: Report, settings: Settings, given: Inputs) -> None:
+    """All ranks: JAX is one program."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", settings.ranks)
+    mesh = Mesh(np.array(jax.devices()), ("seq",))
+    alone = Mesh(np.array(jax.devices()[:1]), ("seq",))
+
+    report("stage", "attention over the ring")
+    began = time.perf_counter()
+    report("ring", Result(attention(settings, given, mesh), time.perf_counter() - began))
+    report("stage", "attention on one device")
+    began = time.perf_counter()
+    report("one device", Result(attention(settings, given, alone), time.perf_counter() - began))
+    report("stage", "training, first compiled")
+    train(report, settings, mesh)
+
+
+def attention(settings: Settings, given: Inputs, mesh: Mesh) -> Attention:
+    """Attention and gradients of whole sequences: shard, one call and its backward pass, and gather."""
+    ranks, layout, tokens = mesh.size, settings.layout, settings.tokens
+
+    @jax.jit
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, dout, dlse = (to_layout(x, layout, ranks) for x in arrays)
+        ring = partial(sharded_ring_attention, mesh=mesh, layout=layout, mask=MASK, length=tokens, return_lse=True)
+        (out, lse), backward = jax.vjp(ring, q, k, v)
+        return tuple(from_layout(x, layout, ranks, tokens) for x in (out, lse, *backward((dout, dlse))))
+
+    return Attention(*map(np.asarray, run(*map(jnp.asarray, given))))
+
+
+def train(report: Report, settings: Settings, mesh: Mesh) -> None:
+    """Every step on the next stretch of text."""
+    model = RingTransformer(**training.MODEL, layout=settings.layout, mask=MASK, rngs=nnx.Rngs(0))
+    from_numpy(model, training.weights(to_numpy(model)))
+    graph, weights = nnx.split(model)
+    b1, b2 = training.BETAS
+    optimizer = optax.adamw(training.LEARNING_RATE, b1, b2, training.EPS, weight_decay=training.WEIGHT_DECAY)
+    # On every device from the start, as the first update returns them: else the second one is compiled anew.
+    weights, state = jax.device_put((weights, optimizer.init(weights)), NamedSharding(mesh, PartitionSpec()))
+    tokens = PartitionSpec(None, "seq")
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), tokens, tokens, tokens), out_specs=PartitionSpec())
+    def loss_of(weights: Any, ids: jax.Array, positions: jax.Array, labels: jax.Array) -> jax.Array:
+        return loss(nnx.merge(graph, weights)(ids, positions, settings.tokens), labels)
+
+    @jax.jit
+    def update(weights: Any, state: Any, ids: jax.Array, positions: jax.Array, labels: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, gradients = jax.value_and_grad(loss_of)(weights, ids, positions, labels)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    for step in range(settings.steps):
+        began = time.perf_counter()
+        text = jnp.asarray(training.batch(step, settings.tokens))
+        shards = shard_batch(text, settings.layout, settings.ranks)
+        weights, state, value = update(weights, state, shards.ids, shards.positions, shards.labels)
+        report("step", Step(float(value), time.perf_counter() - began))

@@ -1,0 +1,49 @@
+"""What one run of the demo does, as data that every process receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ring_attn_core import layouts
+from ring_attn_core.masks import causal
+from ring_attn_core.plan.ring import RingPlan
+
+MASK = causal()
+QUICK: dict[str, Any] = {"tokens": 2048, "steps": 3}
+"""What ``--quick`` puts in place of the defaults."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``tokens``: length of every sequence; ``steps``: of training. Raises ValueError for what cannot run."""
+
+    ranks: int = 4
+    tokens: int = 16384
+    steps: int = 12
+    layout: str = "zigzag"
+
+    @classmethod
+    def of(cls, quick: bool, **given: Any) -> Settings:
+        """The defaults, those of ``--quick`` or not, and in their place whatever is given and not None."""
+        return cls(**(QUICK if quick else {}) | {name: value for name, value in given.items() if value is not None})
+
+    def __post_init__(self) -> None:
+        layouts.named(self.layout)
+        if self.ranks < 1:
+            raise ValueError(f"a ring needs at least 1 rank, got --ranks {self.ranks}")
+        if self.tokens < 2 * self.ranks:
+            raise ValueError(f"--tokens {self.tokens} is less than two for each rank: pass at least {2 * self.ranks}")
+        if self.steps < 2:
+            raise ValueError(f"--steps {self.steps} cannot show that the loss falls: pass at least 2")
+
+    @property
+    def plan(self) -> RingPlan:
+        """The plan of the rings that the demo runs."""
+        seq_local = layouts.padded_local(self.layout, self.ranks, self.tokens)
+        return RingPlan(self.layout, MASK, self.ranks, seq_local, length=self.tokens)
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a word from any process after which the demo gives up; attention takes the square of the tokens."""
+        return 300 * max(1.0, (self.tokens / 16384) ** 2)

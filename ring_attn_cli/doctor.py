@@ -1,0 +1,162 @@
+"""What this machine runs: versions, the devices that each framework sees, and its backends, or in words why one cannot."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from ring_attn_core import __version__
+from ring_attn_core.masks import causal
+
+if TYPE_CHECKING:
+    from ring_attn_core.problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and a problem: ``objection`` is None where it can solve it, ``drawback`` where "auto" may take it.
+
+    "auto" takes it for the passes that are ``taken``; where that is the forward only, ``left`` says why.
+    """
+
+    backend: str
+    objection: str | None
+    drawback: str | None
+    taken: tuple[str, ...]
+    left: str | None = None
+
+    @property
+    def auto(self) -> str:
+        """What "auto" makes of it, in words."""
+        if not self.taken:
+            return f"never: {self.drawback}" if self.drawback else ""
+        if len(self.taken) == 2:
+            return "takes it"
+        return f"takes the {self.taken[0]}" + (f", not the backward: {self.left}" if self.left else "")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of a framework: ``words`` say what it sees, or why it does not start, and then there are no choices."""
+
+    name: str
+    words: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of this library and of what it can use, by name; ptxas is the assembler that comes with Triton."""
+    packages = ("jax", "jaxlib", "flax", "torch", "triton")
+    own = {"python": platform.python_version(), "ring-attn": __version__}
+    return own | {name: _version(name) for name in packages} | {"ptxas": _assembler()}
+
+
+def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
+    """One causal sequence on one rank, 16 query heads on 4 kv heads. ValueError for what no backend takes."""
+    from ring_attn_core.problem.problem import Problem
+
+    q, k, v = (1, 4096, 16, head_dim), (1, 4096, 4, head_dim), (1, 4096, 4, head_dim if v_dim is None else v_dim)
+    problem = Problem(q, k, v, (dtype, dtype, dtype), "cpu", 1, "zigzag", causal(), None, None, None, None, 0.0, (), "auto")
+    problem.check()
+    return problem
+
+
+def findings(problem: Problem, framework: str = "both") -> list[Finding]:
+    """What each framework sees, and what its backends say to ``problem`` there. ValueError for an unknown framework."""
+    torch, jax = ("PyTorch", "torch", _torch), ("JAX", "jax", _jax)
+    asked = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
+    if framework not in asked:
+        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(asked)}")
+    found = []
+    for name, package, look in asked[framework]:
+        if find_spec(package) is None:
+            found.append(Finding(name, (f'not installed: pip install "ring-attn[{package}]"',)))
+            continue
+        try:
+            where, words = look()
+        except (ImportError, OSError, RuntimeError) as error:  # a broken installation is what a doctor is called for
+            found.append(Finding(name, (f"installed, but does not start: {error}".partition("\n")[0],)))
+        else:
+            found.append(Finding(name, words, choices(replace(problem, framework=package, **where))))
+    return found
+
+
+def choices(problem: Problem) -> tuple[Choice, ...]:
+    """Every backend, in the order in which "auto" tries them; where kernels do not compile, it goes on with the next one yet."""
+    from ring_attn_core.kernels.backends import BACKENDS, select
+
+    forward = select(problem)
+    left = next(x.leaves(problem) for x in BACKENDS if x.name == forward)
+    passes = {forward: ("forward", "backward")} if left is None else {forward: ("forward",), "triton": ("backward",)}
+    return tuple(
+        Choice(x.name, x.objection(problem), x.drawback(problem), passes.get(x.name, ()), left if x.name == forward else None)
+        for x in BACKENDS
+    )
+
+
+def report(problem: Problem, found: Iterable[Finding]) -> Group:
+    """All of it, for a console without markup."""
+    asked = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
+    parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", asked]
+    for each in found:
+        parts += ["", *(f"{each.name}: {line}" for line in each.words)]
+        table = Table("backend", "on the first device", '"auto"')
+        for choice in each.choices:
+            table.add_row(choice.backend, choice.objection or "runs", choice.auto)
+        parts += [table] if each.choices else []
+    return Group(*parts)
+
+
+def _version(package: str) -> str:
+    try:
+        return "not installed" if find_spec(package) is None else version(package)
+    except PackageNotFoundError:  # Triton also comes as pytorch-triton-rocm
+        return "installed under another name"
+
+
+def _assembler() -> str:
+    if find_spec("triton") is None:
+        return "not installed"
+    from ring_attn_core.kernels.ptx import older_assembler
+
+    try:
+        return older_assembler() or "not installed"
+    except ImportError as error:
+        return f"triton does not start: {error}".partition("\n")[0]
+
+
+def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a Problem says of where it is computed, on the first device, and all devices in words."""
+    import torch
+
+    from ring_attn_torch.attend.launch import capability
+
+    if not torch.cuda.is_available():
+        return {"device": "cpu", "capability": capability(torch.device("cpu"))}, ("CPU only",)
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return {"device": "cuda", "capability": capability(gpus[0])}, _counted(
+        (torch.cuda.get_device_name(gpu), capability(gpu)) for gpu in gpus
+    )
+
+
+def _jax() -> tuple[dict[str, Any], tuple[str, ...]]:
+    import jax
+
+    from ring_attn_jax.attend.launch import capability, makes_descriptors
+
+    devices = _counted((f"{device.device_kind} ({device.platform})", capability()) for device in jax.devices())
+    where = {"device": jax.default_backend(), "capability": capability(), "tma": makes_descriptors()}
+    return where, (*devices, f"this jaxlib makes {'' if where['tma'] else 'no '}TMA descriptors")
+
+
+def _counted(devices: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    found = Counter(f"{name}, {f'compute capability {of / 10}' if of else 'no NVIDIA GPU'}" for name, of in devices)
+    return tuple(f"{count} x {device}" for device, count in found.items())

@@ -1,0 +1,141 @@
+"""The command ``ring-attn``. Needs the extra ``demo``; everything heavy is imported by the command that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from ring_attn_core import __version__, layouts, masks
+from ring_attn_core.plan.ring import RingPlan
+
+from .plan import image, terminal, words
+
+HINT = 'ring-attn: {} is not installed: pip install "ring-attn[demo]"'
+for package in ("typer", "rich"):
+    if find_spec(package) is None:
+        raise SystemExit(HINT.format(package))
+
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+app = typer.Typer(help="Exact ring attention: run the demo, look at a plan.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _commands(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    """Exact attention over sequences that no single device can hold."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """A user's mistake (ValueError) or a missing package becomes one line on stderr and exit status 2."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        typer.echo(HINT.format(missing.name), err=True)
+        raise typer.Exit(2) from None
+    except (ValueError, OSError) as error:
+        typer.echo(f"ring-attn: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def plan(
+    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
+    mask: Annotated[
+        str, typer.Option(help="full, causal[:offset] or sliding_window:before[:after[:offset]], in tokens.")
+    ] = "causal",
+    ranks: Annotated[int, typer.Option(help="Members of the ring.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of the whole sequence; shards are padded to fit.")] = 8192,
+    kv_length: Annotated[int | None, typer.Option(help="Tokens of the keys, where they are another sequence.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the picture, as .png or .svg.")] = None,
+    all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Compare all layouts, one row each.")] = False,
+) -> None:
+    """Draw who holds what, who computes what at each step, and how the work is shared."""
+    with mistakes_in_one_line():
+        if all_layouts and save is not None:
+            raise ValueError("--save draws one plan, --all-layouts compares several: leave one of them out")
+        if all_layouts:
+            Console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
+            return
+        drawn = make_plan(layout, mask, ranks, length, kv_length)
+        if save is not None:
+            image.save(drawn, save)
+        Console().print(terminal.draw(drawn))
+        if save is not None:
+            typer.echo(f"wrote {save}")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Members of the ring: processes in PyTorch, devices in JAX.")] = 4,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="16384, quick 2048")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training.", show_default="12, quick 3")] = None,
+    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
+    framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
+    out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
+    quick: Annotated[bool, typer.Option("--quick", help="A short sequence and a few steps.")] = False,
+) -> None:
+    """Run it on this CPU: is the ring exact, and do PyTorch and JAX learn alike? Exit status 1 if a bound is missed."""
+    with mistakes_in_one_line():
+        from .demo.run import Settings, run
+
+        status = run(Settings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
+    raise typer.Exit(status)
+
+
+@app.command()
+def doctor(
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    head_dim: Annotated[int, typer.Option(help="Of q and k.")] = 128,
+    v_dim: Annotated[int | None, typer.Option(help="Of v.", show_default="head_dim")] = None,
+    framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
+) -> None:
+    """Say what this machine has and runs: versions, devices, and each backend, or in words why not."""
+    with mistakes_in_one_line():
+        from .doctor import findings, report, typical
+
+        problem = typical(dtype, head_dim, v_dim)
+        Console(highlight=False, markup=False).print(report(problem, findings(problem, framework)))
+
+
+def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
+    """The plan of whole sequences, each shard padded as little as the layout allows; ValueError for what makes none."""
+    members = max(ranks, 1)  # RingPlan refuses the rest in words
+    seq_local = layouts.padded_local(layout, members, length)
+    kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)
+    return RingPlan(layout, masks.parse(mask), ranks, seq_local, kv_local, length, length if kv_length is None else kv_length)
+
+
+def _comparison(plans: list[RingPlan]) -> Table:
+    table = Table(title=words.title(plans[0]).partition(", ")[2], title_justify="left", title_style="bold")
+    table.add_column("layout")
+    for name in ("steps", "hops", "way home", "balance", "pairs", "most of a rank"):
+        table.add_column(name, justify="right")
+    for each in plans:
+        work = [each.work(rank) for rank in range(each.ranks)]
+        travel = (f"{len(each.shifts)}", f"{len(each.hops)}", f"{each.home}")
+        table.add_row(each.layout, *travel, f"{each.balance:.3f}", words.short(sum(work)), words.short(max(work)))
+    table.caption = (
+        "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work of a rank over mean"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def main() -> None:
+    """What the command ``ring-attn`` runs."""
+    app(prog_name="ring-attn")
+
+
+if __name__ == "__main__":
+    main()

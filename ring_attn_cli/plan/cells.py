@@ -1,0 +1,89 @@
+"""A sequence cut into cells, who holds each, and who computes which pairs: what both drawings of a plan show.
+
+A long sequence is drawn in blocks of tokens: a cell is filled where anything in its block is computed, and where several ranks
+share a block, neighbouring cells show different ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import Run
+
+STEPS = 8
+"""How many steps a picture shows; the rest are counted."""
+
+
+_COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#72B7B2", "#9D755D")
+
+
+def colour(rank: int) -> str:
+    """The colour of a rank, ``#rrggbb``, the same in every picture: eight, then eight paler, then from the start."""
+    base = _COLOURS[rank % 8]
+    if rank // 8 % 2 == 0:
+        return base
+    return "#" + "".join(f"{(int(base[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One sequence cut into cells of ``block`` tokens: ``cells[c][rank]`` are the runs that a rank holds of cell ``c``.
+
+    ``length`` tokens of the ``held`` are no padding; a cell of padding alone holds nothing.
+    """
+
+    cells: tuple[dict[int, tuple[Run, ...]], ...]
+    block: int
+    length: int
+    held: int
+
+    @classmethod
+    def of(cls, plan: RingPlan, most: int, *, keys: bool) -> Axis:
+        """The queries or keys of ``plan`` in at most ``most`` cells."""
+        length, held = (plan.kv_length, plan.kv_local * plan.ranks) if keys else (plan.length, plan.seq_local * plan.ranks)
+        block = max(-(-held // most), 1)
+        cells: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in range(0, held, block))
+        for rank, runs in enumerate(plan.k_runs if keys else plan.q_runs):
+            for _, tokens, start, stride in runs:
+                run = Run(start, tokens, stride)
+                for c in range(start // block, -(-(start + stride * tokens) // block) if tokens else 0):
+                    part = _within(run, c * block, (c + 1) * block)
+                    if part.length:
+                        cells[c][rank] = (*cells[c].get(rank, ()), part)
+        return cls(cells, block, length, held)
+
+    def ranks(self, cell: int) -> list[int]:
+        """Who holds tokens of this cell, beginning with another rank from cell to cell; none where it is padding."""
+        ranks = sorted(self.cells[cell])
+        first = cell % len(ranks) if ranks else 0
+        return ranks[first:] + ranks[:first]
+
+
+def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
+    """``[queries][keys]``: a rank that computes pairs of this cell at ``shift``, None where no rank does."""
+    band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
+    sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
+
+    def cell(a: int, b: int) -> int | None:
+        least, most = a * queries.block - (b + 1) * keys.block + 1, (a + 1) * queries.block - 1 - b * keys.block
+        if (lo is not None and most < lo) or (hi is not None and least > hi):
+            return None
+        for rank, source in sources[a]:
+            for k in keys.cells[b].get(source, ()):
+                if any(band.onto(q, k).area(q.length, k.length) for q in queries.cells[a][rank]):
+                    return rank
+        return None
+
+    return [[cell(a, b) for b in range(len(keys.cells))] for a in range(len(queries.cells))]
+
+
+def _within(run: Run, first: int, end: int) -> Run:
+    """The part of ``run`` whose positions lie in ``first .. end - 1``."""
+    skipped = max(-((run.start - first) // run.stride), 0)
+    return Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
+
+
+def self_attention(plan: RingPlan) -> bool:
+    """Whether queries and keys are the same tokens, so that one strip and one column show both."""
+    return (plan.kv_local, plan.kv_length) == (plan.seq_local, plan.length)

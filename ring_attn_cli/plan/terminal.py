@@ -1,0 +1,105 @@
+"""A plan drawn in a terminal, with rich."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ring_attn_core import layouts
+from ring_attn_core.plan.ring import RingPlan
+
+from .cells import STEPS, Axis, colour, computed, self_attention
+from .words import holds, short, title, travel_in_words
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def draw(plan: RingPlan) -> RenderableType:
+    """The picture of ``plan`` as something that rich prints, 80 columns wide."""
+    from rich.console import Group
+    from rich.text import Text
+
+    balance = f"balance {plan.balance:.3f} (most work of a rank over the mean; 1 is perfect)"
+    lines = [Text(title(plan), style="bold"), Text(travel_in_words(plan)), Text(balance), Text(), *_strips(plan), Text()]
+    legend = Text("pairs that each rank computes, at each step and in all; share: of the mean", style="dim")
+    return Group(*lines, *_matrices(plan), _table(plan), legend)
+
+
+def _cell(rank: int) -> tuple[str, str]:
+    return _DIGITS[rank % 36], f"black on {colour(rank)}"
+
+
+def _strips(plan: RingPlan) -> list[Text]:
+    """Which rank holds which positions: one line, or one for queries and one for keys where they differ."""
+    from rich.text import Text
+
+    lines = []
+    for name, keys in (("tokens ", False),) if self_attention(plan) else (("queries ", False), ("keys    ", True)):
+        axis = Axis.of(plan, 56, keys=keys)
+        line = Text(name)
+        for cell in range(len(axis.cells)):
+            line.append(*(_cell(axis.ranks(cell)[0]) if axis.cells[cell] else ("/", "dim")))
+        line.append(f"  {axis.block:,} a cell" if axis.block > 1 else "", style="dim")
+        lines.append(line)
+    return lines
+
+
+def _matrices(plan: RingPlan) -> list[Table | Text]:
+    """Queries down, keys across, one matrix a step, four in a row, and what they show in words."""
+    from rich.table import Table
+    from rich.text import Text
+
+    chunks = plan.ranks * layouts.slots(plan.layout)
+    most = 18 // chunks * chunks or 18  # where it can be, a rank's chunk is a whole number of cells
+    queries, keys = Axis.of(plan, most, keys=False), Axis.of(plan, most, keys=True)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    drawn = []
+    for step, shift in enumerate(plan.shifts[:STEPS]):
+        text = Text(f"step {step}, shift {shift}\n", no_wrap=True)
+        for line in computed(plan, queries, keys, shift):
+            for rank in line:
+                text.append(*((".", "dim") if rank is None else _cell(rank)))
+            text.append("\n")
+        drawn.append(text)
+    for first in range(0, len(drawn), 4):
+        grid.add_row(*drawn[first : first + 4])
+    legend = "queries down, keys across; a cell shows the rank that computes it"
+    if queries.block > 1 or keys.block > 1:
+        block = f"{queries.block:,} x {keys.block:,} tokens"
+        legend = f"queries down, keys across; a cell is {block} and shows a rank that computes some of it"
+    more = f"... {len(plan.shifts) - STEPS} more steps\n" if len(plan.shifts) > STEPS else ""
+    return [grid, Text(more + legend, style="dim")]
+
+
+def _table(plan: RingPlan) -> Table:
+    """What each rank holds and how many pairs it computes."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("rank", no_wrap=True)
+    sides = [plan.q_runs] if self_attention(plan) else [plan.q_runs, plan.k_runs]
+    for name, runs in zip(["holds"] if len(sides) == 1 else ["queries", "keys"], sides, strict=True):
+        table.add_column(name, min_width=max(len(word) for rank in runs for word in holds(rank).split()))
+    shown = plan.shifts[:STEPS]
+    steps = [[short(plan.area(rank, shift)) for shift in shown] for rank in range(plan.ranks)]
+    widths = [column.min_width or 4 for column in table.columns] + [max(map(len, cells)) for cells in zip(*steps, strict=True)]
+    if sum(widths) + len(widths) + 14 > 80:
+        shown, steps = (), [[]] * plan.ranks  # no room: the sums alone
+    for step in range(len(shown)):
+        table.add_column(f"{step}", justify="right", no_wrap=True)
+    table.add_column("all", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    work = [plan.work(rank) for rank in range(plan.ranks)]
+    for rank in range(plan.ranks):
+        share = f"{work[rank] * plan.ranks / sum(work):.3f}" if sum(work) else "-"
+        table.add_row(
+            Text(f" {rank} ", _cell(rank)[1]), *(holds(runs[rank]) for runs in sides), *steps[rank], short(work[rank]), share
+        )
+    return table

@@ -1,0 +1,65 @@
+"""A plan in words: its title, its mask, what travels, what a rank holds."""
+
+from __future__ import annotations
+
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import Band
+
+from .cells import self_attention
+
+
+def title(plan: RingPlan) -> str:
+    """Layout, mask, ranks and lengths in one line."""
+    tokens = _count(plan.length, "token")
+    if not self_attention(plan):
+        tokens = f"{_count(plan.length, 'query')}, {_count(plan.kv_length, 'key')}"
+    return f"{plan.layout} layout, {mask_in_words(plan.mask)}, {_count(plan.ranks, 'rank')}, {tokens}"
+
+
+def mask_in_words(band: Band) -> str:
+    """``causal mask``, ``window of 1,024 before and 0 after``; the inequality itself where no short words fit."""
+    if band == Band():
+        return "full attention"
+    if band.lo is not None and band.hi is None:
+        return "causal mask" + (f" with offset {-band.lo:,}" if band.lo else "")
+    if band.lo is not None and band.hi is not None and band.lo <= 0 <= band.hi:
+        return f"window of {band.hi:,} before and {-band.lo:,} after"
+    return f"mask {band}"
+
+
+def travel_in_words(plan: RingPlan) -> str:
+    """Steps, shifts, hops and the way home: ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
+    shifts, hops = plan.shifts, plan.hops
+    if not hops:
+        return "1 step, nothing travels"
+    at = f"0 to {shifts[-1]}" if len(shifts) > 2 and len(shifts) == shifts[-1] + 1 else _listed(shifts)
+    by = f"{_count(len(hops), 'hop')} by {hops[0]}" if len(set(hops)) == 1 else f"hops by {_listed(hops)}"
+    return f"{_count(len(shifts), 'step')} at shifts {at}, {by}, gradients go home by {plan.home}"
+
+
+def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
+    """Runs ``(base, length, start, stride)`` as Python slices of positions, without padding: ``0:512, 7680:8192``."""
+    kept = [(start, start + stride * (length - 1) + 1, stride) for _, length, start, stride in runs if length]
+    slices = [f"{first}:{end}" if stride == 1 else f"{first}:{end}:{stride}" for first, end, stride in kept]
+    return ", ".join(slices) or "padding"
+
+
+def short(pairs: int) -> str:
+    """A count in at most five characters: ``9999``, ``525k``, ``1.05M``."""
+    if pairs < 10_000:
+        return str(pairs)
+    mantissa, exponent = f"{pairs:.2e}".split("e")
+    thousands, rest = divmod(int(exponent), 3)
+    return f"{float(mantissa) * 10**rest:.{2 - rest}f}{'kMGTPE'[thousands - 1]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else {'query': 'queries'}.get(noun, noun + 's')}"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    """``1 and 2``, ``1 2 3``; a long one is cut: ``1 2 3 4 5 6 ... 63``."""
+    if len(numbers) == 2:
+        return f"{numbers[0]} and {numbers[1]}"
+    head = numbers if len(numbers) <= 8 else (*numbers[:6], "...", numbers[-1])
+    return " ".join(map(str, head))

@@ -1,0 +1,126 @@
+"""What the launches of one ring have in common, as plain data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..dropout import rescale, threshold
+from ..problem.problem import Problem
+from .launch import Argument, Array, Scalar
+from .tile_sizes import TileConfig, choose_tiles, padded
+
+BEYOND = 2**30
+"""A position behind every sequence. Kernels are given extents up to there, so that int32 holds what they make of them."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays there are.
+
+    ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves eight probabilities.
+    ``clean``: there may be keys that no query sees, with NaN in them.
+    ``capability``: of the GPU, such as 90. ``tma``: whoever launches can pass TMA descriptors. ``hopper``: Hopper's own kernels
+    run, where one takes the call, but for the passes ("forward", "backward") that are ``portable`` nevertheless.
+    ``tiles_asked``: instead of those that ``choose_tiles`` would choose, to compare.
+    """
+
+    batch: int
+    seq_local: int
+    kv_local: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    q_runs: int
+    k_runs: int
+    dtype: str
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    given: frozenset[str]
+    packed: bool
+    aligned: bool
+    clean: bool
+    tf32: bool
+    capability: int
+    tma: bool = True
+    hopper: bool = False
+    portable: frozenset[str] = frozenset()
+    tiles_asked: TileConfig | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What there is of the optional arrays and of "softcap"."""
+        return self.given if self.softcap is None else self.given | {"softcap"}
+
+    def tiles(self, kernel: str) -> TileConfig:
+        if self.tiles_asked is not None:
+            return self.tiles_asked
+        return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
+
+    @property
+    def numbers(self) -> dict[str, Argument | None]:
+        """What every kernel of scores takes, by parameter; ``inner`` makes of products scores in base 2, or a tanh's argument."""
+        cap, log2e = self.softcap, math.log2(math.e)
+        return {
+            "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),
+            "cap": None if cap is None else Scalar(cap * log2e, "fp32"),
+            "threshold": Scalar(threshold(self.dropout_rate) << 16, "u32") if "streams" in self.given else None,
+            "rescale": Scalar(rescale(self.dropout_rate), "fp32"),
+            "S": Scalar(self.seq_local, "i32"),
+            "T": Scalar(self.kv_local, "i32"),
+        }
+
+    def q_tiles(self, block: int) -> int:
+        """How many tiles of queries a shard has."""
+        return self.q_runs * -(-(self.seq_local // self.q_runs) // block)
+
+    def k_tiles(self, block: int) -> int:
+        return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
+
+    def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
+        """An optional array, where it was given, or what goes by another name with it."""
+        return Array(name or given, dtype) if given in self.given else None
+
+
+def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> Call:
+    """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
+    plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
+    names = {array.name for array in problem.arrays}
+    if 0 in problem.q_shape:
+        names -= {"dropout_seed"}  # of nothing nothing is dropped
+    return Call(
+        batch=b,
+        seq_local=s,
+        kv_local=t,
+        heads=h,
+        kv_heads=g,
+        head_dim=d,
+        v_dim=problem.v_shape[-1],
+        q_runs=len(plan.q_runs[0]),
+        k_runs=len(plan.k_runs[0]),
+        dtype=problem.dtypes[0],
+        scale=d**-0.5 if problem.scale is None else problem.scale,
+        softcap=problem.softcap,
+        dropout_rate=problem.dropout_rate,
+        given=frozenset(_GIVEN[name] for name in names),
+        packed=bool(plan.hops),
+        aligned=plan.by_counter and not anywhere,
+        clean=plan.blank_keys or "extents" in names or anywhere,
+        tf32=backend == "triton_tf32",
+        capability=problem.capability,
+        tma=problem.tma,
+        hopper=backend == "hopper",
+        portable=portable,
+    )
+
+
+_GIVEN = {
+    "extents": "extents",
+    "key_mask": "ceiling",
+    "sinks": "sinks",
+    "alibi_slopes": "slopes",
+    "dropout_seed": "streams",
+}
+"""What a kernel calls the optional arrays of a call."""

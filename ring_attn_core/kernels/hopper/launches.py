@@ -1,0 +1,202 @@
+"""Hopper's kernels as launches: what they are passed instead of what the portable ones are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ..call import Call
+from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
+from ..tile_sizes import HopperConfig, hopper_tiles
+from .supports import columns
+
+L2_SHARE = 8 * 2**20
+"""Bytes of keys and values in the L2 cache for the heads that run at a time.
+
+TFLOP/s on one H200 with one head of keys / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
+625, 32/32 of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 of 128 513 / 535 / 530 / 537 / 528.
+"""
+
+
+PROGRAMS = 132
+"""Of a forward: one for every multiprocessor of an H100 SXM or an H200. Where there are fewer, or others hold some of them, those
+that start late find no tile left."""
+
+
+KV_HEADS_TOGETHER = 8
+KEY_TILES_TOGETHER = 1024
+"""Heads of keys whose gradients are made at a time: so many, or as hold so many tiles of keys, so that the programs that run
+together read the same queries from the L2 cache. In a longer walk they drift further apart, and fewer heads fit.
+
+TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
+461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072
+573 / 575 / 570 / 552, 1,048,576 576 / 565 / 488 / -. With 4 / 8 / 16 / all: 4 x 4,096 tokens 442 / 443 / 438 / 377.
+"""
+
+
+def forward(call: Call, portable: Launch) -> Launch:
+    """The Hopper kernel in place of the portable one, with its arrays and outputs."""
+    d, e = columns(call.head_dim), columns(call.v_dim)
+    tiles = hopper_tiles(d, e, call.features)
+    given = dict(portable.constants)
+    constants = {
+        **{name: given[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: given[name] for name in ("FIRST", "LAST", "FOLDED", "CLEAN", "ALIGNED")},
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_D": d,
+        "BLOCK_E": e,
+        "STAGES": tiles.stages,
+        "Q_IN_REGISTERS": tiles.q_in_registers,
+        "REGISTERS": tiles.registers,
+        "PRODUCER_REGISTERS": tiles.producer_registers,
+    }
+    total = call.q_tiles(tiles.block_q) * call.heads * call.batch
+    arguments: dict[str, Argument] = {}
+    for parameter, argument in (dict(portable.arguments) | _descriptors(call, tiles, d, e)).items():
+        if parameter == "out_BSHE":
+            arguments["tickets_in_ptr"] = Array("tickets_in", "int32")
+        arguments[parameter] = argument
+        if parameter == "lse_BSH":
+            arguments["tickets_ptr"] = Array("tickets", "int32")
+    arguments |= {"together": Scalar(_heads_together(call), "i32"), "total": Scalar(total, "i32")}
+    return replace(
+        portable,
+        kernel="hopper_forward",
+        grid=min(total, PROGRAMS),
+        arguments=tuple(arguments.items()),
+        constants=tuple(constants.items()),
+        warps=4,
+        stages=1,
+        scratch=(Output("tickets", (1,), "int32", over="tickets_in"),),
+    )
+
+
+def _descriptors(call: Call, tiles: HopperConfig, d: int, e: int) -> dict[str, Argument]:
+    both = call.head_dim + call.v_dim
+    k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
+    pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
+    q_shape = call.batch, call.seq_local, call.heads, call.head_dim
+    k_shape = call.batch, call.kv_local, call.kv_heads, call.head_dim
+    return {
+        "q_BSHD": Descriptor("q", call.dtype, q_shape, (1, 64, 1, d), gluon=True),
+        "k_BTGD": Descriptor(k_name, call.dtype, k_shape, (1, tiles.block_k, 1, d), pitch, gluon=True),
+        "v_BTGE": Descriptor(v_name, call.dtype, (*k_shape[:3], v_width), (1, tiles.block_k, 1, e), gluon=True),
+    }
+
+
+def _heads_together(call: Call) -> int:
+    """How many query heads run at a time: those of as many heads of keys as share the L2 cache."""
+    of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
+    kv_heads = max(L2_SHARE // of_kv_head, 1)
+    return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
+
+
+def sums_of_dq(call: Call) -> tuple[int, int]:
+    """The shape of what dq is summed in, 0 at first: of every tile of queries 8,192 sums, then of each a word: whose turn it is.
+
+    In rows of 256 float32, of which TMA adds to 32 at once. See hopper/backward_dq.py.
+    """
+    tiles = call.batch * call.heads * call.q_tiles(queries(call))
+    return tiles * 32 + -(-tiles // 32), 256
+
+
+def queries(call: Call) -> int:
+    """Of a tile of the backward."""
+    return 64 if columns(call.head_dim) == 128 else 128
+
+
+@lru_cache(maxsize=4096)
+def backward(call: Call, first: bool, last: bool) -> Launch:
+    """The sums of dq over ``dq_in``, both shaped ``sums_of_dq``, and the gradients of one shard of keys of ``steps.dkv``."""
+    together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
+    dtype = call.dtype if last else "float32"
+    shape = call.batch, call.kv_local, call.kv_heads
+    over = lambda name: name + "_in" if not first and dtype == "float32" else None
+    if call.packed:
+        gradients: tuple[Output, ...] = (Output("dkv", (*shape, together), dtype, over("dkv")),)
+        names = {"dk": "dkv", "dv": "dkv"}
+    else:
+        gradients = (
+            Output("dk", (*shape, call.head_dim), dtype, over("dk")),
+            Output("dv", (*shape, call.v_dim), dtype, over("dv")),
+        )
+        names = {"dk": "dk", "dv": "dv"}
+
+    def tile(name: str, tokens: int, heads: int, columns_of: int, pitch: int, rows: int) -> Descriptor:
+        return Descriptor(name, call.dtype, (call.batch, tokens, heads, columns_of), (1, rows, 1, width), pitch, gluon=True)
+
+    key_pitch, value_pitch = (together, together) if call.packed else (call.head_dim, call.v_dim)
+    keys, values = ("kv", "kv") if call.packed else ("k", "v")
+    arguments: dict[str, Argument | None] = {
+        "q_BSHD": tile("q", call.seq_local, call.heads, call.head_dim, call.head_dim, block_q),
+        "dout_BSHE": tile("dout", call.seq_local, call.heads, call.v_dim, call.v_dim, block_q),
+        "k_BTGD": tile(keys, call.kv_local, call.kv_heads, call.head_dim, key_pitch, 128),
+        "v_BTGE": tile(values, call.kv_local, call.kv_heads, value_pitch, value_pitch, 128),
+        "dq_in_RX": Descriptor("dq_in", "float32", sums_of_dq(call), (32, 256), gluon=True, swizzled=False),
+        "lse2_BHS": Array("lse2", "float32"),
+        "delta_BHS": Array("delta", "float32"),
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": call.array("extents", "int32"),
+        "bounds_ptr": call.array("extents", "int32", "bounds"),
+        "ceiling_BT": call.array("ceiling"),
+        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
+        "slopes_ptr": call.array("slopes"),
+        "streams_BH": call.array("streams", "uint32"),
+        "dk_in_BTGD": None if first else Array(names["dk"] + "_in", "float32"),
+        "dv_in_BTGE": None if first or call.packed else Array("dv_in", "float32"),
+        "dq_RX": Array("dq", "float32"),
+        "dk_BTGD": Array(names["dk"], dtype),
+        "dv_BTGE": None if call.packed else Array("dv", dtype),
+        "scale": Scalar(call.scale, "fp32"),
+        **call.numbers,
+        "together": Scalar(_kv_heads_together(call), "i32"),
+    }
+    constants = {
+        "H": call.heads,
+        "G": call.kv_heads,
+        "D": call.head_dim,
+        "E": call.v_dim,
+        "K_STRIDE": key_pitch,
+        "V_STRIDE": value_pitch,
+        "V_COLUMN": call.head_dim if call.packed else 0,
+        "Q_RUNS": call.q_runs,
+        "K_RUNS": call.k_runs,
+        "BLOCK_Q": block_q,
+        "BLOCK_D": width,
+        "FIRST": first,
+        "CLEAN": call.clean,
+        "ALIGNED": call.aligned,
+        "STAGES": 3,
+        "OUT_STAGES": 3 if block_q == 64 else 2,
+    }
+    given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
+    dq = Output("dq", sums_of_dq(call), "float32", "dq_in")
+    grid = call.k_tiles(128) * call.kv_heads * call.batch
+    return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
+
+
+def _kv_heads_together(call: Call) -> int:
+    enough = -(-KEY_TILES_TOGETHER // call.k_tiles(128))
+    return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
+
+
+@lru_cache(maxsize=4096)
+def dq(call: Call) -> Launch:
+    """``dq`` in the input dtype of its ``sums``."""
+    arguments = {
+        "sums_RX": Array("sums", "float32"),
+        "dq_BSHD": Array("dq", call.dtype),
+        "scale": Scalar(call.scale, "fp32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {
+        "H": call.heads,
+        "D": call.head_dim,
+        "Q_RUNS": call.q_runs,
+        "BLOCK_Q": queries(call),
+        "BLOCK_D": columns(call.head_dim),
+    }
+    output = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype)
+    grid = call.q_tiles(queries(call)) * call.heads * call.batch
+    return Launch("hopper_dq", grid, tuple(arguments.items()), tuple(constants.items()), (output,), 4, 1)

@@ -1,0 +1,78 @@
+"""How tiles lie in registers and in shared memory."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gluon import constexpr_function
+
+
+@constexpr_function
+def accumulator(width, warps=4):
+    """The layout of wgmma's results [16 * warps, width], 64 rows to a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
+
+
+@gluon.jit
+def matrix(tile):
+    """A tile [1, rows, 1, columns] in shared memory, as TMA brings it, of two dimensions."""
+    return tile.reshape([tile.shape[1], tile.shape[3]])
+
+
+@gluon.jit
+def here(x):
+    """The integer x, of which the compiler knows nothing from here on.
+
+    An address that depends on it is computed here, not far above, from where on it would lie in registers: the backward reloads 0
+    registers in a step, not 5, and 0 in all, not 26 (Triton 3.6, heads of 128).
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def column(x, LAYOUT: gl.constexpr):
+    """x [64] against the rows of a matrix."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
+
+
+@constexpr_function
+def accumulator_by_eights(rows, columns, warps=4):
+    """The layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
+
+    Which eights of a row a thread holds is known when compiled, so that it has an address for each of its rows, and constants; as
+    [rows, columns] every element has an address of its own, in a pair of registers.
+    """
+    eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    of_warps = [[16 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 0, 1], [8, 0, 0], *eights], lanes, of_warps, [], [rows, columns // 8, 8])
+
+
+@gluon.jit
+def by_eights(x, WARPS: gl.constexpr = 4):
+    """wgmma's results [rows, columns] as [rows, columns / 8, 8], without moving a register."""
+    LAYOUT: gl.constexpr = accumulator_by_eights(x.shape[0], x.shape[1], WARPS)
+    return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] // 8, 8]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
+    """The numbers of rows [rows, 1, 1] and columns [1, columns / 8, 8] of such a layout; int64 keeps constants apart."""
+    LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    of_eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    row = gl.expand_dims(gl.expand_dims(row, 1), 2)
+    eight = gl.expand_dims(gl.expand_dims(eight, 0), 2)
+    of_eight = gl.expand_dims(gl.expand_dims(of_eight, 0), 1)
+    return row, 8 * eight.to(gl.int64) + of_eight
+
+
+@constexpr_function
+def rows_by_lines(width, warps=4):
+    """A layout of [rows, width] of 16 bits in which a warp reads and writes whole lines of memory."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])

@@ -1,0 +1,50 @@
+"""Which calls Hopper's kernels take, and in words why they do not take the others."""
+
+from __future__ import annotations
+
+from ..call import Call
+
+WIDEST = 256
+
+
+def refusal(call: Call) -> str | None:
+    """Why the Hopper forward does not take a call, in words; None where it does. The portable kernel takes what it refuses."""
+    reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
+    if call.capability != 90:
+        reason = f"it is for sm_90, and this GPU is sm_{call.capability}"
+    elif not call.tma:
+        reason = "it reads by TMA descriptors, which this jaxlib cannot make"
+    elif min(call.batch, call.seq_local, call.kv_local) == 0:
+        reason = "a TMA descriptor of an empty array cannot be made"
+    return reason
+
+
+def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
+    """What of it depends on the arrays' dtype and last dimensions only."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"its products are of bfloat16 and float16, not {dtype}"
+    for name, width in (("head_dim", head_dim), ("v_dim", v_dim)):
+        if width % 8 or width > WIDEST:
+            return f"it takes head sizes that 8 divides, of at most {WIDEST}, and {name} is {width}"
+    if columns(v_dim) > columns(head_dim):
+        return f"values may not be wider than keys, and v_dim is {v_dim} of head_dim {head_dim}"
+    return None
+
+
+def columns(width: int) -> int:
+    """Of the tile that holds rows of ``width``: TMA reads 0 beyond them."""
+    return 64 if width <= 64 else 128 if width <= 128 else 256
+
+
+def refusal_of_backward(call: Call) -> str | None:
+    """Why the Hopper backward does not take a call, in words; None where it does. The portable kernels take what it refuses."""
+    return refusal(call) or refusal_of_gradients(call.head_dim, call.v_dim)
+
+
+def refusal_of_gradients(head_dim: int, v_dim: int) -> str | None:
+    """What of it depends on the arrays' last dimensions only, beside ``refusal_of_shape``."""
+    if max(head_dim, v_dim) > 128:
+        return f"its sums for heads of more than 128 do not fit into registers, and these are of {head_dim}"
+    if columns(head_dim) != columns(v_dim):
+        return f"its tiles of keys and values are as wide, and head_dim is {head_dim} and v_dim {v_dim}"
+    return None

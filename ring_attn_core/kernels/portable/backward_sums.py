@@ -1,0 +1,69 @@
+"""What the backward needs of every query, and of the extents of a tile of queries."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rows import NOTHING_BEGINS, ROW_FIELDS
+from .scores import LOG2E
+
+Q_LEN = tl.constexpr(3)
+
+
+@triton.jit
+def delta(
+    out_BSHE,
+    lse_BSH,
+    dout_BSHE,
+    dlse_BSH,
+    lse2_BHS,
+    delta_BHS,
+    S,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """lse in base 2 and delta, heads before tokens; +inf and 0 for a query that sees nothing: its probabilities become 0."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(S, BLOCK_Q)
+    head = program // tiles % H
+    batch = (program // tiles // H).to(tl.int64)
+    token = program % tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    e = tl.arange(0, BLOCK_E)
+    at = (batch * S + token) * H + head
+    inside = token < S
+    lse = tl.load(lse_BSH + at, mask=inside, other=float("-inf"))
+    seen = lse > float("-inf")
+    here = seen[:, None] & (e[None, :] < E)
+    out = tl.load(out_BSHE + at[:, None] * E + e[None, :], mask=here, other=0.0).to(tl.float32)
+    dout = tl.load(dout_BSHE + at[:, None] * E + e[None, :], mask=here, other=0.0).to(tl.float32)
+    dlse = tl.load(dlse_BSH + at, mask=seen, other=0.0)
+    to = (batch * H + head) * S + token
+    tl.store(delta_BHS + to, tl.sum(out * dout, 1) - dlse, mask=inside)
+    tl.store(lse2_BHS + to, tl.where(seen, lse * LOG2E, float("inf")), mask=inside)
+
+
+@triton.jit
+def extent_bounds(extents_ptr, rows_ptr, bounds_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """For every q tile: least first and greatest end of its queries' extents, and greatest first and least end."""
+    slot = S // Q_RUNS
+    tiles = tl.cdiv(slot, BLOCK_Q)
+    program = tl.program_id(0)
+    run = program // tiles % Q_RUNS
+    batch = (program // tiles // Q_RUNS).to(tl.int64)
+    i = program % tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    valid = i < tl.load(rows_ptr + run * K_RUNS * ROW_FIELDS + Q_LEN)
+    at = extents_ptr + (batch * S + run * slot + i) * 2
+    first = tl.load(at, mask=valid, other=0)
+    end = tl.load(at + 1, mask=valid, other=0)
+    some = valid & (first < end)
+    bounds = bounds_ptr + program.to(tl.int64) * 4
+    tl.store(bounds, tl.min(tl.where(some, first, NOTHING_BEGINS), 0))
+    tl.store(bounds + 1, tl.max(tl.where(some, end, 0), 0))
+    tl.store(bounds + 2, tl.max(tl.where(valid, tl.where(some, first, NOTHING_BEGINS), 0), 0))
+    tl.store(bounds + 3, tl.min(tl.where(valid, tl.where(some, end, 0), NOTHING_BEGINS), 0))

@@ -1,0 +1,81 @@
+"""Scores of a tile: scale, softcap, ALiBi, in base 2."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tanh(x, ACCURATE: tl.constexpr):
+    """Accurate to 1e-7 absolutely; ACCURATE to a rounding, near 0 too.
+
+    Special functions are made 16 a cycle. So eight scores of at most 0.625, which is how a softcap is used, go through a
+    polynomial, and only else through an exponential and a reciprocal.
+    """
+    if ACCURATE:
+        e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+        t = (1.0 - e) / (1.0 + e)
+        square = x * x
+        series = 1.0 + square * (-0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * 0.0218694885)))
+        t = tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -t, t))
+    elif INTERPRETED:
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    else:
+        t = tl.inline_asm_elementwise(TANH_OF_8, TANH_REGISTERS, [x], dtype=tl.float32, is_pure=True, pack=8)  # pyright: ignore[reportArgumentType]
+    return t
+
+
+def _tanh_of_8() -> str:
+    """PTX of eight tanh, $8 to $15 -> $0 to $7. The polynomial: of least error within 0.625, 3.1e-8."""
+    each = lambda *lines: [line.format(y=f"y{n}", x=f"${8 + n}", to=f"${n}") for n in range(8) for line in lines]
+    hexadecimal = lambda x: "0f" + struct.pack(">f", x).hex()
+    c0, c1, c2, c3, c4 = map(hexadecimal, (0.99999946, -0.33330483, 0.13291034, -0.05136296, 0.01453019))
+    return "\n".join([
+        "{ .reg .pred p; .reg .f32 m, a, " + ", ".join(f"y{n}" for n in range(8)) + ";",
+        f"mov.f32 m, {hexadecimal(0.0)};",
+        *each("abs.f32 a, {x}; max.f32 m, m, a;"),
+        f"setp.gtu.f32 p, m, {hexadecimal(0.625)}; @p bra far;",
+        *each("mul.ftz.f32 {y}, {x}, {x};"),
+        *each(f"fma.rn.ftz.f32 a, {{y}}, {c4}, {c3}; fma.rn.ftz.f32 a, a, {{y}}, {c2};"
+              f" fma.rn.ftz.f32 a, a, {{y}}, {c1}; fma.rn.ftz.f32 a, a, {{y}}, {c0}; mul.ftz.f32 {{to}}, a, {{x}};"),
+        "bra done; far:",
+        *each(f"mul.ftz.f32 a, {{x}}, {hexadecimal(2.8853900817779268)}; ex2.approx.ftz.f32 a, a;"
+              f" add.ftz.f32 a, a, {hexadecimal(1.0)}; rcp.approx.ftz.f32 a, a;"
+              f" fma.rn.ftz.f32 {{to}}, a, {hexadecimal(-2.0)}, {hexadecimal(1.0)};"),
+        "done: }",
+    ])  # fmt: skip
+
+
+TANH_OF_8 = tl.constexpr(_tanh_of_8())
+
+
+TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
+
+
+@triton.jit
+def scores(products, i, j, slope, inner, cap, q_start, k_start, stride, ACCURATE: tl.constexpr):
+    """(scores in base 2, the tanh in them or without softcap the scores again) of products q . k.
+
+    ``inner`` is scale log2(e), or under softcap scale / softcap with ``cap`` softcap log2(e): rounded once, on the host.
+    """
+    if cap is None:
+        s = products * inner
+        t = s
+    else:
+        t = tanh(products * inner, ACCURATE)
+        s = t * cap
+    if slope is not None:
+        ahead = (k_start - q_start - stride * i).to(tl.float32) + (stride * j).to(tl.float32)
+        s += (slope * LOG2E) * ahead
+    return s, t

@@ -1,0 +1,23 @@
+"""ALiBi's slopes, one for every head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import check_sizes
+
+
+def alibi_slopes(heads: int, head: Any = None) -> Any:
+    """ALiBi's slope of every head (Press et al., arXiv:2108.12409, section 3), as floats.
+
+        slope_h = 2 ** (-8 (h + 1) / p)            h < p, the greatest power of two up to heads
+        slope_h = 2 ** (-8 (h - p + 1/2) / p)      the others lie between the first ones, as in the authors' released code
+
+    ``head``: an array that holds 0, 1, ... heads - 1 in float64, of any framework: slopes come like it. Raises ValueError for
+    heads that are no int of at least 1.
+    """
+    check_sizes(heads=heads)
+    if head is None:
+        return tuple(alibi_slopes(heads, head) for head in range(heads))
+    power = 1 << (heads.bit_length() - 1)
+    return 2.0 ** (-8 / power * (head + 1 - head // power * (power + 0.5)))

@@ -1,0 +1,39 @@
+"""What differs from layer to layer: the mask, and where the heads of a layer draw their dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..runs import Band
+
+
+def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
+    """The mask of every layer: the part of ``mask`` within the layer's window, all of it where that, or ``windows``, is None.
+
+    Raises ValueError for another number of windows than layers, and for one that is no int of at least 0.
+    """
+    if windows is None:
+        return [mask] * depth
+    if not isinstance(windows, Sequence) or len(windows) != depth:
+        raise ValueError(
+            f"windows must be a list of one value for each of {depth} layers, how many tokens before and after itself a token "
+            f"sees, or None for all that the mask lets it, got {windows!r}"
+        )
+    for layer, window in enumerate(windows):
+        if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__") or window < 0):
+            raise ValueError(
+                f"windows[{layer}] must be an int of at least 0, 0 for a token that sees only itself, or None for all that the "
+                f"mask lets it, got {window!r}"
+            )
+    return [mask if window is None else mask.within(window.__index__()) for window in windows]
+
+
+def layer_offset(offset: Any, layer: int, heads: int) -> Any:
+    """``dropout_offset`` of a layer, which draws as if its heads stood behind those of the layers before it.
+
+    What is no pair comes back as it is: ring_attention refuses it.
+    """
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        return offset
+    return offset[0], layer * heads + offset[1]

@@ -1,0 +1,177 @@
+"""The plan of one ring: who holds which positions, who sees what at each step, and where things travel.
+
+Pure arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on
+rank ``r - s``. A shift at which no rank sees anything is left out (shift 0 always stays), so a window pays only for the
+hops it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .. import layouts
+from ..dropout import SPAN
+from ..runs import Band, Row, Run, row
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """Frozen and hashable: two equal plans run the same program.
+
+    ``layout``: a name in LAYOUTS. ``mask``: a Band in global positions. ``ranks``: members of the ring. ``seq_local``,
+    ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true global
+    lengths in tokens; what the shards hold beyond them is padding, never seen as a key, out 0 and lse -inf as a query.
+
+    Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` where both shards are
+    equally long, else ``kv_local * ranks``. Raises ValueError where these do not fit together.
+    """
+
+    layout: str
+    mask: Band
+    ranks: int
+    seq_local: int
+    kv_local: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    length: int = None  # type: ignore[assignment]
+    kv_length: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Band):
+            raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {self.mask!r}")
+        for name, side in (("lo", self.mask.lo), ("hi", self.mask.hi)):
+            if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+                raise ValueError(f"mask.{name} must be int or None, got {side!r}")
+        if self.ranks < 1:
+            raise ValueError(f"a ring needs at least 1 rank, got {self.ranks}")
+        fill = object.__setattr__
+        if self.kv_local is None:
+            fill(self, "kv_local", self.seq_local)
+        if self.length is None:
+            fill(self, "length", self.seq_local * self.ranks)
+        if self.kv_length is None:
+            fill(self, "kv_length", self.length if self.kv_local == self.seq_local else self.kv_local * self.ranks)
+        self._check_lengths("length", self.length, "q", self.seq_local)
+        self._check_lengths("kv_length", self.kv_length, "k", self.kv_local)
+
+    def _check_lengths(self, name: str, length: int, array: str, local: int) -> None:
+        needed = layouts.slots(self.layout)
+        held = local * self.ranks
+        if local % needed:
+            padded = layouts.padded_local(self.layout, self.ranks, held) * self.ranks
+            raise ValueError(
+                f"{self.layout} over {self.ranks} ranks needs an even number of tokens a rank, got {local} ({held} in all) "
+                f"in {array}: shard with to_layout, which pads to {padded}, and pass {name}={min(length, held)}"
+            )
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise ValueError(
+                f"{name} is the true global number of tokens, an int of at least 0 (static under jit), got {length!r}"
+            )
+        if length > held:
+            raise ValueError(
+                f"{name}={length} is more than the {self.ranks} shards of {array} hold ({local} tokens each, {held} in all): "
+                f"pass every rank a shard of at least {layouts.padded_local(self.layout, self.ranks, length)} tokens"
+            )
+
+    # --- who holds what ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        """``[ranks][runs]`` of ``(base, length, start, stride)``: offset in the shard, tokens that are no padding, position."""
+        return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
+
+    @cached_property
+    def k_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
+
+    def _runs(self, rank: int, local: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
+        slots = layouts.named(self.order)(rank, self.ranks, local)
+        kept = [slot.before(length) for slot in slots]
+        return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
+
+    def positions(self, rank: int) -> list[int]:
+        """The global position of every query slot of a rank, in shard order; padding has positions >= length."""
+        slots = layouts.named(self.layout)(rank, self.ranks, self.seq_local)
+        return [position for slot in slots for position in slot.positions()]
+
+    @property
+    def order(self) -> str:
+        """The layout, or for one rank, where all are the same, the one with the fewest runs."""
+        return self.layout if self.ranks > 1 else "contiguous"
+
+    @property
+    def q_slot(self) -> int:
+        """Tokens in one query slot."""
+        return self.seq_local // layouts.slots(self.order)
+
+    @property
+    def k_slot(self) -> int:
+        return self.kv_local // layouts.slots(self.order)
+
+    # --- who sees what ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def band(self) -> Band:
+        """The mask with no side beyond any lag there is, so that its arithmetic fits int32 where the rank is traced."""
+        return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
+
+    def rows(self, rank: int, shift: int) -> list[list[Row]]:
+        """``[q_runs][k_runs]`` rows of what ``rank`` may see of the keys that started on ``rank - shift``."""
+        keys = self.k_runs[(rank - shift) % self.ranks]
+        return [[row(q, k, self.band, self.q_slot, self.k_slot) for k in keys] for q in self.q_runs[rank]]
+
+    def area(self, rank: int, shift: int) -> int:
+        """How many (query, key) pairs ``rank`` computes at ``shift``."""
+        return sum(
+            self.mask.onto(Run(q_start, q_len, stride), Run(k_start, k_len, stride)).area(q_len, k_len)
+            for _, q_len, q_start, stride in self.q_runs[rank]
+            for _, k_len, k_start, _ in self.k_runs[(rank - shift) % self.ranks]
+        )
+
+    def work(self, rank: int) -> int:
+        """How many (query, key) pairs ``rank`` computes in all."""
+        return sum(self.area(rank, shift) for shift in self.shifts)
+
+    @property
+    def balance(self) -> float:
+        """Most work of a rank over the mean: 1 is perfect, and the ring's time grows with it."""
+        work = [self.work(rank) for rank in range(self.ranks)]
+        return max(work) * self.ranks / sum(work) if sum(work) else 1.0
+
+    @cached_property
+    def blanks(self) -> bool:
+        """Whether some query, padding included, sees nothing."""
+        return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
+
+    @cached_property
+    def blank_keys(self) -> bool:
+        """Whether some key, padding included, is seen by no query."""
+        of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
+        return self.kv_length < self.kv_local * self.ranks or not self._all_meet(of_keys, self.kv_length, self.length)
+
+    @staticmethod
+    def _all_meet(band: Band, tokens: int, others: int) -> bool:
+        """Whether every one of ``tokens`` positions has one of ``others`` positions within the band: the first and last do."""
+        return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
+
+    @cached_property
+    def by_counter(self) -> bool:
+        """Whether every run is consecutive from where counters of dropout begin, so that one serves eight probabilities."""
+        return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
+
+    # --- what travels -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def shifts(self) -> tuple[int, ...]:
+        """How far k/v have travelled at each step."""
+        seen = (s for s in range(1, self.ranks) if any(self.area(rank, s) for rank in range(self.ranks)))
+        return (0, *seen)
+
+    @cached_property
+    def hops(self) -> tuple[int, ...]:
+        """How many ranks k/v advance between one step and the next; one fewer than there are steps."""
+        return tuple(b - a for a, b in zip(self.shifts, self.shifts[1:], strict=False))
+
+    @property
+    def home(self) -> int:
+        """The last hop of the gradients, from where their k/v ended to the rank that owns them; 0 where they are there."""
+        return -self.shifts[-1] % self.ranks

@@ -1,0 +1,148 @@
+"""Every refusal in words: what is checked of a call, an array or a block before anything is computed or sent."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..runs import Run
+
+LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
+
+
+LARGEST_SCALE = 1e18
+"""Beyond these a score divided by the cap may leave the normal numbers of float32."""
+
+
+def check_scale(scale: Any) -> None:
+    if scale is not None and not (_finite(scale) and abs(scale) <= LARGEST_SCALE):
+        raise ValueError(
+            f"scale must be a finite Python number of at most {LARGEST_SCALE:g}, or None (head_dim ** -0.5), got {scale!r}"
+        )
+
+
+def check_softcap(softcap: Any) -> None:
+    if softcap is not None and not (_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
+        raise ValueError(
+            f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {softcap!r}: scores become "
+            "softcap * tanh(score / softcap); pass None to leave them"
+        )
+
+
+def check_dropout_rate(rate: Any) -> None:
+    if not (_finite(rate) and 0 <= rate < 1):
+        raise ValueError(
+            f"dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got {rate!r}"
+        )
+
+
+def _finite(x: Any) -> bool:
+    try:
+        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
+
+
+class Given(NamedTuple):
+    """An optional array of a call: the argument's name, its shape and the name of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """ValueError for an optional array of another shape or kind than goes with q and k."""
+    axes, shape, dtypes = {
+        "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),
+        "key_mask": ("[batch, tokens of k]", tuple(k_shape[:2]), ("bool",)),
+        "sinks": ("[heads]", (q_shape[2],), DTYPES),
+        "alibi_slopes": ("[heads]", (q_shape[2],), DTYPES),
+        "dropout_seed": ("one number", (), INTEGERS),
+    }[array.name]
+    if array.shape != shape:
+        raise ValueError(f"{array.name} must be {axes} = {list(shape)}, got shape {list(array.shape)}. {_HINTS[array.name]}")
+    if array.dtype not in dtypes:
+        kind = {INTEGERS: "an integer dtype", DTYPES: "a floating dtype"}.get(dtypes, f"dtype {dtypes[0]}")
+        raise ValueError(f"{array.name} must have {kind}, got {array.dtype}. {_HINTS[array.name]}")
+
+
+def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
+    """ValueError for an extent that is reversed or leaves the keys; those of padded queries may say anything.
+
+    ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
+    Where nobody looks at the values, an extent that leaves the keys is cut, and a reversed one sees nothing.
+    """
+    for base, length, start, stride in q_runs:
+        first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
+        wrong = (first < 0) | (end < first) | (end > kv_length)
+        if wrong.any():
+            b, i = next((b, i) for b, row in enumerate(wrong.tolist()) for i, bad in enumerate(row) if bad)
+            got = [int(first[b, i]), int(end[b, i])]
+            raise ValueError(
+                f"extents must be 0 <= first <= end <= kv_length = {kv_length}, got {got} for the query "
+                f"at position {start + stride * i} of batch row {b}: they are global key positions, the end exclusive"
+            )
+
+
+def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
+    """The runs of a block of queries [b s h d] and of keys [b t g d], from 0 on where None.
+
+    ValueError for what is no run, for unequal strides and, where they are ints, a negative start, an end beyond 2^30 or a length
+    that the block does not hold. Start and length may be traced.
+    """
+    checked = []
+    for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
+        tokens = shape[1] if len(shape) == 4 else 0
+        run = Run(0, tokens) if run is None else run
+        if not isinstance(run, Run):
+            raise ValueError(f"{name} must be a Run(start, length, stride) or None, got {run!r}")
+        run = Run(_number(name, "start", run.start), _number(name, "length", run.length), run.stride)
+        if not isinstance(run.stride, int) or run.stride < 1:
+            raise ValueError(f"the stride of {name} must be an int of at least 1, got {run.stride!r}")
+        if isinstance(run.start, int) and not 0 <= run.start < FARTHEST:
+            raise ValueError(f"{name} starts at position {run.start}: positions count from 0, and must be below 2^30")
+        if isinstance(run.length, int) and not 0 <= run.length <= tokens:
+            raise ValueError(f"{name} has {run.length} tokens, and the block holds {tokens}: pad the block, or shorten the run")
+        start, length = (x if isinstance(x, int) else 0 for x in (run.start, run.length))
+        if length and start + run.stride * (length - 1) >= FARTHEST:
+            raise ValueError(f"{name} ends at position {start + run.stride * (length - 1)}: positions must be below 2^30")
+        checked.append(run)
+    if checked[0].stride != checked[1].stride:
+        raise ValueError(
+            f"q_run has stride {checked[0].stride} and k_run {checked[1].stride}: a block needs equal strides, so cut the longer "
+            "steps' positions out of the other, or attend to each residue class by itself"
+        )
+    return checked[0], checked[1]
+
+
+def _number(name: str, field: str, x: Any) -> Any:
+    """An int where there is one, else a traced integer as it is; ValueError for what is neither."""
+    if isinstance(x, int):
+        return x
+    try:
+        return operator.index(x)
+    except (TypeError, RuntimeError) as error:  # also what JAX and torch.compile raise for what they trace
+        if "int" in str(getattr(x, "dtype", "")):
+            return x
+        raise ValueError(f"the {field} of {name} must be an int, got {x!r}") from error
+
+
+FARTHEST = 2**30
+"""Positions of blocks are below it, so that their lags fit int32 where JAX traces them."""
+
+
+_HINTS = {
+    "extents": "It holds first and end (exclusive) of the key positions that each query may see, sharded like q",
+    "key_mask": "It says which keys may be attended, True or False, sharded like k: of a mask of 0 and 1 pass mask != 0, of an "
+    "additive one mask == 0; what differs between queries belongs into mask or extents",
+    "sinks": "It holds one logit for every query head",
+    "alibi_slopes": "It holds one slope for every query head",
+    "dropout_seed": "It is one integer, the same on every rank",
+}

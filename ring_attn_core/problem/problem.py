@@ -1,0 +1,107 @@
+"""One call as plain data: everything that the ring and a backend are judged by."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from ..plan.ring import RingPlan
+from ..runs import Band
+from .checks import DTYPES, Given, check_array, check_dropout_rate, check_scale, check_softcap
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of ``ring_attention`` on one rank, framework-neutral and hashable.
+
+    Shapes are the shards': q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
+    v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
+    ``arrays``: the optional ones that were given, in the order of the signature. ``capability``: of the NVIDIA GPU, such as 90,
+    0 where there is none. ``framework``: "jax" or "torch". ``tma``: it can launch kernels with TMA descriptors.
+    """
+
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtypes: tuple[str, str, str]
+    device: str
+    ranks: int
+    layout: str
+    mask: Band
+    length: int | None
+    kv_length: int | None
+    scale: float | None
+    softcap: float | None
+    dropout_rate: float
+    arrays: tuple[Given, ...]
+    backend: str
+    capability: int = 0
+    framework: str = "jax"
+    tma: bool = True
+
+    @cached_property
+    def plan(self) -> RingPlan:
+        """The plan of this problem; ValueError where lengths and layout do not fit."""
+        lengths: Any = (self.length, self.kv_length)  # None asks for the default
+        return RingPlan(self.layout, self.mask, self.ranks, self.q_shape[1], self.k_shape[1], *lengths)
+
+    def check(self) -> RingPlan:
+        """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
+        self._check_shapes()
+        self._check_dtypes()
+        check_scale(self.scale)
+        check_softcap(self.softcap)
+        check_dropout_rate(self.dropout_rate)
+        for array in self.arrays:
+            check_array(array, self.q_shape, self.k_shape)
+        if self.dropout_rate and "dropout_seed" not in {array.name for array in self.arrays}:
+            raise ValueError(
+                f"dropout_rate={self.dropout_rate} needs dropout_seed, an integer that is the same on every rank and another at "
+                "every step"
+            )
+        return self.plan
+
+    @property
+    def blanks(self) -> bool:
+        """Whether some query, padding included, may see nothing."""
+        return self.plan.blanks or any(array.name in ("extents", "key_mask") for array in self.arrays)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What every rank of a ring must have in common, by name, as JSON can carry it."""
+        return asdict(self)
+
+    def _check_shapes(self) -> None:
+        q, k, v = self.q_shape, self.k_shape, self.v_shape
+        for name, shape, axes in (
+            ("q", q, "[batch, seq_local, heads, head_dim]"),
+            ("k", k, "[batch, kv_local, kv_heads, head_dim]"),
+            ("v", v, "[batch, kv_local, kv_heads, v_dim]"),
+        ):
+            if len(shape) != 4:
+                raise ValueError(f"{name} must have 4 dimensions {axes}, got shape {list(shape)}")
+        if k[:3] != v[:3]:
+            raise ValueError(
+                f"k and v must agree in batch, kv_local and kv_heads, got k {list(k)} and v {list(v)}; "
+                "only the last dimension may differ"
+            )
+        if q[0] != k[0]:
+            raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
+        if q[3] != k[3]:
+            raise ValueError(
+                f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)"
+            )
+        for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if q[2] % k[2]:
+            raise ValueError(
+                f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads. "
+                "For multi-query attention pass 1 kv head."
+            )
+
+    def _check_dtypes(self) -> None:
+        if len(set(self.dtypes)) > 1:
+            raise ValueError(f"q, k and v must have one dtype, got {', '.join(self.dtypes)}: cast them to the same")
+        if self.dtypes[0] not in DTYPES:
+            raise ValueError(f"q, k and v must be one of {', '.join(DTYPES)}, got {self.dtypes[0]}: cast them first")

@@ -1,0 +1,13 @@
+"""How keys may travel: the names of the strategies, and why one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STRATEGIES = ("auto", "ring")
+
+
+def check_strategy(strategy: Any) -> None:
+    """ValueError for a strategy that does not exist."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")

@@ -1,0 +1,171 @@
+"""The truth and the yardstick, in numpy: exact attention in float64, and plain single-device attention in a given dtype.
+
+Both take whole arrays in the natural order of tokens and know nothing of rings, layouts or tiles. ``plain`` is what one device
+computes in the same dtype without any cleverness: products in the dtype, sums and softmax in float32, probabilities and results
+rounded once. numpy is needed here, and only here and in dropout's truth, the tolerance, the demo and the pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..dropout import kept, rescale
+from ..runs import Band
+
+Array = np.ndarray
+
+
+class Attention(NamedTuple):
+    """out [b s h e], lse [b s h] (natural log) and the gradients of q, k, v and sinks [h] under the cotangents."""
+
+    out: Array
+    lse: Array
+    dq: Array
+    dk: Array
+    dv: Array
+    dsinks: Array | None = None
+
+
+class Features(NamedTuple):
+    """What changes a score, who sees whom and which probabilities count; named and shaped as in ``ring_attention``."""
+
+    extents: Array | None = None
+    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    key_mask: Array | None = None
+    """bool [b t]: which keys may be seen."""
+    softcap: float | None = None
+    sinks: Array | None = None
+    """[h]: one more logit in every softmax's denominator, without a value."""
+    alibi_slopes: Array | None = None
+    """[h]; constants, without a gradient."""
+    dropout_rate: float = 0.0
+    dropout_seed: int | None = None
+
+
+def exact(
+    q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, scale: float | None = None, **features: Any
+) -> Attention:
+    """Attention and gradients in float64 (of float64 arrays: in extended precision).
+
+    q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
+
+    s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), where i sees j;
+    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the kept j, rescaled.
+    A query that sees nothing: out 0, lse -inf (or its sink), no gradient to any q, k, v.
+    """
+    working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
+    return _attention(q, k, v, mask, dout, dlse, scale, Features(**features), working, lambda x: x)
+
+
+def plain(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Band,
+    dout: Array,
+    dtype: str,
+    dlse: Array | None = None,
+    scale: float | None = None,
+    **features: Any,
+) -> Attention:
+    """The same in ``dtype`` ("float32", "bfloat16", "float16" or "float64") as one device computes it; see the module's text."""
+    working = np.float64 if dtype == "float64" else np.float32
+    return _attention(q, k, v, mask, dout, dlse, scale, Features(**features), working, rounding(dtype))
+
+
+def visible(mask: Band, queries: range, keys: range, extents: Array | None = None, key_mask: Array | None = None) -> Array:
+    """bool [b or 1, queries, keys]: who sees whom among these global positions of whole sequences."""
+    i, j = np.array(queries)[:, None], np.array(keys)
+    seen = np.ones((1, len(queries), len(keys)), bool)
+    if mask.lo is not None:
+        seen = seen & (i - j >= mask.lo)
+    if mask.hi is not None:
+        seen = seen & (i - j <= mask.hi)
+    if extents is not None:
+        first, end = np.moveaxis(extents[:, queries.start : queries.stop, :, None], 2, 0)
+        seen = seen & (first <= j) & (j < end)
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, keys.start : keys.stop]
+    return seen
+
+
+def rounding(dtype: str) -> Callable[[Array], Array]:
+    """The function that rounds a float32 array to ``dtype`` and gives it back as float32 (float64: unchanged)."""
+    if dtype == "bfloat16":
+        return _to_bfloat16
+    if dtype == "float16":
+        return lambda x: x.astype(np.float16).astype(np.float32)
+    return lambda x: x
+
+
+def _to_bfloat16(x: Array) -> Array:
+    """Round to nearest, ties to even, on the upper 16 bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
+
+
+def _attention(q, k, v, mask, dout, dlse, scale, features, dtype, rounded, block=512) -> Attention:  # type: ignore[no-untyped-def]
+    b, s, h, d = q.shape
+    t, g, e = v.shape[1:]
+    scale = dtype(d**-0.5 if scale is None else scale)
+    # [b g r s d]: the query heads of one kv head side by side
+    grouped = lambda x: np.moveaxis(x.astype(dtype).reshape(b, s, g, h // g, x.shape[-1]), 1, 3)
+    per_head = lambda x: x.astype(dtype).reshape(g, h // g, 1, 1)
+    q_, dout_ = grouped(q), grouped(dout)
+    dlse_ = grouped(np.zeros((b, s, h, 1)) if dlse is None else dlse[..., None])
+    k_, v_ = (np.moveaxis(x.astype(dtype), 1, 2)[:, :, None] for x in (k, v))
+    sink = per_head(np.full(h, -np.inf) if features.sinks is None else features.sinks)
+    out, lse, dq = np.zeros_like(dout_), np.full_like(dlse_, -np.inf), np.zeros_like(q_)
+    dk, dv, dsinks = np.zeros_like(k_), np.zeros_like(v_), np.zeros_like(sink)
+    for i0 in range(0, s, block):
+        i1 = min(i0 + block, s)
+        j0 = 0 if mask.hi is None else min(max(i0 - mask.hi, 0), t)
+        j1 = t if mask.lo is None else min(max(i1 - mask.lo, j0), t)
+        rows, keys = np.s_[..., i0:i1, :], np.s_[..., j0:j1, :]
+        seen = visible(mask, range(i0, i1), range(j0, j1), features.extents, features.key_mask)[:, None, None]
+        scores, steepness = _softcapped((q_[rows] @ k_[keys].swapaxes(-1, -2)) * scale, features.softcap)
+        if features.alibi_slopes is not None:
+            scores = scores + per_head(features.alibi_slopes) * (np.arange(j0, j1) - np.arange(i0, i1)[:, None]).astype(dtype)
+        scores = np.where(seen, scores, -np.inf)
+        top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
+        top = np.where(np.isneginf(top), 0, top).astype(dtype)
+        p, of_sink = np.exp(scores - top), np.exp(sink - top)
+        total = p.sum(-1, keepdims=True) + of_sink
+        something = total > 0
+        total = np.where(something, total, 1)
+        p, of_sink = p / total, of_sink / total
+        weight = _dropout(features, (b, g, h // g), range(i0, i1), range(j0, j1)).astype(dtype)
+        dropped = rounded(p * weight)
+        lse[rows] = np.where(something, np.log(total) + top, -np.inf)
+        out[rows] = rounded(dropped @ v_[keys])
+        delta = (dout_[rows] * out[rows]).sum(-1, keepdims=True) - np.where(something, dlse_[rows], 0)
+        ds = rounded(p * (dout_[rows] @ v_[keys].swapaxes(-1, -2) * weight - delta) * steepness)
+        dq[rows] = (ds @ k_[keys]) * scale
+        dk[keys] += ((ds.swapaxes(-1, -2) @ q_[rows]) * scale).sum(2, keepdims=True)
+        dv[keys] += (dropped.swapaxes(-1, -2) @ dout_[rows]).sum(2, keepdims=True)
+        dsinks -= (of_sink * delta).sum((0, 3), keepdims=True)[0]
+    whole = lambda x: np.moveaxis(x, 3, 1).reshape(b, s, h, x.shape[-1])
+    back = lambda x: rounded(np.moveaxis(x[:, :, 0], 2, 1))
+    gradients = rounded(whole(dq)), back(dk), back(dv), None if features.sinks is None else dsinks.reshape(h)
+    return Attention(whole(out), whole(lse)[..., 0], *gradients)
+
+
+def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]:
+    """Capped scores and their derivative."""
+    if cap is None:
+        return scores, 1.0
+    bounded = np.tanh(scores / scores.dtype.type(cap))
+    return scores.dtype.type(cap) * bounded, 1 - bounded * bounded
+
+
+def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
+    """What dropout multiplies the probabilities by: 0 or dropout.rescale [b g r queries keys], or a single 1."""
+    if not features.dropout_rate:
+        return np.ones(1)
+    b, g, r = groups
+    keeps = kept(features.dropout_seed, features.dropout_rate, b, g * r, queries, keys)  # type: ignore[arg-type]
+    return keeps.reshape(*groups, len(queries), len(keys)) * rescale(features.dropout_rate)

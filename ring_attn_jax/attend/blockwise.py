@@ -1,0 +1,94 @@
+"""Attention of given shards in plain jnp, tile by tile: for CPU and TPU, and the ground truth at any length.
+
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      where i may see j, else -inf
+    lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
+    out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
+
+The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys
+seen so far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
+
+Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
+           state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
+Tiles      a tile lies within one slot; the last one of a slot is moved back to end with it, and the rows that it shares
+           with the tile before are left to that one. Under extents every batch row walks over its own tiles, else all walk
+           together
+Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .keys import Keys
+from .score import Score
+from .state import Cotangents, State
+from .tiles import Call, Pair, dot
+
+
+@jax.jit  # traced once for all the steps of a ring
+def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
+    """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible."""
+    if q.size == 0 or keys.kv.size == 0:
+        return total
+    call = Call.of(q, keys, rows, score)
+
+    def query_tile(index: jax.Array, total: State) -> State:
+        queries = call.query_tile(index)
+        q_tile = queries.load(q, call.groups) * score.scale
+        out, lse = (queries.load(x, call.groups, valid_only=False) for x in total)
+
+        def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            acc, l, m = state
+            k_tile, v_tile = pair.load_kv()
+            scores = jnp.where(pair.visible, pair.scores(q_tile, k_tile)[0], -jnp.inf)
+            m_new = jnp.maximum(m, scores.max(-1))
+            m_finite = jnp.where(m_new == -jnp.inf, 0, m_new)
+            p = jnp.exp(scores - m_finite[..., None])
+            decay = jnp.exp(m - m_finite)
+            acc = acc * decay[..., None] + dot("bgrqk,bgke->bgrqe", pair.drop(p), v_tile)
+            return acc, l * decay + p.sum(-1), m_new
+
+        acc, l, m = call.over_keys(queries, key_tile, (out, (lse > -jnp.inf).astype(lse.dtype), lse))
+        out = acc / jnp.where(l == 0, 1, l)[..., None]
+        return queries.store(total[0], out), queries.store(total[1], m + jnp.log(l))
+
+    return lax.fori_loop(0, call.query_tiles, query_tile, total)
+
+
+@jax.jit
+def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One pass over the tiles: (dq with these keys' part added, dkv of these keys from this rank's queries).
+
+    p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
+    dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+    """
+    q, dout, lse, delta, _ = of_q
+    dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
+    if q.size == 0 or keys.kv.size == 0:
+        return dq, dkv
+    call = Call.of(q, keys, rows, score)
+
+    def query_tile(index: jax.Array, gradients: State) -> State:
+        dq, dkv = gradients
+        queries = call.query_tile(index)
+        q_tile = queries.load(q, call.groups) * score.scale
+        dout_tile, lse_tile, delta_tile = (queries.load(x, call.groups) for x in (dout, lse, delta))
+
+        def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dq_tile, dkv = state
+            k_tile, v_tile = pair.load_kv()
+            q_seen, dout_seen = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
+            scores, tanh = pair.scores(q_seen, k_tile)
+            p = jnp.where(pair.visible, jnp.exp(scores - lse_tile[..., None]), 0)
+            dp = pair.drop(dot("bgrqe,bgke->bgrqk", dout_seen, v_tile)) - delta_tile[..., None]
+            ds = jnp.where(pair.visible, p * dp if tanh is None else p * dp * (1 - tanh * tanh), 0)
+            dk_tile, dv_tile = dot("bgrqk,bgrqd->bgkd", ds, q_seen), dot("bgrqk,bgrqe->bgke", pair.drop(p), dout_seen)
+            dq_tile = dq_tile + score.scale * dot("bgrqk,bgkd->bgrqd", ds, k_tile)
+            return dq_tile, pair.keys.add(dkv, jnp.concatenate([dk_tile, dv_tile], -1)[:, :, None])
+
+        dq_tile, dkv = call.over_keys(queries, key_tile, (queries.load(dq, call.groups, valid_only=False), dkv))
+        return queries.store(dq, dq_tile), dkv
+
+    return lax.fori_loop(0, call.query_tiles, query_tile, (dq, dkv))

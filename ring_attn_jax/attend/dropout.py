@@ -1,0 +1,84 @@
+"""Which probabilities dropout keeps, in JAX."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ring_attn_core.dropout import (
+    WORD,
+    check_draw,
+    number,
+    philox2x32,
+    place_of_key,
+    place_of_query,
+    seed_words,
+    stream,
+    threshold,
+)
+
+
+class Draw(NamedTuple):
+    """What dropout draws by, each a 0-d uint32: both words of the seed, the global index of the first batch row and head."""
+
+    low: jax.Array
+    high: jax.Array
+    batch: jax.Array
+    head: jax.Array
+
+
+def draw_of(seed: Any, offset: Any) -> Draw:
+    """The ``draw`` of a Score; ValueError for what is no 0-d integer. A seed that is one already stays as it is."""
+    if isinstance(seed, Draw):
+        return seed
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        raise ValueError(
+            f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
+        )
+    for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
+        if not (_is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)) or x is True:
+            raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {x!r}")
+    check_draw(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
+    return Draw(*_words(seed), *(_words(x)[0] for x in offset))
+
+
+def _words(x: Any) -> tuple[jax.Array, jax.Array]:
+    """The lower and the upper 32 bits, in uint32."""
+    if not isinstance(x, jax.Array):
+        low, high = seed_words(int(x))
+    elif x.dtype.itemsize == 8:
+        low, high = seed_words(x)
+    else:
+        low, high = x, jnp.where(x < 0, jnp.uint32(WORD), 0)
+    return jnp.asarray(low, jnp.uint32), jnp.asarray(high, jnp.uint32)
+
+
+def _is_integer(x: Any) -> bool:
+    return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
+    """uint32 [batch, heads]: the key by which dropout draws for each; once a call, for it is half of what drawing compiles to."""
+    b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
+    h = draw.head + jnp.arange(heads, dtype=jnp.uint32)
+    return stream((draw.low, draw.high), b, h, _multiply, jnp.uint32)
+
+
+def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
+    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
+    word = lambda x: x.astype(jnp.uint32)
+    (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[:, None]), place_of_key(word(k_pos))
+    words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply, jnp.uint32)
+    return number(jnp.where(which == 0, *words), turn) >= threshold(rate)
+
+
+def _multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
+    """Upper and lower 32 bits of the product, by halves: there is no 64-bit integer without x64."""
+    low, high = a & 0xFFFF, a >> 16
+    c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
+    middle = high * c_low + (low * c_low >> 16)
+    carry = low * c_high + (middle & 0xFFFF)
+    return high * c_high + (middle >> 16) + (carry >> 16), a * jnp.uint32(constant)

@@ -1,0 +1,115 @@
+"""A Launch inside a JAX program: jaxlib's own custom call starts the compiled kernel, and XLA allocates or reuses its outputs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.kernels.compile import compiled, kernel_function
+from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, encodings
+
+from ..axes import axes_of
+
+CUSTOM_CALL = "triton_kernel_call_ffi"
+_target = jax.make_user_context(None)
+"""The compute capability that is traced for, None: this host's. JAX's caches know it: a trace for one is not used for another."""
+
+
+def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """The outputs of a launch. ``arrays`` by name; one that an output overwrites is reused where nobody else needs it."""
+    arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
+    inputs = [arrays[name] for name in launch.inputs]
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in launch.written]
+    if launch.grid == 0:
+        outputs = [arrays[x.over] if x.over else jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
+    else:
+        overwritten = {launch.inputs.index(x.over): i for i, x in enumerate(launch.written) if x.over}
+        call = jax.ffi.ffi_call(CUSTOM_CALL, shapes, input_output_aliases=overwritten, vmap_method="sequential")
+        outputs = call(*inputs, opaque=_opaque(launch, capability()))[: len(launch.outputs)]
+    axes = frozenset().union(*map(axes_of, inputs))
+    return tuple(_varying(x, axes) for x in outputs)
+
+
+def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """``x`` varying over the mesh axes that its inputs vary over: shard_map takes a custom call's outputs for replicated."""
+    missing = axes - axes_of(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+@lru_cache(maxsize=4096)
+def _opaque(launch: Launch, capability: int) -> bytes:
+    """What the custom call reads: the compiled kernel, its grid, and how each parameter is made."""
+    from jaxlib import gpu_triton
+
+    kernel = compiled(launch, capability)
+    made = kernel.metadata
+    descriptors = iter(encodings(kernel))
+    arguments, parameters = dict(launch.arguments), []
+    for name in kernel_function(launch.kernel).arg_names:
+        if name in arguments:
+            parameters += _parameters(gpu_triton, arguments[name], descriptors)
+    ttir = kernel.asm.get("ttir", "")  # a Gluon kernel has none
+    binary = gpu_triton.TritonKernel(made.name, made.num_warps, made.num_ctas, made.shared, kernel.asm["ptx"], ttir, capability)
+    call = gpu_triton.TritonKernelCall(binary, launch.grid, 1, 1, parameters)
+    return zlib.compress(call.to_proto(launch.kernel, b""))
+
+
+def _parameters(gpu_triton: Any, x: Any, descriptors: Iterator[Any]) -> list[Any]:
+    if isinstance(x, Scalar):
+        return [gpu_triton.create_scalar_parameter(x.value, x.type)]
+    if not isinstance(x, Descriptor):
+        return [gpu_triton.create_array_parameter(0, 16)]
+    shape, strides = list(x.shape), list(x.strides)
+    descriptor = gpu_triton.create_tma_descriptor_parameter(shape=shape, strides=strides, oob_fill=0, **next(descriptors))
+    sizes = [gpu_triton.create_scalar_parameter(size, "i32") for size in x.shape]
+    return [descriptor, *sizes, *(gpu_triton.create_scalar_parameter(stride, "i64") for stride in x.strides)]
+
+
+@lru_cache
+def makes_descriptors() -> bool:
+    """Whether this jaxlib can make TMA descriptors (newer than 0.11.0 can)."""
+    from jaxlib import gpu_triton
+
+    return hasattr(gpu_triton, "create_tma_descriptor_parameter")
+
+
+@contextmanager
+def compile_for(capability: int) -> Iterator[None]:
+    """Trace and lower for an NVIDIA GPU of compute capability ``capability``, such as 90, on a host without one.
+
+    with compile_for(90):
+        jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+    ValueError for a number that is no such capability, ImportError without jaxlib's CUDA plugin, which makes the calls.
+    """
+    if not 50 <= capability < 200:
+        raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")
+    from jaxlib import gpu_triton
+
+    if not hasattr(gpu_triton, "create_array_parameter"):
+        install = f"pip install --no-deps jax-cuda12-plugin=={version('jaxlib')}"
+        raise ImportError(f"a program for a GPU needs jaxlib's CUDA plugin, on a host without a GPU too: {install}")
+    with _target(capability):
+        yield
+
+
+def capability() -> int:
+    """The compute capability of the NVIDIA GPU that is traced for, such as 90; 0 where there is none."""
+    target = _target.value
+    return _of_this_host() if target is None else target
+
+
+@lru_cache
+def _of_this_host() -> int:
+    if jax.default_backend() != "gpu":
+        return 0
+    major, _, minor = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
+    return 10 * int(major) + int(minor or 0) if major.isdigit() else 0

@@ -1,0 +1,67 @@
+"""Questions about arrays and axes that only JAX asks: inside shard_map or not, and over which mesh axes a value varies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from ring_attn_core.problem.checks import Given
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """NotImplementedError for several axes, ValueError for what is no name."""
+    if isinstance(axis_name, tuple | list):
+        raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name must be the name of a mesh axis, got {axis_name!r}")
+
+
+def ring_size(axis_name: Any) -> int:
+    """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
+    check_axis_name(axis_name)
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no mesh axis here: call ring_attention inside jax.shard_map over a mesh with an axis of "
+            "that name, or use sharded_ring_attention(..., mesh=mesh), which builds the shard_map itself"
+        ) from error
+
+
+def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
+    """The names of the arrays' dtypes; ValueError for what is no array, and for float64 that JAX would cut to float32."""
+    for array in (q, k, v):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ValueError(f"q, k and v must be arrays, got {type(array).__name__}")
+        if array.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise ValueError('float64 needs jax.config.update("jax_enable_x64", True) before the first array is made')
+    return str(q.dtype), str(k.dtype), str(v.dtype)
+
+
+def described(arrays: dict[str, Any]) -> tuple[Given, ...]:
+    """What there is to check about the optional arrays, None where not given; ValueError for what is no array."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name, x in given.items():
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise ValueError(f"{name} must be an array, got {type(x).__name__}")
+    return tuple(Given(name, tuple(x.shape), str(x.dtype)) for name, x in given.items())
+
+
+def vary_alike(axes: tuple[str, ...], *trees: Any) -> tuple[Any, ...]:
+    """The arrays, each varying over every mesh axis that any of them varies over, and over ``axes``.
+
+    Done before the custom_vjp, so that the gradient of an array that is replicated over an axis is summed over it. A no-op under
+    ``check_vma=False``.
+    """
+    union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
+    vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x
+    return jax.tree.map(vary, trees)
+
+
+def axes_of(x: Any) -> frozenset[str]:
+    """The mesh axes that ``x`` varies over (jax 0.10 and 0.12 keep them in different places)."""
+    kind = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -1,0 +1,108 @@
+"""A batch of token ids as one rank's shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ring_attn_core.layouts import check_rank
+
+from .extents import document_extents, integers, whole
+from .layout import _order, positions, to_layout
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+
+class Shard(NamedTuple):
+    """What ``shard_batch`` returns; every array is in layout order along dimension 1."""
+
+    ids: jax.Array
+    """int [batch, tokens]: token ids, 0 in padded slots."""
+    labels: jax.Array
+    """int [batch, tokens]: what each token should predict, ``ignore_index`` where there is nothing and in padded slots."""
+    positions: jax.Array
+    """int32 [batch, tokens]: for rotary embeddings; global, or counted from the first token of the document."""
+    extents: jax.Array | None
+    """int32 [batch, tokens, 2]: what each query may see, its document; [0, 0) in padded slots. None without documents."""
+    key_mask: jax.Array | None
+    """bool [batch, tokens]: which keys may be attended, False in padded slots. None where none was given."""
+    length: int
+    """The true global number of tokens, for ``ring_attention(..., length=length)``."""
+
+
+def shard_batch(
+    ids: Int[Array, "batch length"],
+    layout: str,
+    ranks: int,
+    rank: int | jax.Array | None = None,
+    *,
+    labels: Int[Array, "batch length"] | None = None,
+    documents: Int[Array, "batch length"] | None = None,
+    key_mask: Bool[Array, "batch length"] | None = None,
+    ignore_index: int = -100,
+    restart_positions: bool = False,
+) -> Shard:
+    """Token ids [batch, length] of whole sequences -> the shard of ``rank``, or all shards in layout order where it is None.
+
+    ``labels`` [batch, length]: what each token should predict. None: the next token of the same document, found *before*
+    sharding, so that the label of a shard's last token is right. ``documents`` [batch, length]: the document of every token,
+    what :func:`document_extents` takes. ``key_mask`` [batch, length]: True where a key may be attended.
+
+    A token of a negative document, or whose key_mask is False, is padding: it has no label, not even a given one, and no token
+    is to predict it; given labels of other tokens stay. ``restart_positions``: positions count from 0 in every document; tokens
+    of negative documents and padded slots keep their global position.
+
+    Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
+    :func:`document_extents` refuses.
+    """
+    check_rank(rank, ranks)
+    ids = whole(integers("ids", ids, "batch", "length"), 1)
+    owner, extents = jnp.zeros_like(ids), None  # the document of every token, negative where it is padding
+    if documents is not None:
+        owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
+        extents = document_extents(owner)
+    elif restart_positions:
+        raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
+    if key_mask is not None:
+        key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
+        owner = jnp.where(key_mask, owner, -1)
+    if labels is None:
+        labels = jnp.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
+    labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
+    labels = jnp.where(owner < 0, ignore_index, labels)
+
+    def shard(x: jax.Array, padding: int = 0) -> jax.Array:
+        x = to_layout(x, layout, ranks, pad_value=padding)
+        return x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
+
+    own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
+    where = jnp.broadcast_to(own, (ids.shape[0], len(own)))
+    extents, key_mask = (None if x is None else shard(x) for x in (extents, key_mask))
+    if restart_positions and extents is not None:
+        where = where - extents[..., 0]
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1])
+
+
+def _shaped_like(ids: jax.Array, **given: jax.Array) -> jax.Array:
+    ((name, x),) = given.items()
+    if x.shape != ids.shape:
+        raise ValueError(f"{name} must have the shape of ids {list(ids.shape)}, got {list(x.shape)}")
+    return whole(x, 1)
+
+
+def _boolean(key_mask: Any) -> jax.Array:
+    key_mask = jnp.asarray(key_mask)
+    if key_mask.dtype != bool:
+        raise ValueError(
+            f"key_mask must be bool, True where a key may be attended, got {key_mask.dtype}: pass key_mask != 0 for zeros and "
+            "ones, key_mask == 0 for an additive mask (0 and -inf)"
+        )
+    return key_mask
+
+
+def _next(x: jax.Array, last: int) -> jax.Array:
+    """What stands after each token of ``x`` [batch, length], ``last`` after the last."""
+    return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], last)], 1)

@@ -1,0 +1,59 @@
+"""Whole arrays into the order of the shards and back, and where every token stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ring_attn_core.layouts import check_rank, named, padded_local
+
+from .extents import whole
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
+    """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
+
+    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
+    the layout can cut equally. Raises ValueError for an unknown layout.
+    """
+    order = _order(layout, ranks, x.shape[dim])
+    padding = [(0, 0)] * x.ndim
+    padding[dim] = (0, len(order) - x.shape[dim])
+    return jnp.take(jnp.pad(whole(x, dim), padding, constant_values=pad_value), order, axis=dim)
+
+
+def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1) -> jax.Array:
+    """The inverse of :func:`to_layout`: the shards' tokens in natural order, padding cut off at ``length``.
+
+    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens.
+    """
+    order = _order(layout, ranks, length)
+    if x.shape[dim] != len(order):
+        raise ValueError(
+            f"from_layout expects {len(order)} tokens along dim {dim} for length={length} over {ranks} ranks in {layout}, "
+            f"got {x.shape[dim]}: pass the length that to_layout was given"
+        )
+    return jnp.take(whole(x, dim), jnp.argsort(order)[:length], axis=dim)
+
+
+def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
+    """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
+
+    ``rank`` may be traced (``lax.axis_index``). Raises ValueError for an int that is none of the ranks.
+    """
+    check_rank(rank, ranks)
+    local = padded_local(layout, ranks, length)
+    starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
+    slot = named(layout)(0, ranks, local)[0]
+    start = jnp.asarray(starts, jnp.int32)[rank]
+    return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)).reshape(-1)
+
+
+def _order(layout: str, ranks: int, length: int) -> jax.Array:
+    """The natural position of every token of the padded array in layout order."""
+    return jnp.concatenate([positions(layout, ranks, length, rank) for rank in range(ranks)])

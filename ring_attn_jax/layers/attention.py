@@ -1,0 +1,166 @@
+"""Ring attention as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from ring_attn_core.masks import causal
+from ring_attn_core.model.alibi import alibi_slopes
+from ring_attn_core.model.config import check_scores, head_sizes
+from ring_attn_core.runs import Band
+
+from ..api import ring_attention
+from ..axes import ring_size
+from ..data.layout import positions as positions_of
+from ..sharded import sharded_ring_attention
+from .rotary import RotaryEmbedding
+
+
+class Linear(nnx.Linear):
+    """``y = x W^T`` without bias, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+
+    The weight starts normal with deviation ``in ** -0.5``. flax keeps it transposed, as ``kernel`` [in, out].
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(in_features**-0.5)
+        super().__init__(in_features, out_features, use_bias=False, kernel_init=init, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return x @ self.kernel[...].astype(x.dtype)
+
+
+class RingAttention(nnx.Module):
+    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``, projections without bias.
+
+    ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
+    attention without positions. ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh``
+    the layer takes whole arrays in layout order instead, sharded over the mesh, and calls :func:`sharded_ring_attention` with
+    ``batch_axes`` and ``head_axis``. Computes in x's dtype whatever dtype the weights are kept in.
+
+    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
+    denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
+    positions, with the fixed slopes of :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
+    ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
+    one is evaluation.
+
+    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit and
+    numbers outside their range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
+        axis_name: str = "seq",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] = (),
+        head_axis: str | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
+        check_scores(softcap, sinks, alibi, dropout_rate)
+        self.dim, self.heads, self.head_dim = dim, heads, head_dim
+        self.layout, self.mask, self.axis_name = layout, mask, axis_name
+        self.mesh, self.head_axis = mesh, head_axis
+        self.batch_axes = batch_axes if isinstance(batch_axes, str) else tuple(batch_axes)
+        self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
+        self.softcap, self.alibi, self.dropout_rate = softcap, alibi, dropout_rate
+        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
+        self.q = Linear(dim, heads * head_dim, rngs=rngs)
+        self.k = Linear(dim, kv_heads * head_dim, rngs=rngs)
+        self.v = Linear(dim, kv_heads * head_dim, rngs=rngs)
+        self.o = Linear(heads * head_dim, dim, rngs=rngs)
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        length: int | None = None,
+        *,
+        extents: jax.Array | None = None,
+        key_mask: jax.Array | None = None,
+        dropout_seed: int | jax.Array | None = None,
+        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+    ) -> jax.Array:
+        """x [b s dim], this rank's shard in layout order (with a mesh: the whole array) -> [b s dim].
+
+        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
+        true global number of tokens, where the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as ring_attention's.
+        ``dropout_seed``: an int or a 0-d integer array, the same on every rank and another at every step; dropout applies
+        exactly where it is given. ``dropout_offset``: as in ring_attention.
+
+        Raises ValueError for an x of another shape, and what ring_attention raises.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
+        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q, self.k, self.v))
+        if self.rotary is not None:
+            positions = self.layout_positions(x.shape[1]) if positions is None else positions
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        out = self._attention(
+            q,
+            k,
+            v,
+            layout=self.layout,
+            mask=self.mask,
+            extents=extents,
+            key_mask=key_mask,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            alibi_slopes=jnp.asarray(alibi_slopes(self.heads), jnp.float32) if self.alibi else None,
+            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
+            dropout_seed=dropout_seed,
+            dropout_offset=dropout_offset,
+            length=length,
+            strategy=self.strategy,
+            backend=self.backend,
+            deterministic=self.deterministic,
+        )
+        return self.o(out.reshape(*x.shape[:2], -1))
+
+    def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> Any:
+        if self.mesh is None:
+            return ring_attention(q, k, v, axis_name=self.axis_name, **arguments)
+        return sharded_ring_attention(
+            q,
+            k,
+            v,
+            mesh=self.mesh,
+            axis_name=self.axis_name,
+            batch_axes=self.batch_axes,
+            head_axis=self.head_axis,
+            **arguments,
+        )
+
+    def layout_positions(self, tokens: int) -> jax.Array:
+        """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
+        if self.mesh is None:
+            ranks = ring_size(self.axis_name)
+            held = positions_of(self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
+        else:
+            ranks = self.mesh.shape.get(self.axis_name, 1)
+            held = jnp.concatenate([positions_of(self.layout, ranks, tokens, rank) for rank in range(ranks)])
+        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses

@@ -1,0 +1,171 @@
+"""A transformer whose sequence is sharded over a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ring_attn_core.masks import causal
+from ring_attn_core.model.config import check_sizes, hidden_size
+from ring_attn_core.model.masks import layer_masks, layer_offset
+from ring_attn_core.runs import Band
+
+from .attention import Linear, RingAttention
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        self.weight = nnx.Param(jnp.ones(dim))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return (wide * scale * self.weight[...].astype(x.dtype)).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
+
+    def __init__(self, dim: int, hidden: int, *, rngs: nnx.Rngs) -> None:
+        self.gate = Linear(dim, hidden, rngs=rngs)
+        self.up = Linear(dim, hidden, rngs=rngs)
+        self.down = Linear(hidden, dim, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: what RingAttention takes besides dim and heads."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, *, rngs: nnx.Rngs, **attention: Any) -> None:
+        self.attention_norm = RMSNorm(dim)
+        self.attention = RingAttention(dim, heads, **attention, rngs=rngs)
+        self.mlp_norm = RMSNorm(dim)
+        self.mlp = SwiGLU(dim, hidden, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), *arguments, **options)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class RingTransformer(nnx.Module):
+    """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
+
+    ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
+    ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
+    (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. The
+    other arguments are those of :class:`RingAttention`.
+
+    ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
+    sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
+
+    JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
+    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit
+    and numbers outside their range.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        windows: Sequence[int | None] | None = None,
+        rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
+        tied: bool = True,
+        compute_dtype: Any = None,
+        axis_name: str = "seq",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] = (),
+        head_axis: str | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_sizes(vocab=vocab, dim=dim, depth=depth)
+        hidden = hidden_size(dim) if hidden is None else hidden
+        check_sizes(hidden=hidden)
+        attention: dict[str, Any] = {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "layout": layout,
+            "rotary_base": rotary_base,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi": alibi,
+            "dropout_rate": dropout_rate,
+            "axis_name": axis_name,
+            "mesh": mesh,
+            "batch_axes": batch_axes,
+            "head_axis": head_axis,
+            "strategy": strategy,
+            "backend": backend,
+            "deterministic": deterministic,
+        }
+        masks = layer_masks(mask, windows, depth)
+        self.heads, self.compute_dtype = heads, compute_dtype
+        self.embed = nnx.Embed(vocab, dim, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.blocks = nnx.List(Block(dim, heads, hidden, mask=mask, rngs=rngs, **attention) for mask in masks)
+        self.norm = RMSNorm(dim)
+        self.head = None if tied else Linear(dim, vocab, rngs=rngs)
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        positions: jax.Array | None = None,
+        length: int | None = None,
+        *,
+        extents: jax.Array | None = None,
+        key_mask: jax.Array | None = None,
+        dropout_seed: int | jax.Array | None = None,
+        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+    ) -> jax.Array:
+        """Token ids int [b s], this rank's shard in layout order (with a mesh: the whole array) -> logits [b s vocab].
+
+        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``positions``, ``length``, ``extents``,
+        ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape, and
+        what ring_attention raises.
+
+        ``dropout_seed``: dropout applies exactly where it is given. One seed serves all layers: layer i, from 0, draws as if its
+        heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index
+        of the first batch row, 0) where ranks hold different rows, which ``mesh`` fills in by itself.
+        """
+        if ids.ndim != 2:
+            raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
+        if positions is None:
+            positions = self.blocks[0].attention.layout_positions(ids.shape[1])
+        weight = self.embed.embedding[...]
+        x = _look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
+        for layer, block in enumerate(self.blocks):
+            offset = layer_offset(dropout_offset, layer, self.heads)
+            x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
+        x = self.norm(x)
+        return x @ weight.T.astype(x.dtype) if self.head is None else self.head(x)
+
+
+def _look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """``table[ids]``, sharded like ``ids`` on a mesh with Explicit axes, where JAX asks for the sharding of a gather."""
+    kind = jax.typeof(ids).sharding
+    sharding = NamedSharding(kind.mesh, PartitionSpec(*kind.spec, None)) if any(kind.spec) else None
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding)

@@ -1,0 +1,51 @@
+"""The ring as a function with a derivative of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from .attend.keys import apart, pack
+from .ring import loop as ring
+
+OUT_NAME = "ring_attn_out"
+LSE_NAME = "ring_attn_lse"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
+    return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
+
+
+def _forward(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
+    out, lse = ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (out, lse), (q, k, v, key_mask, score, out, lse)
+
+
+def _backward(plan, axis, residuals, cotangents):  # type: ignore[no-untyped-def]
+    dq, dk, dv, dsinks = _gradients(*residuals, *cotangents, plan, axis)  # type: ignore[misc]
+    score = residuals[4]
+    return dq, dk, dv, None, replace(score, extents=None, sinks=dsinks, slopes=None, draw=None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(9, 10))
+def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, plan, axis):  # type: ignore[no-untyped-def]
+    keys = pack(k, v, key_mask, apart(plan, score))
+    dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, axis, score)
+    dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
+    dsinks = None if dsinks is None else dsinks.astype(score.sinks.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+
+
+def refuse_second_derivative(*_: Any) -> Any:
+    raise RuntimeError("ring_attention has no second derivative: differentiate it once, without a grad of a grad")
+
+
+_attention.defvjp(_forward, _backward)
+_gradients.defvjp(lambda *arguments: (_gradients(*arguments), None), refuse_second_derivative)

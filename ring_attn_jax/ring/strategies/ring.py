@@ -1,0 +1,79 @@
+"""Keys go round the ring and their gradients home: one ppermute per hop, in flight during the compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import row
+
+from ...attend.keys import Keys
+from ...attend.state import Gradients
+from ..transfer import send
+
+T = TypeVar("T")
+
+
+def circulate(keys: Keys, plan: RingPlan, axis: str) -> Iterator[Step]:
+    """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
+    hops = (*plan.hops, 0)
+    travelling = None
+    for shift, hop in zip(plan.shifts, hops, strict=True):
+        step = Step(keys, travelling, plan, axis, shift, hop)
+        yield step
+        keys, travelling = step.next_keys, step.travelling
+
+
+class Step:
+    """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+
+    def __init__(self, keys: Keys, travelling: Gradients | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
+        self.keys = keys
+        self.last = shift == plan.shifts[-1]
+        self.rows = rows(plan, axis, shift)
+        self.next_keys = keys if self.last else send(keys, hop, axis, plan.ranks)
+        self.travelling = travelling
+        self._onward = plan.home if self.last else hop
+        self._axis, self._ranks = axis, plan.ranks
+
+    def settle(self, state: T) -> T:
+        """Return ``state``, tied to the next keys: XLA may not start the next step before both are there.
+
+        Without the tie it hoists every hop to the front, where memory grows with the ranks and nothing overlaps.
+        """
+        if not self.last:
+            state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
+        return state
+
+    def arrived(self) -> jax.Array | None:
+        """The gradients of ``keys`` from the ranks that they have passed; None at the first step."""
+        assert not isinstance(self.travelling, tuple), "what travels is packed"
+        return self.travelling
+
+    def send_home(self, dkv: Gradients) -> None:
+        """Send on the gradients of ``keys``, what arrived and this rank's part; after the last step, home."""
+        self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
+
+    def home(self) -> Gradients:
+        """The gradients of this rank's own k/v, from every rank that saw them."""
+        assert self.last and self.travelling is not None
+        return self.travelling
+
+
+def rows(plan: RingPlan, axis: str, shift: int) -> jax.Array:
+    """int32 [q_runs, k_runs, fields]: what this rank may see at ``shift``, as data, since the rank is traced."""
+    rank = lax.axis_index(axis)
+    q_runs = _runs(plan.q_runs, rank)[:, :, None]
+    k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
+    fields: Any = row(q_runs, k_runs, plan.band, plan.q_slot, plan.k_slot)
+    return jnp.stack(jnp.broadcast_arrays(*fields), -1).astype(jnp.int32)
+
+
+def _runs(table: tuple, rank: jax.Array) -> jax.Array:
+    """int32 [4, runs]: base, length, start and stride of the runs of a traced rank."""
+    return jnp.asarray(table, dtype=jnp.int32)[rank].T

@@ -1,0 +1,95 @@
+"""Attention of given shards in plain torch, tile by tile: for CPU, and the ground truth at any length.
+
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      where i may see j, else -inf
+    lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
+    out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
+
+The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys
+seen so far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
+
+Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
+           state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
+Tiles      a tile lies within one run; r query heads that share a key head stand side by side: [b*g, r*block_q, ...].
+           Under extents every batch row walks over its own tiles, else all walk together
+Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .keys import Keys
+from .score import Score
+from .state import Cotangents, State
+from .tiles import Part, Rows
+
+LOG2E = math.log2(math.e)
+
+
+def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
+    """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible.
+
+    Updates ``total`` in place and returns it.
+    """
+    for part in Part.all(q, keys, rows, score):
+        out, lse = (x[part.batch] for x in total)
+        for queries in part.query_tiles():
+            q_tile = queries.load(part.q).mul_(score.scale)
+            acc, before = queries.load(out), queries.load(lse)
+            m, l = before, (before > -math.inf).to(before.dtype)
+            for pair in part.pairs(queries):
+                k_tile, v_tile = pair.load_kv()
+                scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
+                m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+                m_finite = m_new.masked_fill(m_new == -math.inf, 0)
+                p = _exp_(scores.sub_(m_finite))
+                decay = _exp_(m - m_finite)
+                l.mul_(decay).add_(p.sum(-1, keepdim=True))
+                acc.mul_(decay).baddbmm_(pair.drop_(p), v_tile)
+                m = m_new
+            if m is not before:
+                queries.store(out, acc.div_(l.masked_fill(l == 0, 1)))
+                queries.store(lse, m + l.log())
+    return total
+
+
+def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """One pass over the tiles: (dq with these keys' part added in place, dkv of these keys from this rank's queries).
+
+    p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
+    dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+    """
+    q, dout, lse, delta, *_ = of_q
+    d = q.shape[-1]
+    dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
+    for part in Part.all(q, keys, rows, score):
+        dk, dv = dkv[part.batch].split([d, dkv.shape[-1] - d], -1)
+        for queries in part.query_tiles():
+            q_tile = queries.load(part.q).mul_(score.scale)
+            dout_tile, lse_tile, delta_tile = (queries.load(x[part.batch]) for x in (dout, lse, delta))
+            dq_tile = torch.zeros_like(q_tile)
+            for pair in part.pairs(queries):
+                k_tile, v_tile = pair.load_kv()
+                q_seen, dout_seen = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
+                scores, tanh = pair.scores(q_seen, k_tile)
+                p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)
+                ds = pair.drop_(part.product("dp", dout_seen, v_tile.transpose(1, 2))).sub_(delta_tile).mul_(p)
+                if tanh is not None:
+                    ds.addcmul_(ds * tanh, tanh, value=-1)
+                dq_tile.baddbmm_(ds, k_tile)
+                pair.keys.add(dk, part.product("dk", ds.transpose(1, 2), q_seen))
+                pair.keys.add(dv, part.product("dv", pair.drop_(p).transpose(1, 2), dout_seen))
+            queries.add(dq[part.batch], dq_tile.mul_(score.scale))
+    return dq, dkv
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """e to the power of ``x`` in place, as a power of 2: on a CPU torch's exp takes 3 times as long, 30 where it underflows.
+
+    Scores and lse stay natural until here, for lse to be what was rounded when it was stored: where one key outweighs all others
+    its probability is 1 to the last bit, however large the scores.
+    """
+    return x.mul_(LOG2E).exp2_()

@@ -1,0 +1,64 @@
+"""Which probabilities dropout keeps, in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_attn_core.dropout import (
+    WORD,
+    check_draw,
+    number,
+    philox2x32,
+    place_of_key,
+    place_of_query,
+    seed_words,
+    stream,
+    threshold,
+)
+
+
+def draw_of(seed: Any, offset: Any, device: torch.device) -> Tensor:
+    """The ``draw`` of a Score, made on the device, since a copy of it would wait for that; ValueError for no 0-d integer."""
+    if not isinstance(offset, tuple | list) or len(offset) != 2:
+        raise ValueError(
+            f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
+        )
+    for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
+        if not (_is_integer(x) if isinstance(x, Tensor) else isinstance(x, int | np.integer)) or x is True:
+            raise ValueError(f"{name} must be an int or a 0-d integer tensor, got {x!r}")
+    given = [int(x) if isinstance(x, np.integer) else x for x in (seed, *offset)]
+    check_draw(*given)
+    as_tensor = lambda x: (
+        x.to(device, torch.int64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=device)
+    )
+    seed, first_batch, first_head = map(as_tensor, given)
+    return torch.stack([*seed_words(seed), first_batch, first_head])
+
+
+def _is_integer(x: Tensor) -> bool:
+    return x.ndim == 0 and not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
+    """int64 [batch, heads]: the key by which dropout draws for each, once a call."""
+    low, high, first_batch, first_head = draw.unbind()
+    b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
+    h = first_head + torch.arange(heads, device=draw.device) & WORD
+    return stream((low, high), b, h, _multiply)
+
+
+def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
+    (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
+    words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply)
+    return number(torch.where(which == 0, *words), turn) >= threshold(rate)
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """Upper and lower 32 bits of the product, in int64, where it wraps to the right bits."""
+    product = a * constant
+    return (product >> 32) & WORD, product & WORD

@@ -1,0 +1,125 @@
+"""The backends made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.dropout import WORD
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.call import BEYOND
+from ring_attn_core.kernels.hopper import launches as hopper
+from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.runs import Row
+
+from .keys import Keys, zeroed
+from .launch import aligned, launch
+from .score import Score
+from .state import Cotangents, Gradients, State
+from .tiles import Rows
+
+
+def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+    """``total`` (None: nothing seen yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
+    arrays = _arrays(q, keys, rows, score)
+    if total is not None:
+        arrays["out_in"], arrays["lse_in"] = total
+    out, lse = launch(steps.forward(score.call, total is None, last), arrays)
+    return out, lse
+
+
+def cotangents(
+    q: Tensor, keys: Keys, rows: Rows, score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
+) -> Cotangents:
+    """The sums of every query; q and dout 0 where a query sees nothing."""
+    call = score.call
+    q, dout = aligned(q), aligned(dout.to(q.dtype))
+    if score.blanks:
+        unseen = (lse == -math.inf)[..., None]
+        q, dout = zeroed(q, unseen), zeroed(dout, unseen)
+        if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+            q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
+    arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
+    lse2, delta = launch(portable.delta(call, str(out.dtype).removeprefix("torch.")), arrays)
+    bounds = None
+    if score.extents is not None:
+        (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
+    return Cotangents(q, dout, lse2, delta, bounds)
+
+
+def attend_backward(
+    of_q: Cotangents,
+    keys: Keys,
+    rows: Rows,
+    score: Score,
+    dq: Tensor | None,
+    arrived: Callable[[], Tensor | None],
+    last: bool,
+) -> tuple[Tensor, Gradients]:
+    """``dq`` with the part of these keys, and dkv of these keys: ``attend.attend_backward``."""
+    call = score.call
+    assert call is not None
+    if not steps.in_one_pass(call):
+        dq = attend_dq(of_q, keys, rows, score, dq, last)
+        return dq, attend_dkv(of_q, keys, rows, score, arrived(), last)
+    before = arrived()
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(call), device=of_q.q.device) if dq is None else dq
+    if of_q.bounds is not None:
+        arrays["bounds"] = of_q.bounds
+    if before is not None:
+        arrays["dkv_in"] = before
+    dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
+    if last:
+        (dq,) = launch(hopper.dq(call), {"sums": dq})
+    return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
+
+
+def attend_dq(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
+    """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    if dq is not None:
+        arrays["dq_in"] = dq
+    (dq,) = launch(portable.dq(score.call, dq is None, last), arrays)
+    return dq
+
+
+def attend_dkv(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool) -> Gradients:
+    """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+    if of_q.bounds is not None:
+        arrays["bounds"] = of_q.bounds
+    if arrived is not None:
+        arrays["dkv_in"] = arrived
+    dkv = launch(portable.dkv(score.call, arrived is None, arrived is None and last), arrays)
+    return dkv[0] if len(dkv) == 1 else dkv
+
+
+def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
+    arrays = {"q": aligned(q), "rows": on_device(tuple(map(tuple, rows)), q.device)}
+    if keys.v is None:
+        arrays["kv"] = aligned(keys.kv)
+    else:
+        arrays["k"], arrays["v"] = aligned(keys.kv), aligned(keys.v)
+    if score.extents is not None:
+        arrays["extents"] = aligned(score.extents.long().clamp(0, BEYOND).int())
+    if keys.bits is not None:
+        arrays["ceiling"], arrays["hidden"] = launch(portable.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
+    if score.sinks is not None:
+        arrays["sinks"] = aligned(score.sinks.float())
+    if score.slopes is not None:
+        arrays["slopes"] = aligned(score.slopes.float())
+    if score.draw is not None:
+        draw = (score.draw & WORD).to(torch.uint32)
+        (arrays["streams"],) = launch(portable.streams(q.shape[0], q.shape[2]), {"draw": draw})
+    return arrays
+
+
+@lru_cache(maxsize=4096)
+def on_device(rows: tuple[tuple[Row, ...], ...], device: torch.device) -> Tensor:
+    """int32 [q_runs, k_runs, fields], kept: a copy to the GPU for every step would wait for it."""
+    return torch.tensor(rows, dtype=torch.int32, device=device)

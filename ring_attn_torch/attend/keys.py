@@ -1,0 +1,63 @@
+"""What travels round the ring: keys and values in one array, and the key mask as bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.plan.ring import RingPlan
+
+from .score import Score
+
+
+class Keys(NamedTuple):
+    """``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, where nothing travels, and ``v`` [b t g e] apart.
+
+    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 says whether key j may be attended; None where all may.
+    """
+
+    kv: Tensor
+    bits: Tensor | None = None
+    v: Tensor | None = None
+
+
+def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = False) -> Keys:
+    """k [b t g d], v [b t g e], key_mask bool [b t]: keys that may not be attended become 0, whatever stands there."""
+    # Made contiguous: cat takes over the order of dimensions in memory that k and v share.
+    arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
+    bits = None
+    if key_mask is not None:
+        arrays = [zeroed(x, ~key_mask[..., None, None]) for x in arrays]
+        whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
+        whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
+        bits = (whole << _bit(whole)).sum(-1).to(torch.uint8)
+    return Keys(arrays[0], bits, *arrays[1:])
+
+
+def zeroed(x: Tensor, where: Tensor) -> Tensor:
+    """x [b s h d] with 0, whatever stands there, where ``where`` [b s h 1] says so.
+
+    Eight bytes at a time, where they begin and end with eight: of bfloat16, masked_fill takes four times as long as a copy does.
+    """
+    places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    whole = x.is_contiguous() and x.data_ptr() % 8 == 0 and all(n * x.element_size() % 8 == 0 for n in places)
+    return torch.where(where, 0, x.view(torch.int64)).view(x.dtype) if whole else x.masked_fill(where, 0)
+
+
+def unpack(keys: Keys) -> Tensor | None:
+    """The key mask: bool [b t], None where every key may be attended."""
+    if keys.bits is None:
+        return None
+    bits = keys.bits[..., None] >> _bit(keys.bits) & 1
+    return bits.flatten(1)[:, : keys.kv.shape[1]].bool()
+
+
+def _bit(x: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=x.device)
+
+
+def apart(plan: RingPlan, score: Score) -> bool:
+    """Whether k and v may stay two arrays: nothing travels, and kernels read both as they are."""
+    return not plan.hops and score.call is not None

@@ -1,0 +1,32 @@
+"""What makes a score of q . k besides q and k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ring_attn_core.kernels.call import Call
+
+
+@dataclass(frozen=True)
+class Score:
+    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` where query i may see key j; None: left out."""
+
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    call: Call | None = None
+    """What kernels are launched with; None: the blockwise backend computes."""
+    vendor: str | None = None
+    """Whose kernels compute instead: "flash", "flash4" or "cudnn"."""
+    blanks: bool = True
+    """Some query, padding included, may see nothing."""
+    extents: Tensor | None = None
+    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    sinks: Tensor | None = None
+    """[h]: logits in every softmax's denominator."""
+    slopes: Tensor | None = None
+    """[h]: what ALiBi adds for each position that the key is ahead of the query."""
+    draw: Tensor | None = None
+    """int64 [4]: lower and upper word of the dropout seed, global index of the first batch row and of the first head."""

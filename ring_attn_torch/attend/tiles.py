@@ -1,0 +1,234 @@
+"""The tiles of a call: which queries meet which keys, which of them see each other, and what their scores are.
+
+Shapes as in blockwise.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.dropout import rescale
+from ring_attn_core.kernels.tile_sizes import blockwise_tiles, visible_tiles
+from ring_attn_core.runs import Row
+
+from .dropout import kept, streams
+from .keys import Keys, unpack
+from .score import Score
+
+Rows = list[list[Row]]
+
+
+class Tile(NamedTuple):
+    """Tokens ``first .. end - 1`` of a run (local indices) that begins at ``base`` in its shard; heads in ``groups``."""
+
+    run: int
+    base: int
+    first: int
+    end: int
+    groups: int
+
+    @property
+    def tokens(self) -> slice:
+        """Where they stand in the shard."""
+        return slice(self.base + self.first, self.base + self.end)
+
+    def of(self, x: Tensor) -> Tensor:
+        """[b n heads ...] -> a view [b groups heads/groups block width] of the tile."""
+        tile = x[:, self.tokens].unflatten(2, (self.groups, -1))
+        return (tile if x.ndim == 4 else tile.unsqueeze(-1)).permute(0, 2, 3, 1, 4)
+
+    def load(self, x: Tensor) -> Tensor:
+        """[b n heads ...] -> a copy [b*groups, heads/groups * block, width] in the accumulation dtype."""
+        tile = self.of(x)
+        b, g, r, block, width = tile.shape
+        copy = torch.empty((b * g, r * block, width), dtype=accumulation_dtype(x.dtype), device=x.device)
+        copy.view(tile.shape).copy_(tile)
+        return copy
+
+    def store(self, x: Tensor, tile: Tensor) -> None:
+        view = self.of(x)
+        view.copy_(tile.view(view.shape))
+
+    def add(self, x: Tensor, tile: Tensor) -> None:
+        view = self.of(x)
+        view.add_(tile.view(view.shape))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The batch rows that walk over the same tiles: ``q`` and ``kv`` are theirs, and so is what ``score`` holds, the key mask
+    ``seen`` and the keys ``streams`` [b h] by which dropout draws."""
+
+    batch: slice
+    q: Tensor
+    kv: Tensor
+    seen: Tensor | None
+    rows: Rows
+    score: Score
+    streams: Tensor | None
+
+    @classmethod
+    def all(cls, q: Tensor, keys: Keys, rows: Rows, score: Score) -> Iterator[Part]:
+        if q.numel() == 0 or keys.kv.numel() == 0:
+            return
+        seen = unpack(keys)
+        draws = None if score.draw is None else streams(score.draw.to(q.device), q.shape[0], q.shape[2])
+        if score.extents is None:
+            yield cls(slice(None), q, keys.kv, seen, rows, score, draws)
+            return
+        for b in range(q.shape[0]):
+            batch = slice(b, b + 1)
+            mine = replace(score, extents=score.extents[batch].long())
+            some_seen, some_draws = (None if x is None else x[batch] for x in (seen, draws))
+            yield cls(batch, q[batch], keys.kv[batch], some_seen, rows, mine, some_draws)
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a b by batches, in a place that the next product of this name takes over: fresh memory for each costs 5 %."""
+        shape = name, a.shape[1], b.shape[2]
+        if shape not in self._products:
+            self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))
+        return torch.bmm(a, b, out=self._products[shape])
+
+    @cached_property
+    def _products(self) -> dict[tuple[str, int, int], Tensor]:
+        return {}
+
+    @cached_property
+    def blocks(self) -> tuple[int, int]:
+        score_rows = self.q.shape[0] * self.q.shape[2]
+        return blockwise_tiles(score_rows, self.q.shape[1] // len(self.rows), self.kv.shape[1] // len(self.rows[0]))
+
+    def query_tiles(self) -> Iterator[Tile]:
+        block_q, _ = self.blocks
+        for run, (row, *_) in enumerate(self.rows):
+            for first in range(0, row.q_len, block_q):
+                yield Tile(run, row.q_base, first, min(first + block_q, row.q_len), self.kv.shape[2])
+
+    def pairs(self, queries: Tile) -> Iterator[Pair]:
+        """``queries`` with every key tile of which they see something."""
+        _, block_k = self.blocks
+        for run, row in enumerate(self.rows[queries.run]):
+            begin, end = self.keys_within_extents(queries, row)
+            first, last = visible_tiles(queries.first, queries.end, row.lo, row.hi, begin, end, block_k)
+            for j0 in range(first * block_k, last * block_k, block_k):
+                yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
+
+    def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
+        """First and end of the keys of a run, in local indices, between the least and the greatest position that they see."""
+        if self.score.extents is None:
+            return 0, row.k_len
+        least, greatest = self._reach[queries.run, queries.first]
+        begin, end = (min(max(-((row.k_start - x) // row.stride), 0), row.k_len) for x in (least, greatest))
+        return begin, end
+
+    @cached_property
+    def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """The least first and the greatest end of every query tile's extents that are not empty: one wait for the device."""
+        assert self.score.extents is not None
+        first, end = self.score.extents.unbind(-1)
+        empty = first >= end
+        first, end = first.masked_fill(empty, torch.iinfo(torch.int64).max), end.masked_fill(empty, 0)
+        tiles = list(self.query_tiles())
+        reach = [torch.stack([first[:, tile.tokens].min(), end[:, tile.tokens].max()]) for tile in tiles]
+        return {(tile.run, tile.first): tuple(span) for tile, span in zip(tiles, torch.stack(reach).tolist(), strict=True)}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tile of queries and a tile of keys: their scores, and what befalls them."""
+
+    part: Part
+    queries: Tile
+    keys: Tile
+    row: Row
+
+    def load_kv(self) -> tuple[Tensor, Tensor]:
+        """The k and the v of the tile; 0 for keys that no query of the tile sees, whatever stands there."""
+        tile = self.keys.load(self.part.kv)
+        if self.hidden is not None:
+            unseen = self.hidden.all(1)
+            tile.view(-1, self.keys.groups, *tile.shape[1:]).masked_fill_(unseen[:, None, :, None], 0)
+        d = self.part.q.shape[-1]
+        return tile[..., :d], tile[..., d:]
+
+    def queries_that_see(self, tile: Tensor) -> Tensor:
+        """A tile [b*g, r*block_q, width], 0 for queries that see no key of the tile, whatever stands there."""
+        if self.hidden is None:
+            return tile
+        blind = self.hidden.all(2)
+        per_head = tile.view(self.part.q.shape[0], -1, self.hidden.shape[1], tile.shape[-1])
+        return per_head.masked_fill(blind[:, None, :, None], 0).view(tile.shape)
+
+    def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(scores [b*g, r*block_q, block_k] before anything is hidden, the tanh in them under softcap)."""
+        scores, tanh = self.part.product("scores", q_tile, k_tile.transpose(1, 2)), None
+        if self.part.score.softcap is not None:
+            tanh = scores.div_(self.part.score.softcap).tanh_()
+            scores = tanh * self.part.score.softcap
+        if self.part.score.slopes is not None:
+            slopes = self.part.score.slopes.to(scores.dtype)
+            self._by_head(scores).add_(slopes[:, None, None] * (self.k_pos - self.q_pos[:, None]))
+        return scores, tanh
+
+    def hide(self, scores: Tensor, value: float) -> Tensor:
+        """Write ``value`` where a query does not see a key."""
+        if self.hidden is not None:
+            self._by_head(scores).masked_fill_(self.hidden[:, None], value)
+        return scores
+
+    def drop_(self, p: Tensor) -> Tensor:
+        """``z_ij p_ij`` in place: 0 where dropout does not keep it, else scaled up."""
+        if self.kept is not None:
+            self._by_head(p).mul_(self.kept).mul_(rescale(self.part.score.dropout_rate))
+        return p
+
+    @cached_property
+    def kept(self) -> Tensor | None:
+        """bool [b h block_q block_k], None without dropout."""
+        if self.part.streams is None:
+            return None
+        return kept(self.part.streams, self.part.score.dropout_rate, self.q_pos, self.k_pos)
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """bool [b or 1, block_q, block_k] of what queries do not see, None where they see everything."""
+        parts = []
+        least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
+        if least < self.row.lo or greatest > self.row.hi:
+            i = torch.arange(self.queries.first, self.queries.end, device=self.part.q.device)[:, None]
+            lag = i - torch.arange(self.keys.first, self.keys.end, device=self.part.q.device)
+            parts.append(((lag < self.row.lo) | (lag > self.row.hi))[None])
+        if self.part.score.extents is not None:
+            first, end = self.part.score.extents[:, self.queries.tokens, None].unbind(-1)
+            parts.append((self.k_pos < first) | (self.k_pos >= end))
+        if self.part.seen is not None:
+            parts.append(~self.part.seen[:, None, self.keys.tokens].expand(-1, self.queries.end - self.queries.first, -1))
+        return None if not parts else parts[0] if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts)).any(0)
+
+    @cached_property
+    def q_pos(self) -> Tensor:
+        """int64 [block_q]: global positions."""
+        i = torch.arange(self.queries.first, self.queries.end, device=self.part.q.device)
+        return self.row.q_start + self.row.stride * i
+
+    @cached_property
+    def k_pos(self) -> Tensor:
+        """int64 [block_k]: global positions."""
+        j = torch.arange(self.keys.first, self.keys.end, device=self.part.q.device)
+        return self.row.k_start + self.row.stride * j
+
+    def _by_head(self, scores: Tensor) -> Tensor:
+        """[b*g, r*block_q, block_k] -> a view [b h block_q block_k]."""
+        b, _, h, _ = self.part.q.shape
+        return scores.view(b, h, self.queries.end - self.queries.first, -1)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,137 @@
+"""The backends "flash", "flash4" and "cudnn": others' attention, merged into the ring's state in float32.
+
+FlashAttention-2 (arXiv:2307.08691; on a CPU the fused kernel of that name) and NVIDIA's cuDNN, as PyTorch carries them, and
+FlashAttention-4 (the package flash-attn-4) know two masks: none, and causal on as many queries as keys. A band without an upper
+side is made of at most three pieces of these. Their backward takes the out and lse of the whole ring for those of its piece, and
+so gives the piece's part of the gradients.
+
+Between pieces all is float32; within one it is as theirs is: on CPUs 16-bit gradients of k and v are summed over the query heads
+of a group in 16 bits (of 64 heads on one, 2 % off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.runs import Row
+
+from .keys import Keys
+from .launch import aligned
+from .score import Score
+from .state import Cotangents, State
+from .tiles import Rows
+
+
+class Piece(NamedTuple):
+    """Queries and keys of a shard of which every query sees every key or, ``causal``, query n the keys up to the n-th."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
+    """``total`` (out [b s h e], lse [b s h]), in float32, with the visible ones of ``keys`` merged in, in place."""
+    out, lse = total
+    q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
+    for piece in pieces(rows) if q.numel() else ():
+        of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
+        seen, seen_lse = _forward(score, piece.causal, of_queries, *of_keys)
+        before = lse[:, piece.queries]
+        after = torch.logaddexp(before, seen_lse.transpose(1, 2))
+        weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
+        out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen), strict=True))
+        lse[:, piece.queries] = after
+    return out, lse
+
+
+def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """(dq [b s h d] with these keys' part added in place, dkv [b t g d+e] of these keys from this rank's queries)."""
+    assert of_q.out is not None
+    q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
+    k, v = _apart(keys, q.shape[-1])
+    dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
+    dk, dv = _apart(Keys(dkv), q.shape[-1])
+    for piece in pieces(rows) if q.numel() else ():
+        of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
+        parts = _backward(score, piece.causal, *of_queries, *of_keys)
+        for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
+            total[:, where] += part
+    return dq, dkv
+
+
+def pieces(rows: Rows) -> Iterator[Piece]:
+    """All pairs of runs of two shards in pieces; their bands have no upper side."""
+    for pairs in rows:
+        for pair in pairs:
+            yield from _pieces_of(pair)
+
+
+def _pieces_of(pair: Row) -> Iterator[Piece]:
+    """Query i of the run sees the keys j <= i - lo: none before i = lo, and all of them before j = -lo."""
+    first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
+    side = min(pair.q_len - first, pair.k_len - always)
+    queries = lambda begin, end: slice(pair.q_base + begin, pair.q_base + end)
+    keys = lambda begin, end: slice(pair.k_base + begin, pair.k_base + end)
+    whole = [
+        Piece(queries(first, pair.q_len), keys(0, always), False),
+        Piece(queries(first + side, pair.q_len), keys(always, pair.k_len), False),
+    ]
+    if pair.lo > pair.hi:
+        return
+    for piece in (whole[0], Piece(queries(first, first + side), keys(always, always + side), True), whole[1]):
+        if piece.queries.start < piece.queries.stop and piece.keys.start < piece.keys.stop:
+            yield piece
+
+
+def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
+    return keys.kv.split([d, keys.kv.shape[-1] - d], -1)
+
+
+def _forward(score: Score, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [b n h e] and lse [b h n] of one piece."""
+    if score.vendor == "flash4":
+        out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=score.scale, causal=causal, return_lse=True)
+        return out, lse
+    aten, (q, k, v) = torch.ops.aten, _heads_first(q, k, v)
+    if score.vendor == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=score.scale)
+        return out.transpose(1, 2), lse.reshape(out.shape[:3])
+    op = aten._scaled_dot_product_flash_attention_for_cpu if q.device.type == "cpu" else aten._scaled_dot_product_flash_attention
+    out, lse, *_ = op(q, k, v, 0.0, causal, scale=score.scale)
+    return out.transpose(1, 2), lse
+
+
+def _backward(
+    score: Score, causal: bool, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv [b n h d] of one piece, from out [b n h e] and lse [b n h] over all keys."""
+    sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
+    if score.vendor == "flash4":
+        return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=score.scale, causal=causal)[:3]
+    aten, arrays = torch.ops.aten, _heads_first(dout, q, k, v, out)
+    no = torch.zeros((), dtype=torch.int64, device=q.device)
+    if score.vendor == "cudnn":
+        op = aten._scaled_dot_product_cudnn_attention_backward
+        parts = op(*arrays, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=score.scale)
+    elif q.device.type == "cpu":
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        parts = op(*arrays, lse, 0.0, causal, scale=score.scale)
+    else:
+        op = aten._scaled_dot_product_flash_attention_backward
+        parts = op(*arrays, lse, None, None, *sizes, 0.0, causal, no, no, scale=score.scale)
+    return _heads_first(*parts[:3])
+
+
+def _heads_first(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """[b n h d] as [b h n d], and back."""
+    return tuple(x.transpose(1, 2) for x in arrays)
+
+
+def _flash4() -> Any:
+    return import_module("flash_attn.cute.interface")

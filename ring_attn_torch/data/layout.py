@@ -1,0 +1,55 @@
+"""Whole arrays into the order of the shards and back, and where every token stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.layouts import check_rank, named, padded_local
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+
+def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
+    """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
+
+    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
+    the layout can cut equally. Raises ValueError for an unknown layout.
+    """
+    order = _order(layout, ranks, x.shape[dim])
+    padding = list(x.shape)
+    padding[dim] = len(order) - x.shape[dim]
+    padded = torch.cat([x, x.new_full(padding, pad_value)], dim)
+    return padded.index_select(dim, order.to(x.device))
+
+
+def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -> Tensor:
+    """The inverse of :func:`to_layout`: the shards' tokens in natural order, padding cut off at ``length``.
+
+    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens.
+    """
+    order = _order(layout, ranks, length)
+    if x.shape[dim] != len(order):
+        raise ValueError(
+            f"from_layout expects {len(order)} tokens along dim {dim} for length={length} over {ranks} ranks in {layout}, "
+            f"got {x.shape[dim]}: pass the length that to_layout was given"
+        )
+    return x.index_select(dim, order.argsort()[:length].to(x.device))
+
+
+def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
+    """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
+
+    Raises ValueError for a rank that is none of the ranks.
+    """
+    check_rank(rank, ranks)
+    runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
+    return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
+
+
+def _order(layout: str, ranks: int, length: int) -> Tensor:
+    """The natural position of every token of the padded array in layout order."""
+    return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])

@@ -1,0 +1,163 @@
+"""Ring attention as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.masks import causal
+from ring_attn_core.model.alibi import alibi_slopes
+from ring_attn_core.model.config import check_scores, head_sizes
+from ring_attn_core.runs import Band
+
+from ..api import ring_attention
+from ..data.layout import positions as positions_of
+from ..ring.groups import Group, group_name, group_of, rank_in, ranks_of
+from .rotary import RotaryEmbedding
+
+
+class Linear(nn.Linear):
+    """``y = x W^T`` without bias, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+
+    The weight starts normal with deviation ``in ** -0.5``.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RingAttention(nn.Module):
+    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``, projections without bias.
+
+    ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
+    attention without positions. ``group``: the ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of
+    one without torch.distributed. Computes in x's dtype whatever dtype the weights are kept in.
+
+    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
+    denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
+    positions, with the fixed slopes of :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
+    ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
+    one is evaluation.
+
+    A rank's gradients of the weights are its own part: sum them over the ranks, as :func:`sum_gradients` does. Raises ValueError
+    for sizes that do not fit and numbers outside their range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
+        check_scores(softcap, sinks, alibi, dropout_rate)
+        self.dim, self.heads, self.head_dim = dim, heads, head_dim
+        self.layout, self.mask, self.group = layout, mask, group
+        self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
+        self.softcap, self.alibi, self.dropout_rate = softcap, alibi, dropout_rate
+        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
+        self.q = Linear(dim, heads * head_dim)
+        self.k = Linear(dim, kv_heads * head_dim)
+        self.v = Linear(dim, kv_heads * head_dim)
+        self.o = Linear(heads * head_dim, dim)
+        self.sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32)) if sinks else None
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        length: int | None = None,
+        *,
+        extents: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+    ) -> Tensor:
+        """x [b s dim], this rank's shard in layout order -> [b s dim].
+
+        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
+        true global number of tokens, where the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as ring_attention's.
+        ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and another at every step; dropout applies
+        exactly where it is given, whatever ``self.training`` says. ``dropout_offset``: as in ring_attention.
+
+        Raises ValueError for an x of another shape, and what ring_attention raises.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.rotary is not None:
+            positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        out = ring_attention(
+            q,
+            k,
+            v,
+            group=self.group,
+            layout=self.layout,
+            mask=self.mask,
+            extents=extents,
+            key_mask=key_mask,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            alibi_slopes=self._slopes(x.device) if self.alibi else None,
+            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
+            dropout_seed=dropout_seed,
+            dropout_offset=dropout_offset,
+            length=length,
+            strategy=self.strategy,
+            backend=self.backend,
+            deterministic=self.deterministic,
+        )
+        assert isinstance(out, Tensor)
+        return self.o(out.flatten(2))
+
+    def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
+        """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
+        ring = ring_of(self.group)
+        held = positions_of(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
+        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        """float32 [heads], made on the device: not a buffer, which ``.bfloat16()`` would round."""
+        return alibi_slopes(self.heads, torch.arange(self.heads, dtype=torch.float64, device=device)).float()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the group's name for the group, which can be neither copied nor pickled."""
+        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self.group, str):
+            self.group = group_of(self.group)
+
+
+@torch.compiler.assume_constant_result
+def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
+    """The process group that a user's ``group`` stands for."""
+    return group_of(group_name(group))

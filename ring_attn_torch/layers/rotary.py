@@ -1,0 +1,62 @@
+"""Rotary position embeddings."""
+
+from __future__ import annotations
+
+from math import pi
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn_core.model.rotary import check_rotary
+
+COARSE = 1024
+"""Tokens between two coarse angles of RotaryEmbedding."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama; no parameters.
+
+        angle_i = position * base ** (-2 i / head_dim)                          0 <= i < head_dim / 2 = h
+        y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
+        y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
+
+
+
+    Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
+    position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
+
+    Raises ValueError for an odd head_dim.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        check_rotary(head_dim, base)
+        self.head_dim, self.base = head_dim, float(base)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
+
+        Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
+        """
+        self._check(x, positions)
+        cos, sin = (t[..., None, :].to(torch.promote_types(x.dtype, torch.float32)) for t in self._turns(positions))
+        low, high = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [..., head_dim / 2]."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
+        fine = self.base**-exponents
+        coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
+        quotient, rest = (t[..., None].float() for t in (positions // COARSE, positions % COARSE))
+        angles = quotient * coarse.float() + rest * fine.float()
+        return angles.cos(), angles.sin()
+
+    def _check(self, x: Tensor, positions: Tensor) -> None:
+        if x.ndim != 4 or x.shape[-1] != self.head_dim:
+            raise ValueError(f"x must be [batch, tokens, heads, {self.head_dim}], got {list(x.shape)}")
+        if positions.dtype.is_floating_point or positions.dtype == torch.bool:
+            raise ValueError(f"positions must be integers, got {positions.dtype}: rounded ones would turn by wrong angles")
+        if positions.shape not in (x.shape[1:2], x.shape[:2]):
+            expected = f"{list(x.shape[1:2])} or {list(x.shape[:2])}"
+            raise ValueError(f"positions of x {list(x.shape)} must be {expected}, got {list(positions.shape)}")

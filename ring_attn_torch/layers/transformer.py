@@ -1,0 +1,157 @@
+"""A transformer whose sequence is sharded over a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.masks import causal
+from ring_attn_core.model.config import check_sizes, hidden_size
+from ring_attn_core.model.masks import layer_masks, layer_offset
+from ring_attn_core.runs import Band
+
+from .attention import Linear, RingAttention
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = Linear(dim, hidden)
+        self.up = Linear(dim, hidden)
+        self.down = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: what RingAttention takes besides dim and heads."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, **attention: Any) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(dim)
+        self.attention = RingAttention(dim, heads, **attention)
+        self.mlp_norm = RMSNorm(dim)
+        self.mlp = SwiGLU(dim, hidden)
+
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *arguments, **options)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class RingTransformer(nn.Module):
+    """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
+
+    ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
+    ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
+    (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32. The
+    other arguments are those of :class:`RingAttention`.
+
+    ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
+    sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
+
+    A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit
+    and numbers outside their range.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        hidden: int | None = None,
+        layout: str = "zigzag",
+        mask: Band = causal(),
+        windows: Sequence[int | None] | None = None,
+        rotary_base: float | None = 10000.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        dropout_rate: float = 0.0,
+        tied: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        check_sizes(vocab=vocab, dim=dim, depth=depth)
+        hidden = hidden_size(dim) if hidden is None else hidden
+        check_sizes(hidden=hidden)
+        attention: dict[str, Any] = {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "layout": layout,
+            "rotary_base": rotary_base,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi": alibi,
+            "dropout_rate": dropout_rate,
+            "group": group,
+            "strategy": strategy,
+            "backend": backend,
+            "deterministic": deterministic,
+        }
+        masks = layer_masks(mask, windows, depth)
+        self.heads, self.compute_dtype = heads, compute_dtype
+        self.embed = nn.Embedding(vocab, dim)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block(dim, heads, hidden, mask=mask, **attention) for mask in masks)
+        self.norm = RMSNorm(dim)
+        self.head = None if tied else Linear(dim, vocab)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        length: int | None = None,
+        *,
+        extents: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+    ) -> Tensor:
+        """Token ids int [b s], this rank's shard in layout order -> logits [b s vocab] in the compute dtype.
+
+        ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them.
+        Raises ValueError for ids of another shape, and what ring_attention raises.
+
+        ``dropout_seed``: dropout applies exactly where it is given, whatever ``self.training`` says. One seed serves all layers:
+        layer i, from 0, draws as if its heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as
+        in ring_attention; (global index of the first batch row, 0) where ranks hold different rows.
+        """
+        if ids.ndim != 2:
+            raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
+        if positions is None:
+            positions = self.blocks[0].attention.layout_positions(ids.shape[1], ids.device)  # type: ignore[union-attr, operator]
+        x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
+        for layer, block in enumerate(self.blocks):
+            offset = layer_offset(dropout_offset, layer, self.heads)
+            x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
+        x = self.norm(x)
+        return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)

@@ -1,0 +1,144 @@
+"""All ranks run the same problem or all raise the same message, before anything is sent round the ring.
+
+On a problem that a rank has not seen on this group, its verdict (the problem, or what is wrong with it) goes through the
+group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up, and
+its price is that ranks which disagree among problems they have all seen are not found out. The
+ranks of a group make the same calls in the same order, as for any collective; a call's number is its key.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ring_attn_core.problem.problem import Problem
+
+from .groups import Group, rank_in, ranks_of
+
+GRACE = timedelta(seconds=5)
+"""How long a rank that is about to raise anyway waits to hear whether a lower rank has something to say."""
+
+_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
+
+
+class _Unknown(NamedTuple):
+    """What stands for a problem where an error came before there was one."""
+
+    device: str
+
+
+class _History:
+    """What this rank knows of a group. ``era`` tells a group from one of the same name that was destroyed on the same store."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
+        self.calls = 0
+        self.agreed: set[Problem] = set()
+
+
+_seen_alone: set[Problem] = set()
+"""What this process has run as a ring of one."""
+
+_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
+
+
+def agree(problem: Problem, group: Group, error: Exception | None = None, again: bool = False) -> None:
+    """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
+
+    ``error`` is this rank's own objection; ``again``: ask about a problem seen before too, as all ranks then must. Raises the
+    objection of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names
+    the ranks that did not come within the group's timeout.
+    """
+    if group is None or ranks_of(group) == 1 or _capturing(problem.device):
+        if error is not None:
+            raise error
+        _seen_alone.add(problem)
+        return
+    if group not in _histories:
+        _histories[group] = _History(group)
+    history = _histories[group]
+    history.calls += 1
+    if error is None and problem in history.agreed and not again:
+        return
+    patience = GRACE if error else timeout(group, problem.device)
+    _conclude(_exchange(_verdict(problem, error), f"ring_attn/{history.era}/{history.calls}", group, patience), error)
+    history.agreed.add(problem)
+
+
+def agreed(problem: Problem, group: Group) -> bool:
+    """Whether all ranks have run ``problem`` on this group before, or nobody can be asked now (a CUDA graph is captured)."""
+    if group is None or ranks_of(group) == 1:
+        return problem in _seen_alone or _capturing(problem.device)
+    return _capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
+
+
+def refuse(error: Exception, group: Group, device: str) -> None:
+    """Tell the other ranks about an ``error`` found before there was a problem to speak of, and raise what all of them raise."""
+    agree(_Unknown(device), group, error)  # type: ignore[arg-type]
+
+
+def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
+    """The timeout that the group was made with."""
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+
+
+def _store(group: dist.ProcessGroup) -> Any:
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _verdict(problem: Problem, error: Exception | None) -> dict[str, Any]:
+    if error is None:
+        return {"problem": problem.fingerprint()}
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def _exchange(verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta) -> list[dict[str, Any] | None]:
+    """Every rank's verdict, None for a rank that did not give one in time."""
+    store = _store(group)
+    keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
+    store.set(keys[rank_in(group)], json.dumps(verdict))
+    try:
+        store.wait(keys, patience)
+    except (RuntimeError, dist.DistStoreError):
+        store.set(keys[rank_in(group)], json.dumps(verdict | {"gave_up": True}))  # for whoever comes after this
+        keys = [key if store.check([key]) else None for key in keys]
+    return [json.loads(store.get(key)) if key else None for key in keys]
+
+
+def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) -> None:
+    for rank, verdict in enumerate(verdicts):
+        if verdict and "error" in verdict:
+            raise _ERRORS.get(verdict["error"], RuntimeError)(f"rank {rank}: {verdict['message']}") from error
+    absent = [rank for rank, verdict in enumerate(verdicts) if verdict is None]
+    if absent:
+        raise RuntimeError(
+            f"ring_attention was called by {len(verdicts) - len(absent)} of {len(verdicts)} ranks: {_ranks(absent)} did not come "
+            "with this problem within the group's timeout. Every rank must make the same calls in the same order"
+        )
+    gone = [rank for rank, verdict in enumerate(verdicts) if verdict and "gave_up" in verdict]
+    if gone:
+        raise RuntimeError(f"this rank came too late: {_ranks(gone)} waited for the group's timeout and gave up")
+    first: dict[str, Any] = verdicts[0]["problem"]  # type: ignore[index]
+    for name, value in first.items():
+        others = [rank for rank, verdict in enumerate(verdicts) if verdict["problem"][name] != value]  # type: ignore[index]
+        if others:
+            other = verdicts[others[0]]["problem"][name]  # type: ignore[index]
+            shapes = "; shard with to_layout, which gives every rank equally many tokens" if name.endswith("_shape") else ""
+            raise ValueError(
+                f"the ranks of this ring disagree on {name}: {value!r} on rank 0, {other!r} on {_ranks(others)}. Pass "
+                f"the same on every rank{shapes}"
+            )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _capturing(device: str) -> bool:
+    return device == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,50 @@
+"""The ranks of a ring: process groups and device meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+@torch.compiler.assume_constant_result
+def group_name(group: Any) -> str:
+    """The name under which torch.distributed knows the ring; "" for a ring of one in a process without torch.distributed."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise NotImplementedError(
+                f"group is a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: a ring over several axes does not work yet, "
+                'pass one axis of it, mesh["name"]'
+            )
+        group = group.get_group()
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return ""
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the group: call ring_attention only on the ranks that form the ring")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group must be a ProcessGroup, a 1-D DeviceMesh or None (the default group), got {type(group).__name__}"
+        )
+    return group.group_name
+
+
+def group_of(name: str) -> Group:
+    """The process group of that name."""
+    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
+
+
+Group = dist.ProcessGroup | None
+"""A ring: a process group, or None for a ring of one where torch.distributed is not in use."""
+
+
+def rank_in(group: Group) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def ranks_of(group: Group) -> int:
+    return 1 if group is None else dist.get_world_size(group)

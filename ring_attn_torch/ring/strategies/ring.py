@@ -1,0 +1,69 @@
+"""Keys go round the ring and their gradients home: one batched send and receive per hop, in flight during the compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import Tensor
+
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import Row
+
+from ...attend.keys import Keys
+from ...attend.state import Gradients
+from ..groups import Group, rank_in
+from ..transfer import Transfer, send
+
+T = TypeVar("T")
+
+
+def circulate(keys: Keys, plan: RingPlan, group: Group) -> Iterator[Step]:
+    """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
+    hops = (*plan.hops, 0)
+    travelling = None
+    for shift, hop in zip(plan.shifts, hops, strict=True):
+        step = Step(keys, travelling, plan, group, shift, hop)
+        yield step
+        keys, travelling = step.next_keys, step.travelling
+
+
+class Step:
+    """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+
+    def __init__(self, keys: Keys, travelling: Transfer | None, plan: RingPlan, group: Group, shift: int, hop: int) -> None:
+        self.keys = keys
+        self.last = shift == plan.shifts[-1]
+        self.rows = rows(plan, group, shift)
+        self._next = None if self.last else send(keys, hop, group)
+        self.travelling = travelling
+        self._onward = plan.home if self.last else hop
+        self._group = group
+
+    @property
+    def next_keys(self) -> Keys:
+        """The keys of the next step, waited for only when the next step asks."""
+        return self.keys if self._next is None else Keys(*self._next.wait())
+
+    def settle(self, state: T) -> T:
+        """Return ``state``: eager execution is ordered already."""
+        return state
+
+    def arrived(self) -> Tensor | None:
+        """The gradients of ``keys`` from the ranks that they have passed, waited for; None at the first step."""
+        return None if self.travelling is None else self.travelling.wait()[0]
+
+    def send_home(self, dkv: Gradients) -> None:
+        """Send on the gradients of ``keys``, what arrived and this rank's part; after the last step, home."""
+        self.travelling = send((dkv,), self._onward, self._group)
+
+    def home(self) -> Gradients:
+        """The gradients of this rank's own k/v, from every rank that saw them."""
+        assert self.last and self.travelling is not None
+        (arrived,) = self.travelling.wait()
+        return arrived
+
+
+def rows(plan: RingPlan, group: Group, shift: int) -> list[list[Row]]:
+    """[q_runs][k_runs]: what this rank may see at ``shift``."""
+    return plan.rows(rank_in(group), shift)
