@@ -51,14 +51,14 @@ BREAKS = [
     ),
     Break(
         "torch: another rank's gradient dropped",
-        "ring_attn_torch/attend/backend.py",
+        "ring_attn_torch/attend/blockwise.py",
         "dkv.add_(before)",
         "dkv.copy_(before)",
         TORCH,
     ),
     Break(
         "jax: another rank's gradient dropped",
-        "ring_attn_jax/attend/backend.py",
+        "ring_attn_jax/attend/blockwise.py",
         "before + dkv",
         "before",
         JAX,
@@ -93,14 +93,14 @@ BREAKS = [
     ),
     Break(
         "torch: the state rounded at every hop",
-        "ring_attn_torch/attend/backend.py",
+        "ring_attn_torch/attend/blockwise.py",
         "(out.to(q.dtype) if last else out)",
         "out.to(q.dtype).to(q.dtype if last else out.dtype)",
         "parity_tests/torch/test_ring.py::test_half_precision_error_does_not_grow_with_the_ring[zigzag-causal-float16]",
     ),
     Break(
         "jax: the state rounded at every hop",
-        "ring_attn_jax/attend/backend.py",
+        "ring_attn_jax/attend/blockwise.py",
         "(out.astype(q.dtype) if last else out)",
         "out.astype(q.dtype).astype(q.dtype if last else out.dtype)",
         "parity_tests/jax/test_ring.py::test_half_precision_error_does_not_grow_with_the_ring[float16]",
@@ -143,8 +143,8 @@ BREAKS = [
     Break(
         "jax: the key mask ignored from the second hop on",
         "ring_attn_jax/ring/strategies/ring.py",
-        "self.next_keys = keys if self.last else send(keys, hop, axis, plan.ranks)",
-        "self.next_keys = keys if self.last else Keys(send(keys.kv, hop, axis, plan.ranks))",
+        "self.next_keys = keys if self.last else send(keys, hop, ring.axis, ring.plan.ranks)",
+        "self.next_keys = keys if self.last else Keys(send(keys.kv, hop, ring.axis, ring.plan.ranks))",
         JAX_FEATURES,
     ),
     Break(
@@ -163,14 +163,14 @@ BREAKS = [
     ),
     Break(
         "torch: the sink left out of lse",
-        "ring_attn_torch/attend/backend.py",
+        "ring_attn_torch/attend/blockwise.py",
         "row.q_base + row.q_len] = score.sinks",
         "row.q_base + row.q_len] = -math.inf",
         TORCH_FEATURES,
     ),
     Break(
         "jax: the sink left out of lse",
-        "ring_attn_jax/attend/backend.py",
+        "ring_attn_jax/attend/blockwise.py",
         "score.sinks.astype(dtype), lse)",
         "lse, lse)",
         JAX_FEATURES,

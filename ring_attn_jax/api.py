@@ -13,6 +13,7 @@ from .arguments import checked
 from .attend.dropout import draw_of
 from .axes import ring_size, vary_alike
 from .op import _attention
+from .ring.step import Ring
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -92,7 +93,7 @@ def ring_attention(
     check_dropout_rate(dropout_rate)
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = ring_size(axis_name), layout, mask, length, kv_length
-    plan, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
+    plan, score, backend_ = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
     trees = vary_alike((axis_name,), q, k, v, key_mask, score)
-    out, lse = _attention(*trees, plan, axis_name)  # type: ignore[misc]
+    out, lse = _attention(*trees, Ring(plan, axis_name), backend_)  # type: ignore[misc]
     return (out, lse) if return_lse else out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -13,10 +13,21 @@ from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.runs import Band
 
+from .attend.backend import Backend
+from .attend.blockwise import Blockwise
 from .attend.dropout import Draw
+from .attend.kernels import Kernels
 from .attend.launch import capability, makes_descriptors
 from .attend.score import Score
 from .axes import described, dtype_names
+
+
+class Prepared(NamedTuple):
+    """A call that passed every check: its plan, its score, and who computes it."""
+
+    plan: RingPlan
+    score: Score
+    backend: Backend
 
 
 def checked(
@@ -35,8 +46,8 @@ def checked(
     dropout_rate: float,
     backend: str,
     anywhere: bool = False,
-) -> tuple[RingPlan, Score]:
-    """The plan and score of a call, once every check has passed. ``arrays``: the optional ones by name, None where not given.
+) -> Prepared:
+    """What a call needs to run, once every check has passed. ``arrays``: the optional ones by name, None where not given.
 
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
     """
@@ -69,4 +80,5 @@ def checked(
     extents, sinks = arrays["extents"], arrays.get("sinks")
     draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
     call = runnable(problem, anywhere)
-    return plan, Score(factor, cap, float(dropout_rate), call, problem.blanks or anywhere, extents, sinks, slopes, draw)
+    backend_ = Blockwise() if call is None else Kernels(call, problem.blanks or anywhere)
+    return Prepared(plan, Score(factor, cap, float(dropout_rate), extents, sinks, slopes, draw), backend_)

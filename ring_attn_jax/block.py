@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,6 @@ from ring_attn_core.problem.checks import FARTHEST, check_dropout_rate, check_ru
 from ring_attn_core.runs import Band, Run, row
 
 from .arguments import checked
-from .attend.backend import attend, attend_backward, cotangents
 from .attend.dropout import draw_of
 from .attend.keys import pack
 from .axes import dtype_names, vary_alike
@@ -60,11 +60,11 @@ def attend_block(
     check_dropout_rate(dropout_rate)
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = 1, "contiguous", mask, None, None
-    _, score = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend, anywhere=True)
+    _, score, backend_ = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend, anywhere=True)
     of_q, of_k = ((0, run.length, run.start, run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
-    return _attention(*vary_alike((), q, k, v, key_mask, score, rows))
+    return _attention(*vary_alike((), q, k, v, key_mask, score, rows), backend_)
 
 
 def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -89,26 +89,25 @@ def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
     return out, jnp.where(nothing, -jnp.inf, top + jnp.log(z))
 
 
-@jax.custom_vjp
-def _attention(q, k, v, key_mask, score, rows):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, score.call is not None)
-    return attend(q, keys, rows, score, None, last=False)
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q, k, v, key_mask, score, rows, backend):  # type: ignore[no-untyped-def]
+    return backend.attend(q, pack(k, v, key_mask, backend.apart), rows, score, None, last=False)
 
 
-def _forward(q, k, v, key_mask, score, rows):  # type: ignore[no-untyped-def]
-    out, lse = _attention(q, k, v, key_mask, score, rows)
+def _forward(q, k, v, key_mask, score, rows, backend):  # type: ignore[no-untyped-def]
+    out, lse = _attention(q, k, v, key_mask, score, rows, backend)
     return (out, lse), (q, k, v, key_mask, score, rows, out, lse)
 
 
-def _backward(residuals, cotangents):  # type: ignore[no-untyped-def]
-    return *_gradients(*residuals, *cotangents), None, None, None
+def _backward(backend, residuals, cotangents):  # type: ignore[no-untyped-def]
+    return *_gradients(*residuals, *cotangents, backend), None, None, None
 
 
-@jax.custom_vjp
-def _gradients(q, k, v, key_mask, score, rows, out, lse, dout, dlse):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, score.call is not None)
-    of_q = cotangents(q, keys, rows, score, out, lse, dout, dlse)
-    dq, dkv = attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+@partial(jax.custom_vjp, nondiff_argnums=(10,))
+def _gradients(q, k, v, key_mask, score, rows, out, lse, dout, dlse, backend):  # type: ignore[no-untyped-def]
+    keys = pack(k, v, key_mask, backend.apart)
+    of_q = backend.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
+    dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
     dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 

@@ -10,34 +10,40 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .attend.keys import apart, pack
-from .ring import loop as ring
+from .attend.backend import Backend
+from .attend.keys import Keys, pack
+from .ring import loop
+from .ring.step import Ring
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
-    return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
+def _attention(q, k, v, key_mask, score, ring, backend):  # type: ignore[no-untyped-def]
+    return loop.forward(q, _keys(k, v, key_mask, ring, backend), score, ring, backend)
 
 
-def _forward(q, k, v, key_mask, score, plan, axis):  # type: ignore[no-untyped-def]
-    out, lse = ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, axis, score)
+def _keys(k: jax.Array, v: jax.Array, key_mask: jax.Array | None, ring: Ring, backend: Backend) -> Keys:
+    return pack(k, v, key_mask, apart=backend.apart and not ring.plan.hops)
+
+
+def _forward(q, k, v, key_mask, score, ring, backend):  # type: ignore[no-untyped-def]
+    out, lse = loop.forward(q, _keys(k, v, key_mask, ring, backend), score, ring, backend)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, key_mask, score, out, lse)
 
 
-def _backward(plan, axis, residuals, cotangents):  # type: ignore[no-untyped-def]
-    dq, dk, dv, dsinks = _gradients(*residuals, *cotangents, plan, axis)  # type: ignore[misc]
+def _backward(ring, backend, residuals, cotangents):  # type: ignore[no-untyped-def]
+    dq, dk, dv, dsinks = _gradients(*residuals, *cotangents, ring, backend)  # type: ignore[misc]
     score = residuals[4]
     return dq, dk, dv, None, replace(score, extents=None, sinks=dsinks, slopes=None, draw=None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(9, 10))
-def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, plan, axis):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, apart(plan, score))
-    dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, axis, score)
+def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, ring, backend):  # type: ignore[no-untyped-def]
+    keys = _keys(k, v, key_mask, ring, backend)
+    dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, backend)
     dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
     dsinks = None if dsinks is None else dsinks.astype(score.sinks.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,12 @@ from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.runs import Band
 
+from .attend.backend import Backend
+from .attend.blockwise import Blockwise
+from .attend.kernels import Kernels
 from .attend.launch import capability
 from .attend.score import Score
+from .attend.vendor import Vendor
 from .ring.groups import Group, group_of, ranks_of
 
 ARRAYS = "extents", "key_mask", "sinks", "alibi_slopes", "draw"
@@ -67,17 +71,30 @@ def problem_of(
     )
 
 
+class Prepared(NamedTuple):
+    """A problem that passed every check: its plan, its score without the arrays, and who computes it."""
+
+    plan: RingPlan
+    score: Score
+    backend: Backend
+
+
 @lru_cache(maxsize=1024)
-def checked(problem: Problem, anywhere: bool = False) -> tuple[RingPlan, Score]:
-    """The plan and score of a problem, checked, and its kernels compiled, once for every problem that this process meets.
+def checked(problem: Problem, anywhere: bool = False) -> Prepared:
+    """What a problem needs to run, checked, and its kernels compiled, once for every problem that this process meets.
 
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
     """
     plan = problem.check()
     scale = problem.q_shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    return Prepared(plan, Score(scale, problem.softcap, problem.dropout_rate), _backend_of(problem, anywhere))
+
+
+def _backend_of(problem: Problem, anywhere: bool) -> Backend:
     call = runnable(problem, anywhere)
-    vendor = problem.backend if problem.backend in VENDORS else None
-    return plan, Score(scale, problem.softcap, problem.dropout_rate, call, vendor, problem.blanks or anywhere)
+    if call is not None:
+        return Kernels(call, problem.blanks or anywhere)
+    return Vendor(problem.backend) if problem.backend in VENDORS else Blockwise()
 
 
 def refuse_transforms(*tensors: Any) -> None:

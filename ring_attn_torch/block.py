@@ -15,7 +15,7 @@ from ring_attn_core.problem.checks import FARTHEST, check_extents, check_runs
 from ring_attn_core.runs import Band, Row, Run, row
 
 from .arguments import check_inputs, checked, problem_of, refuse_transforms
-from .attend.backend import attend, attend_backward, cotangents
+from .attend.backend import Backend
 from .attend.dropout import draw_of
 from .attend.keys import pack
 from .attend.score import Score
@@ -106,12 +106,12 @@ def _forward(
     dropout_rate: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
+    score, backend_ = _prepared(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
     if extents is not None and extents.device.type == "cpu":
         check_extents(extents.long(), [(0, runs[1], runs[0], runs[4])], FARTHEST)
-    keys, rows = pack(k, v, key_mask, score.call is not None), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    keys, rows = pack(k, v, key_mask, backend_.apart), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
-        return attend(q, keys, rows, score, None, last=False)
+        return backend_.attend(q, keys, rows, score, None, last=False)
 
 
 @_forward.register_fake
@@ -141,11 +141,11 @@ def _backward(
     dropout_rate: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    score = _score(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
-    keys, rows = pack(k, v, key_mask, score.call is not None), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    score, backend_ = _prepared(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
+    keys, rows = pack(k, v, key_mask, backend_.apart), _rows(runs, lo, hi, q.shape[1], k.shape[1])
     with torch.autocast(q.device.type, enabled=False):
-        of_q = cotangents(q, keys, rows, score, out, lse, dout, dlse)
-        dq, dkv = attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+        of_q = backend_.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
+        dq, dkv = backend_.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
     return dq.to(q.dtype), *gradients_apart(dkv, k, v)
 
 
@@ -170,10 +170,11 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(refuse_second_derivative)
 
 
-def _score(q, k, v, extents, key_mask, slopes, draw, lo, hi, scale, softcap, rate, backend) -> Score:  # type: ignore[no-untyped-def]
+def _prepared(q, k, v, extents, key_mask, slopes, draw, lo, hi, scale, softcap, rate, backend) -> tuple[Score, Backend]:  # type: ignore[no-untyped-def]
     arrays = extents, key_mask, None, slopes, draw
     problem = problem_of(q, k, v, arrays, None, "contiguous", lo, hi, None, None, scale, softcap, rate, backend)
-    return replace(checked(problem, anywhere=True)[1], extents=extents, slopes=slopes, draw=draw)
+    _, score, backend_ = checked(problem, anywhere=True)
+    return replace(score, extents=extents, slopes=slopes, draw=draw), backend_
 
 
 def _rows(runs: Sequence[int], lo: int | None, hi: int | None, queries: int, keys: int) -> list[list[Row]]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from ring_attn_core.problem.checks import check_extents
 
 from .arguments import ARRAYS, checked, problem_of
-from .attend.keys import apart, pack
+from .attend.keys import pack
 from .attend.state import Gradients
-from .ring import loop as ring
+from .ring import loop
 from .ring.agreement import agree, agreed
 from .ring.groups import group_of, rank_in
+from .ring.step import Ring
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=())
@@ -43,7 +44,7 @@ def _forward(
     arrays = extents, key_mask, sinks, alibi_slopes, draw
     problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
     try:
-        plan, score = checked(problem)
+        plan, score, backend_ = checked(problem)
         look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
         if extents is not None and look:
             check_extents(extents.long(), plan.q_runs[rank_in(group)], plan.kv_length)
@@ -53,7 +54,8 @@ def _forward(
     agree(problem, group, again=look)
     score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
-        return ring.forward(q, pack(k, v, key_mask, apart(plan, score)), plan, group, score)
+        keys = pack(k, v, key_mask, apart=backend_.apart and not plan.hops)
+        return loop.forward(q, keys, score, Ring(plan, group), backend_)
 
 
 @_forward.register_fake
@@ -91,11 +93,11 @@ def _backward(
     group = group_of(group_name)
     arrays = extents, key_mask, sinks, alibi_slopes, draw
     problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
-    plan, score = checked(problem)
+    plan, score, backend_ = checked(problem)
     score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(q.device.type, enabled=False):
-        keys = pack(k, v, key_mask, apart(plan, score))
-        dq, dkv, dsinks = ring.backward(q, keys, out, lse, dout, dlse, plan, group, score)
+        keys = pack(k, v, key_mask, apart=backend_.apart and not plan.hops)
+        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, Ring(plan, group), backend_)
     dk, dv = gradients_apart(dkv, k, v)
     dsinks = q.new_empty(0) if dsinks is None else dsinks.to(sinks.dtype)  # type: ignore[union-attr]
     return dq.to(q.dtype), dk, dv, dsinks

@@ -16,11 +16,9 @@ import torch
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_jax import arguments as jax_arguments
-from ring_attn_jax.attend import backend as jax_attend
 from ring_attn_jax.attend import keys as jax_keys
 from ring_attn_jax.attend.dropout import draw_of as jax_draw_of
 from ring_attn_torch import arguments as torch_arguments
-from ring_attn_torch.attend import backend as torch_attend
 from ring_attn_torch.attend import keys as torch_keys
 from ring_attn_torch.attend.dropout import draw_of as torch_draw_of
 
@@ -35,10 +33,11 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
     of_rank = [
         dict(zip(case.features, each, strict=True)) for each in (zip(*features, strict=True) if features else [()] * len(q))
     ]
-    scores = [_torch_score(case, backend, q[0], k[0], v[0], arrays) for arrays in of_rank]
-    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), torch_keys.apart(case.plan, scores[r]))
+    scores, backends = zip(*(_torch_score(case, backend, q[0], k[0], v[0], arrays) for arrays in of_rank), strict=True)
+    apart = backends[0].apart and not case.plan.hops
+    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), apart)
     rows = case.plan.rows
-    results = _ring(case.plan, scores, q, make_keys, dout, dlse, torch_attend, rows)
+    results = _ring(case.plan, scores, q, make_keys, dout, dlse, backends[0], rows)
     wide = [[x.float().cpu().numpy() for x in each] for each in results[:-1]]
     return _gathered(case, wide, [np.zeros(1) if x is None else x.float().cpu().numpy() for x in results[-1]])
 
@@ -51,8 +50,8 @@ def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[
     numbers = case.scale, case.softcap, case.dropout_rate
     where = None, plan.layout, plan.mask.lo, plan.mask.hi, plan.length, plan.kv_length
     problem = torch_arguments.problem_of(q, k, v, given, *where, *numbers, backend)  # type: ignore[arg-type]
-    _, score = torch_arguments.checked(replace(problem, ranks=plan.ranks))
-    return replace(score, extents=given[0], sinks=given[2], slopes=given[3], draw=draw)
+    _, score, computes = torch_arguments.checked(replace(problem, ranks=plan.ranks))
+    return replace(score, extents=given[0], sinks=given[2], slopes=given[3], draw=draw), computes
 
 
 def on_jax(case: Case, backend: str = "triton") -> Attention:
@@ -76,14 +75,16 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     numbers = case.scale, case.softcap, case.dropout_rate
     names = "extents", "key_mask", "sinks", "alibi_slopes"
     given = [{name: arrays.get(name) for name in names} for arrays in of_rank]
-    scores = [jax_arguments.checked(q[0], k[0], v[0], arrays, draw, *where, *numbers, backend)[1] for arrays in given]
-    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r]["key_mask"], jax_keys.apart(plan, scores[r]))
+    prepared = [jax_arguments.checked(q[0], k[0], v[0], arrays, draw, *where, *numbers, backend) for arrays in given]
+    scores, computes = [each.score for each in prepared], prepared[0].backend
+    apart = computes.apart and not plan.hops
+    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r]["key_mask"], apart)
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
-    return _ring(plan, scores, q, make_keys, dout, dlse, jax_attend, rows)
+    return _ring(plan, scores, q, make_keys, dout, dlse, computes, rows)
 
 
 def _ring(
-    plan: RingPlan, scores: Any, q: Any, make_keys: Callable[[int], Any], dout: Any, dlse: Any, package: Any, rows: Any
+    plan: RingPlan, scores: Any, q: Any, make_keys: Callable[[int], Any], dout: Any, dlse: Any, backend: Any, rows: Any
 ) -> tuple[list[Any], ...]:
     """out, lse, dq, dk, dv and dsinks of every rank: the loop of ring/loop.py, its ranks one after the other at every shift."""
     every = range(plan.ranks)
@@ -91,19 +92,19 @@ def _ring(
     for shift in plan.shifts:
         last = shift == plan.shifts[-1]
         for r in every:
-            total[r] = package.attend(q[r], keys[r - shift], rows(r, shift), scores[r], total[r], last)
+            total[r] = backend.attend(q[r], keys[r - shift], rows(r, shift), scores[r], total[r], last)
     out, lse = zip(*total, strict=True)
-    start = lambda r: package.cotangents(q[r], keys[r], rows(r, 0), scores[r], out[r], lse[r], dout[r], dlse[r])
+    start = lambda r: backend.cotangents(q[r], keys[r], rows(r, 0), scores[r], (out[r], lse[r]), (dout[r], dlse[r]))
     of_q = [start(r) for r in every]
     for shift in plan.shifts:
         last = shift == plan.shifts[-1]
         for r in every:
             arrived = dkv[r - shift]
             arguments = of_q[r], keys[r - shift], rows(r, shift), scores[r], dq[r], lambda arrived=arrived: arrived, last
-            dq[r], dkv[r - shift] = package.attend_backward(*arguments)
+            dq[r], dkv[r - shift] = backend.attend_backward(*arguments)
     d = q[0].shape[-1]
     dk, dv = zip(*(x if isinstance(x, tuple) else (x[..., :d], x[..., d:]) for x in dkv), strict=True)  # type: ignore[index]
-    return [*out], [*lse], dq, [*dk], [*dv], [package.sink_gradient(scores[r], lse[r], of_q[r]) for r in every]
+    return [*out], [*lse], dq, [*dk], [*dv], [each.sinks for each in of_q]
 
 
 def _gathered(case: Case, sharded: list[list[np.ndarray]], dsinks: list[np.ndarray]) -> Attention:

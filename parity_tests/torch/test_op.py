@@ -130,7 +130,7 @@ def test_selective_checkpointing_runs_one_forward_ring(keep, forwards):
         return CheckpointPolicy.MUST_SAVE if keep and op == ring else CheckpointPolicy.PREFER_RECOMPUTE
 
     block = lambda q, k, v: ring_attention(q.sin(), k.sin(), v.sin(), layout="striped").cos()
-    with patch.object(op.ring, "forward", wraps=op.ring.forward) as spy:
+    with patch.object(op.loop, "forward", wraps=op.loop.forward) as spy:
         out = checkpoint(block, q, k, v, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert spy.call_count == forwards

@@ -17,14 +17,68 @@ Precision  float32 throughout (float64 for float64 inputs), whatever the input d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import Cotangents, State
-from .tiles import Call, Pair, dot
+from .state import Cotangents, Gradients, State
+from .tiles import Call, Pair, accumulation_dtype, dot, valid_queries
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """The backend of this file."""
+
+    apart: ClassVar[bool] = False
+
+    def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
+        """See ``Backend.attend``."""
+        out, lse = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+        return (out.astype(q.dtype) if last else out), lse
+
+    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> Cotangents:
+        """See ``Backend.cotangents``."""
+        (out, lse), (dout, dlse) = total, dtotal
+        seen = lse > -jnp.inf
+        dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
+        # As a product: XLA's sum on a CPU sets aside five arrays of out's size and takes 35 times as long (jax 0.10.2).
+        of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
+        delta = of_out - dlse
+        return Cotangents(q, dout, lse, delta, sink_gradient(score, lse, delta))
+
+    def attend_backward(
+        self,
+        of_q: Cotangents,
+        keys: Keys,
+        rows: jax.Array,
+        score: Score,
+        dq: jax.Array | None,
+        arrived: Callable[[], jax.Array | None],
+        last: bool,
+    ) -> tuple[jax.Array, Gradients]:
+        """See ``Backend.attend_backward``."""
+        total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
+        total, dkv = attend_backward(of_q, keys, rows, score, total)
+        before = arrived()
+        return total, dkv if before is None else before + dkv
+
+
+def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
+    """The (out, lse) of no keys at all, in the accumulation dtype: out 0, lse the sink; without sinks and at padding -inf."""
+    b, s, h, d = q.shape
+    dtype = accumulation_dtype(q.dtype)
+    out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
+    lse = jnp.full_like(q, -jnp.inf, shape=(b, s, h), dtype=dtype)
+    if score.sinks is not None:
+        lse = jnp.where(valid_queries(rows, s)[:, None], score.sinks.astype(dtype), lse)
+    return out, lse
 
 
 @jax.jit  # traced once for all the steps of a ring
@@ -64,7 +118,7 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score,
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
     """
-    q, dout, lse, delta, _ = of_q
+    q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv

@@ -1,97 +1,105 @@
-"""The backends made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+"""The backend made of GPU kernels: arrays as kernels take them, and the launches of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import BEYOND
+from ring_attn_core.kernels.call import BEYOND, Call
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 
+from .backend import sink_gradient
 from .keys import Keys
 from .launch import launch
 from .score import Score
 from .state import Cotangents, Gradients, State
 
 
-def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-    """``total`` (None: nothing seen yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
-    arrays = _arrays(q, keys, rows, score)
-    if total is not None:
-        arrays["out_in"], arrays["lse_in"] = total
-    out, lse = launch(steps.forward(score.call, total is None, last), arrays)
-    return out, lse
+@dataclass(frozen=True)
+class Kernels:
+    """``call``: what all launches have in common. ``blanks``: some query, padding included, may see nothing."""
 
+    call: Call
+    blanks: bool
+    apart: ClassVar[bool] = True
 
-def cotangents(
-    q: jax.Array, keys: Keys, rows: jax.Array, score: Score, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
-) -> Cotangents:
-    """The sums of every query; q and dout 0 where a query sees nothing."""
-    call = score.call
-    dout = dout.astype(q.dtype)
-    if score.blanks:
-        unseen = (lse == -jnp.inf)[..., None]
-        q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
-        if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
-            q = jnp.where((lse == score.sinks.astype(lse.dtype))[..., None] & ~jnp.isfinite(q), 0, q)
-    arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    lse2, delta = launch(portable.delta(call, str(out.dtype)), arrays)
-    bounds = None
-    if score.extents is not None:
-        (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
-    return Cotangents(q, dout, lse2, delta, bounds)
+    def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
+        """See ``Backend.attend``."""
+        arrays = _arrays(q, keys, rows, score)
+        if total is not None:
+            arrays["out_in"], arrays["lse_in"] = total
+        out, lse = launch(steps.forward(self.call, total is None, last), arrays)
+        return out, lse
 
+    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> Cotangents:
+        """See ``Backend.cotangents``."""
+        (out, lse), (dout, dlse) = total, dtotal
+        dout = dout.astype(q.dtype)
+        if self.blanks:
+            unseen = (lse == -jnp.inf)[..., None]
+            q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
+            if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+                q = jnp.where((lse == score.sinks.astype(lse.dtype))[..., None] & ~jnp.isfinite(q), 0, q)
+        arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+        lse2, delta = launch(portable.delta(self.call, str(out.dtype)), arrays)
+        bounds = None
+        if score.extents is not None:
+            (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
+        return Cotangents(q, dout, lse2, delta, sink_gradient(score, lse, delta.swapaxes(1, 2)), bounds)
 
-def attend_backward(
-    of_q: Cotangents,
-    keys: Keys,
-    rows: jax.Array,
-    score: Score,
-    dq: jax.Array | None,
-    arrived: Callable[[], jax.Array | None],
-    last: bool,
-) -> tuple[jax.Array, Gradients]:
-    """``dq`` with the part of these keys, and dkv of these keys: ``attend.attend_backward``."""
-    call = score.call
-    assert call is not None
-    if not steps.in_one_pass(call):
-        dq = attend_dq(of_q, keys, rows, score, dq, last)
-        return dq, attend_dkv(of_q, keys, rows, score, arrived(), last)
-    before = arrived()
-    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-    arrays["dq_in"] = jnp.zeros(hopper.sums_of_dq(call), jnp.float32) if dq is None else dq
-    if of_q.bounds is not None:
-        arrays["bounds"] = of_q.bounds
-    if before is not None:
-        arrays["dkv_in"] = before
-    dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
-    if last:
-        (dq,) = launch(hopper.dq(call), {"sums": dq})
-    return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
+    def attend_backward(
+        self,
+        of_q: Cotangents,
+        keys: Keys,
+        rows: jax.Array,
+        score: Score,
+        dq: jax.Array | None,
+        arrived: Callable[[], jax.Array | None],
+        last: bool,
+    ) -> tuple[jax.Array, Gradients]:
+        """See ``Backend.attend_backward``."""
+        if not steps.in_one_pass(self.call):
+            dq = self.attend_dq(of_q, keys, rows, score, dq, last)
+            return dq, self.attend_dkv(of_q, keys, rows, score, arrived(), last)
+        before = arrived()
+        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        arrays["dq_in"] = jnp.zeros(hopper.sums_of_dq(self.call), jnp.float32) if dq is None else dq
+        if of_q.bounds is not None:
+            arrays["bounds"] = of_q.bounds
+        if before is not None:
+            arrays["dkv_in"] = before
+        dq, *dkv = launch(hopper.backward(self.call, before is None, before is None and last), arrays)
+        if last:
+            (dq,) = launch(hopper.dq(self.call), {"sums": dq})
+        return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
+    def attend_dq(
+        self, of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
+    ) -> jax.Array:
+        """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        if dq is not None:
+            arrays["dq_in"] = dq
+        (dq,) = launch(portable.dq(self.call, dq is None, last), arrays)
+        return dq
 
-def attend_dq(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool) -> jax.Array:
-    """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
-    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-    if dq is not None:
-        arrays["dq_in"] = dq
-    (dq,) = launch(portable.dq(score.call, dq is None, last), arrays)
-    return dq
-
-
-def attend_dkv(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool) -> Gradients:
-    """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
-    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-    if of_q.bounds is not None:
-        arrays["bounds"] = of_q.bounds
-    if arrived is not None:
-        arrays["dkv_in"] = arrived
-    dkv = launch(portable.dkv(score.call, arrived is None, arrived is None and last), arrays)
-    return dkv[0] if len(dkv) == 1 else dkv
+    def attend_dkv(
+        self, of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool
+    ) -> Gradients:
+        """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        if of_q.bounds is not None:
+            arrays["bounds"] = of_q.bounds
+        if arrived is not None:
+            arrays["dkv_in"] = arrived
+        dkv = launch(portable.dkv(self.call, arrived is None, arrived is None and last), arrays)
+        return dkv[0] if len(dkv) == 1 else dkv
 
 
 def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:

@@ -7,10 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.plan.ring import RingPlan
-
-from .score import Score
-
 
 class Keys(NamedTuple):
     """``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, where nothing travels, and ``v`` [b t g e] apart.
@@ -38,8 +34,3 @@ def unpack(keys: Keys) -> jax.Array | None:
     if keys.bits is None:
         return None
     return jnp.unpackbits(keys.bits, axis=1, count=keys.kv.shape[1], bitorder="little").astype(bool)
-
-
-def apart(plan: RingPlan, score: Score) -> bool:
-    """Whether k and v may stay two arrays: nothing travels, and kernels read both as they are."""
-    return not plan.hops and score.call is not None

@@ -7,14 +7,12 @@ from functools import partial
 
 import jax
 
-from ring_attn_core.kernels.call import Call
-
 from .dropout import Draw
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    meta_fields=["scale", "softcap", "dropout_rate", "call", "blanks"],
+    meta_fields=["scale", "softcap", "dropout_rate"],
     data_fields=["extents", "sinks", "slopes", "draw"],
 )
 @dataclass(frozen=True)
@@ -24,10 +22,6 @@ class Score:
     scale: float
     softcap: float | None
     dropout_rate: float
-    call: Call | None = None
-    """What kernels are launched with; None: the blockwise backend computes."""
-    blanks: bool = True
-    """Some query, padding included, may see nothing."""
     extents: jax.Array | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: jax.Array | None = None

@@ -17,11 +17,13 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 class Cotangents(NamedTuple):
     """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``bounds``: of the extents of a kernel's query tiles.
+    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.
+    ``bounds``: of the extents of a kernel's query tiles.
     """
 
     q: jax.Array
     dout: jax.Array
     lse: jax.Array
     delta: jax.Array
+    sinks: jax.Array | None = None
     bounds: jax.Array | None = None

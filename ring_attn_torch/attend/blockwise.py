@@ -17,16 +17,75 @@ Precision  float32 throughout (float64 for float64 inputs), whatever the input d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import Cotangents, State
-from .tiles import Part, Rows
+from .state import Cotangents, Gradients, State
+from .tiles import Part, Rows, accumulation_dtype
 
 LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """The backend of this file; another one may compute the part of a shard instead, with the same state around it."""
+
+    apart: ClassVar[bool] = False
+
+    def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+        """See ``Backend.attend``."""
+        out, lse = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+        return (out.to(q.dtype) if last else out), lse
+
+    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> Cotangents:
+        """See ``Backend.cotangents``."""
+        (out, lse), (dout, dlse) = total, dtotal
+        unseen = lse == -math.inf
+        dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
+        delta = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse
+        return Cotangents(q, dout, lse, delta, sink_gradient(score, lse, delta), out=out)
+
+    def attend_backward(
+        self,
+        of_q: Cotangents,
+        keys: Keys,
+        rows: Rows,
+        score: Score,
+        dq: Tensor | None,
+        arrived: Callable[[], Tensor | None],
+        last: bool,
+    ) -> tuple[Tensor, Gradients]:
+        """See ``Backend.attend_backward``."""
+        dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
+        dq, dkv = self.gradients(of_q, keys, rows, score, dq)
+        before = arrived()
+        return dq, dkv if before is None else dkv.add_(before)
+
+    def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
+        """``total`` with the visible ones of ``keys`` merged in, in place."""
+        return attend(q, keys, rows, score, total)
+
+    def gradients(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+        """``dq`` with these keys' part added in place, and dkv of these keys from this rank's queries."""
+        return attend_backward(of_q, keys, rows, score, dq)
+
+
+def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
+    """The (out, lse) of no keys at all, in the accumulation dtype: out 0, lse the sink; without sinks and at padding -inf."""
+    b, s, h, d = q.shape
+    dtype = accumulation_dtype(q.dtype)
+    out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
+    if score.sinks is not None:
+        for row, *_ in rows:
+            lse[:, row.q_base : row.q_base + row.q_len] = score.sinks
+    return out, lse
 
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:

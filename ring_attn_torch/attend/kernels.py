@@ -1,21 +1,24 @@
-"""The backends made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+"""The backend made of GPU kernels: arrays as kernels take them, and the launches of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ring_attn_core.dropout import WORD
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import BEYOND
+from ring_attn_core.kernels.call import BEYOND, Call
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.runs import Row
 
+from .backend import sink_gradient
 from .keys import Keys, zeroed
 from .launch import aligned, launch
 from .score import Score
@@ -23,80 +26,81 @@ from .state import Cotangents, Gradients, State
 from .tiles import Rows
 
 
-def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-    """``total`` (None: nothing seen yet) with the visible ones of ``keys`` merged in; the last step gives out in q's dtype."""
-    arrays = _arrays(q, keys, rows, score)
-    if total is not None:
-        arrays["out_in"], arrays["lse_in"] = total
-    out, lse = launch(steps.forward(score.call, total is None, last), arrays)
-    return out, lse
+@dataclass(frozen=True)
+class Kernels:
+    """``call``: what all launches have in common. ``blanks``: some query, padding included, may see nothing."""
 
+    call: Call
+    blanks: bool
+    apart: ClassVar[bool] = True
 
-def cotangents(
-    q: Tensor, keys: Keys, rows: Rows, score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
-) -> Cotangents:
-    """The sums of every query; q and dout 0 where a query sees nothing."""
-    call = score.call
-    q, dout = aligned(q), aligned(dout.to(q.dtype))
-    if score.blanks:
-        unseen = (lse == -math.inf)[..., None]
-        q, dout = zeroed(q, unseen), zeroed(dout, unseen)
-        if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
-            q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
-    arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
-    lse2, delta = launch(portable.delta(call, str(out.dtype).removeprefix("torch.")), arrays)
-    bounds = None
-    if score.extents is not None:
-        (bounds,) = launch(steps.extent_bounds(call), _arrays(q, keys, rows, score))
-    return Cotangents(q, dout, lse2, delta, bounds)
+    def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+        """See ``Backend.attend``."""
+        arrays = _arrays(q, keys, rows, score)
+        if total is not None:
+            arrays["out_in"], arrays["lse_in"] = total
+        out, lse = launch(steps.forward(self.call, total is None, last), arrays)
+        return out, lse
 
+    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> Cotangents:
+        """See ``Backend.cotangents``."""
+        (out, lse), (dout, dlse) = total, dtotal
+        q, dout = aligned(q), aligned(dout.to(q.dtype))
+        if self.blanks:
+            unseen = (lse == -math.inf)[..., None]
+            q, dout = zeroed(q, unseen), zeroed(dout, unseen)
+            if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+                q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
+        arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
+        lse2, delta = launch(portable.delta(self.call, str(out.dtype).removeprefix("torch.")), arrays)
+        bounds = None
+        if score.extents is not None:
+            (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
+        return Cotangents(q, dout, lse2, delta, sink_gradient(score, lse, delta.transpose(1, 2)), bounds)
 
-def attend_backward(
-    of_q: Cotangents,
-    keys: Keys,
-    rows: Rows,
-    score: Score,
-    dq: Tensor | None,
-    arrived: Callable[[], Tensor | None],
-    last: bool,
-) -> tuple[Tensor, Gradients]:
-    """``dq`` with the part of these keys, and dkv of these keys: ``attend.attend_backward``."""
-    call = score.call
-    assert call is not None
-    if not steps.in_one_pass(call):
-        dq = attend_dq(of_q, keys, rows, score, dq, last)
-        return dq, attend_dkv(of_q, keys, rows, score, arrived(), last)
-    before = arrived()
-    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-    arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(call), device=of_q.q.device) if dq is None else dq
-    if of_q.bounds is not None:
-        arrays["bounds"] = of_q.bounds
-    if before is not None:
-        arrays["dkv_in"] = before
-    dq, *dkv = launch(hopper.backward(call, before is None, before is None and last), arrays)
-    if last:
-        (dq,) = launch(hopper.dq(call), {"sums": dq})
-    return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
+    def attend_backward(
+        self,
+        of_q: Cotangents,
+        keys: Keys,
+        rows: Rows,
+        score: Score,
+        dq: Tensor | None,
+        arrived: Callable[[], Tensor | None],
+        last: bool,
+    ) -> tuple[Tensor, Gradients]:
+        """See ``Backend.attend_backward``."""
+        if not steps.in_one_pass(self.call):
+            dq = self.attend_dq(of_q, keys, rows, score, dq, last)
+            return dq, self.attend_dkv(of_q, keys, rows, score, arrived(), last)
+        before = arrived()
+        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(self.call), device=of_q.q.device) if dq is None else dq
+        if of_q.bounds is not None:
+            arrays["bounds"] = of_q.bounds
+        if before is not None:
+            arrays["dkv_in"] = before
+        dq, *dkv = launch(hopper.backward(self.call, before is None, before is None and last), arrays)
+        if last:
+            (dq,) = launch(hopper.dq(self.call), {"sums": dq})
+        return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
+    def attend_dq(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
+        """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        if dq is not None:
+            arrays["dq_in"] = dq
+        (dq,) = launch(portable.dq(self.call, dq is None, last), arrays)
+        return dq
 
-def attend_dq(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
-    """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
-    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-    if dq is not None:
-        arrays["dq_in"] = dq
-    (dq,) = launch(portable.dq(score.call, dq is None, last), arrays)
-    return dq
-
-
-def attend_dkv(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool) -> Gradients:
-    """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
-    arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-    if of_q.bounds is not None:
-        arrays["bounds"] = of_q.bounds
-    if arrived is not None:
-        arrays["dkv_in"] = arrived
-    dkv = launch(portable.dkv(score.call, arrived is None, arrived is None and last), arrays)
-    return dkv[0] if len(dkv) == 1 else dkv
+    def attend_dkv(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool) -> Gradients:
+        """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        if of_q.bounds is not None:
+            arrays["bounds"] = of_q.bounds
+        if arrived is not None:
+            arrays["dkv_in"] = arrived
+        dkv = launch(portable.dkv(self.call, arrived is None, arrived is None and last), arrays)
+        return dkv[0] if len(dkv) == 1 else dkv
 
 
 def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:

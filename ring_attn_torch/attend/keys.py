@@ -7,10 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn_core.plan.ring import RingPlan
-
-from .score import Score
-
 
 class Keys(NamedTuple):
     """``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, where nothing travels, and ``v`` [b t g e] apart.
@@ -56,8 +52,3 @@ def unpack(keys: Keys) -> Tensor | None:
 
 def _bit(x: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=x.device)
-
-
-def apart(plan: RingPlan, score: Score) -> bool:
-    """Whether k and v may stay two arrays: nothing travels, and kernels read both as they are."""
-    return not plan.hops and score.call is not None

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ring_attn_core.kernels.call import Call
-
 
 @dataclass(frozen=True)
 class Score:
@@ -16,12 +14,6 @@ class Score:
     scale: float
     softcap: float | None
     dropout_rate: float
-    call: Call | None = None
-    """What kernels are launched with; None: the blockwise backend computes."""
-    vendor: str | None = None
-    """Whose kernels compute instead: "flash", "flash4" or "cudnn"."""
-    blanks: bool = True
-    """Some query, padding included, may see nothing."""
     extents: Tensor | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: Tensor | None = None

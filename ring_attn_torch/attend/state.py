@@ -17,7 +17,8 @@ Gradients = Tensor | tuple[Tensor, ...]
 class Cotangents(NamedTuple):
     """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``bounds``: of the extents of a kernel's query tiles.
+    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.
+    ``bounds``: of the extents of a kernel's query tiles.
     ``out`` [b s h e]: for a vendor's backend.
     """
 
@@ -25,5 +26,6 @@ class Cotangents(NamedTuple):
     dout: Tensor
     lse: Tensor
     delta: Tensor
+    sinks: Tensor | None = None
     bounds: Tensor | None = None
     out: Tensor | None = None

@@ -12,6 +12,7 @@ of a group in 16 bits (of 64 heads on one, 2 % off).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ring_attn_core.runs import Row
 
+from .blockwise import Blockwise
 from .keys import Keys
 from .launch import aligned
 from .score import Score
@@ -35,34 +37,39 @@ class Piece(NamedTuple):
     causal: bool
 
 
-def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-    """``total`` (out [b s h e], lse [b s h]), in float32, with the visible ones of ``keys`` merged in, in place."""
-    out, lse = total
-    q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
-    for piece in pieces(rows) if q.numel() else ():
-        of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-        seen, seen_lse = _forward(score, piece.causal, of_queries, *of_keys)
-        before = lse[:, piece.queries]
-        after = torch.logaddexp(before, seen_lse.transpose(1, 2))
-        weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
-        out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen), strict=True))
-        lse[:, piece.queries] = after
-    return out, lse
+@dataclass(frozen=True)
+class Vendor(Blockwise):
+    """``name``: "flash", "flash4" or "cudnn"."""
 
+    name: str
 
-def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """(dq [b s h d] with these keys' part added in place, dkv [b t g d+e] of these keys from this rank's queries)."""
-    assert of_q.out is not None
-    q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
-    k, v = _apart(keys, q.shape[-1])
-    dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
-    dk, dv = _apart(Keys(dkv), q.shape[-1])
-    for piece in pieces(rows) if q.numel() else ():
-        of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
-        parts = _backward(score, piece.causal, *of_queries, *of_keys)
-        for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
-            total[:, where] += part
-    return dq, dkv
+    def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
+        """``total`` (out [b s h e], lse [b s h]), in float32, with the visible ones of ``keys`` merged in, in place."""
+        out, lse = total
+        q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
+        for piece in pieces(rows) if q.numel() else ():
+            of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
+            seen, seen_lse = _forward(self.name, score.scale, piece.causal, of_queries, *of_keys)
+            before = lse[:, piece.queries]
+            after = torch.logaddexp(before, seen_lse.transpose(1, 2))
+            weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
+            out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen), strict=True))
+            lse[:, piece.queries] = after
+        return out, lse
+
+    def gradients(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+        """(dq [b s h d] with these keys' part added in place, dkv [b t g d+e] of these keys from this rank's queries)."""
+        assert of_q.out is not None
+        q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
+        k, v = _apart(keys, q.shape[-1])
+        dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
+        dk, dv = _apart(Keys(dkv), q.shape[-1])
+        for piece in pieces(rows) if q.numel() else ():
+            of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
+            parts = _backward(self.name, score.scale, piece.causal, *of_queries, *of_keys)
+            for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
+                total[:, where] += part
+        return dq, dkv
 
 
 def pieces(rows: Rows) -> Iterator[Piece]:
@@ -93,38 +100,38 @@ def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
     return keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
-def _forward(score: Score, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(name: str, scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out [b n h e] and lse [b h n] of one piece."""
-    if score.vendor == "flash4":
-        out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=score.scale, causal=causal, return_lse=True)
+    if name == "flash4":
+        out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
     aten, (q, k, v) = torch.ops.aten, _heads_first(q, k, v)
-    if score.vendor == "cudnn":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=score.scale)
+    if name == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
         return out.transpose(1, 2), lse.reshape(out.shape[:3])
     op = aten._scaled_dot_product_flash_attention_for_cpu if q.device.type == "cpu" else aten._scaled_dot_product_flash_attention
-    out, lse, *_ = op(q, k, v, 0.0, causal, scale=score.scale)
+    out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def _backward(
-    score: Score, causal: bool, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
+    name: str, scale: float, causal: bool, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv [b n h d] of one piece, from out [b n h e] and lse [b n h] over all keys."""
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
-    if score.vendor == "flash4":
-        return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=score.scale, causal=causal)[:3]
+    if name == "flash4":
+        return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)[:3]
     aten, arrays = torch.ops.aten, _heads_first(dout, q, k, v, out)
     no = torch.zeros((), dtype=torch.int64, device=q.device)
-    if score.vendor == "cudnn":
+    if name == "cudnn":
         op = aten._scaled_dot_product_cudnn_attention_backward
-        parts = op(*arrays, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=score.scale)
+        parts = op(*arrays, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=scale)
     elif q.device.type == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = op(*arrays, lse, 0.0, causal, scale=score.scale)
+        parts = op(*arrays, lse, 0.0, causal, scale=scale)
     else:
         op = aten._scaled_dot_product_flash_attention_backward
-        parts = op(*arrays, lse, None, None, *sizes, 0.0, causal, no, no, scale=score.scale)
+        parts = op(*arrays, lse, None, None, *sizes, 0.0, causal, no, no, scale=scale)
     return _heads_first(*parts[:3])
 
 

@@ -7,45 +7,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ring_attn_core.plan.ring import RingPlan
-
-from ..attend.backend import attend, attend_backward, cotangents, sink_gradient
+from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
-from ..attend.state import Gradients
-from .groups import Group
-from .strategies.ring import circulate, rows
+from ..attend.state import Gradients, State
+from .step import Ring
+from .strategies import STRATEGIES
 
 
-def forward(q: Tensor, keys: Keys, plan: RingPlan, group: Group, score: Score) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend) -> State:
     """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
     total = None
-    for step in circulate(keys, plan, group):
-        total = step.settle(attend(q, step.keys, step.rows, score, total, last=step.last))
+    for step in STRATEGIES[ring.strategy](keys, ring):
+        total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
     assert total is not None
     return total
 
 
 def backward(
-    q: Tensor,
-    keys: Keys,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    plan: RingPlan,
-    group: Group,
-    score: Score,
+    q: Tensor, keys: Keys, total: State, dtotal: State, score: Score, ring: Ring, backend: Backend
 ) -> tuple[Tensor, Gradients, Tensor | None]:
     """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] or (dk, dv) of this rank's own shards.
 
-    In float32, or q's dtype where no other rank adds to them. And the part of the gradient of the sinks [h] that this rank's
-    queries make, None without sinks.
+    ``total`` is the (out, lse) of the forward pass and ``dtotal`` their cotangents. Gradients are float32, or q's dtype where no
+    other rank adds to them. And the part of the gradient of the sinks [h] that this rank's queries make, None without sinks.
     """
-    of_q = cotangents(q, keys, rows(plan, group, 0), score, out, lse, dout, dlse)
-    dq = None
-    for step in circulate(keys, plan, group):
-        dq, dkv = step.settle(attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
+    of_q = dq = None
+    for step in STRATEGIES[ring.strategy](keys, ring):
+        of_q = backend.cotangents(q, keys, step.rows, score, total, dtotal) if of_q is None else of_q
+        dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
         step.send_home(dkv)
-    assert dq is not None
-    return dq, step.home(), sink_gradient(score, lse, of_q)
+    assert of_q is not None and dq is not None
+    return dq, step.home(), of_q.sinks

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import row
 
 from ...attend.keys import Keys
 from ...attend.state import Gradients
+from ..step import Ring, T
 from ..transfer import send
 
-T = TypeVar("T")
 
-
-def circulate(keys: Keys, plan: RingPlan, axis: str) -> Iterator[Step]:
+def circulate(keys: Keys, ring: Ring) -> Iterator[Hop]:
     """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
-    hops = (*plan.hops, 0)
+    hops = (*ring.plan.hops, 0)
     travelling = None
-    for shift, hop in zip(plan.shifts, hops, strict=True):
-        step = Step(keys, travelling, plan, axis, shift, hop)
+    for shift, hop in zip(ring.plan.shifts, hops, strict=True):
+        step = Hop(keys, travelling, ring, shift, hop)
         yield step
         keys, travelling = step.next_keys, step.travelling
 
 
-class Step:
-    """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+class Hop:
+    """A ``Step`` of the ring: the keys that started on ``rank - shift``, which go on to the rank ``hop`` after this one."""
 
-    def __init__(self, keys: Keys, travelling: Gradients | None, plan: RingPlan, axis: str, shift: int, hop: int) -> None:
+    def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys = keys
-        self.last = shift == plan.shifts[-1]
-        self.rows = rows(plan, axis, shift)
-        self.next_keys = keys if self.last else send(keys, hop, axis, plan.ranks)
+        self.last = shift == ring.plan.shifts[-1]
+        self.rows = rows(ring, shift)
+        self.next_keys = keys if self.last else send(keys, hop, ring.axis, ring.plan.ranks)
         self.travelling = travelling
-        self._onward = plan.home if self.last else hop
-        self._axis, self._ranks = axis, plan.ranks
+        self._onward = ring.plan.home if self.last else hop
+        self._axis, self._ranks = ring.axis, ring.plan.ranks
 
     def settle(self, state: T) -> T:
         """Return ``state``, tied to the next keys: XLA may not start the next step before both are there.
@@ -65,9 +63,9 @@ class Step:
         return self.travelling
 
 
-def rows(plan: RingPlan, axis: str, shift: int) -> jax.Array:
+def rows(ring: Ring, shift: int) -> jax.Array:
     """int32 [q_runs, k_runs, fields]: what this rank may see at ``shift``, as data, since the rank is traced."""
-    rank = lax.axis_index(axis)
+    plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
     k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
     fields: Any = row(q_runs, k_runs, plan.band, plan.q_slot, plan.k_slot)

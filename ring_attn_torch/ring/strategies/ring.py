@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
 
 from torch import Tensor
 
-from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Row
 
 from ...attend.keys import Keys
 from ...attend.state import Gradients
-from ..groups import Group, rank_in
+from ..groups import rank_in
+from ..step import Ring, T
 from ..transfer import Transfer, send
 
-T = TypeVar("T")
 
-
-def circulate(keys: Keys, plan: RingPlan, group: Group) -> Iterator[Step]:
+def circulate(keys: Keys, ring: Ring) -> Iterator[Hop]:
     """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
-    hops = (*plan.hops, 0)
+    hops = (*ring.plan.hops, 0)
     travelling = None
-    for shift, hop in zip(plan.shifts, hops, strict=True):
-        step = Step(keys, travelling, plan, group, shift, hop)
+    for shift, hop in zip(ring.plan.shifts, hops, strict=True):
+        step = Hop(keys, travelling, ring, shift, hop)
         yield step
         keys, travelling = step.next_keys, step.travelling
 
 
-class Step:
-    """One step of the ring. ``keys`` and ``rows`` are what to compute on now; ``last`` is true at the last shift."""
+class Hop:
+    """A ``Step`` of the ring: the keys that started on ``rank - shift``, which go on to the rank ``hop`` after this one."""
 
-    def __init__(self, keys: Keys, travelling: Transfer | None, plan: RingPlan, group: Group, shift: int, hop: int) -> None:
+    def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys = keys
-        self.last = shift == plan.shifts[-1]
-        self.rows = rows(plan, group, shift)
-        self._next = None if self.last else send(keys, hop, group)
+        self.last = shift == ring.plan.shifts[-1]
+        self.rows = rows(ring, shift)
+        self._next = None if self.last else send(keys, hop, ring.group)
         self.travelling = travelling
-        self._onward = plan.home if self.last else hop
-        self._group = group
+        self._onward = ring.plan.home if self.last else hop
+        self._group = ring.group
 
     @property
     def next_keys(self) -> Keys:
@@ -64,6 +61,6 @@ class Step:
         return arrived
 
 
-def rows(plan: RingPlan, group: Group, shift: int) -> list[list[Row]]:
+def rows(ring: Ring, shift: int) -> list[list[Row]]:
     """[q_runs][k_runs]: what this rank may see at ``shift``."""
-    return plan.rows(rank_in(group), shift)
+    return ring.plan.rows(rank_in(ring.group), shift)
