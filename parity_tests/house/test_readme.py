@@ -1,4 +1,4 @@
-"""The README tells the truth: its programs run as they stand, its commands exist, its features are what the tests prove."""
+"""README and docs/ tell the truth: programs run as they stand, commands and links exist, the features are what tests prove."""
 
 from __future__ import annotations
 
@@ -11,24 +11,56 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README, re.DOTALL))
+README = ROOT / "README.md"
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (README, *sorted((ROOT / "docs").glob("**/*.md")))}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROGRAM = re.compile(r"# ((jax|torch)_\w+\.py)\n(.*)", re.DOTALL)
+PROGRAMS = {name: body for page in PAGES.values() for block in BLOCK.findall(page) for name, _, body in PROGRAM.findall(block)}
+SCREENS = 130
+"""The most lines that README.md may have: some three screens."""
 
 
 def test_the_first_screen_has_a_picture_and_two_commands():
-    first = README.splitlines()[:40]
+    first = README.read_text().splitlines()[:40]
     assert any(line.startswith("![") for line in first)
     assert "make demo" in "\n".join(first)
     assert "make test" in "\n".join(first)
 
 
+def test_the_readme_has_three_screens():
+    assert len(README.read_text().splitlines()) <= SCREENS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_is_a_program_that_is_run(page):
+    """Its first line is a comment with a name of its own, which begins with the framework."""
+    for block in BLOCK.findall(PAGES[page]):
+        named = PROGRAM.match(block)
+        assert named, f"no name such as '# torch_example.py' on top of:\n{block}"
+        assert PROGRAMS[named[1]] == named[3], f"two programs are called {named[1]}"
+
+
 @pytest.mark.parametrize("name", ["jax_quickstart.py", "torch_quickstart.py"])
 def test_a_quick_start_runs_as_it_stands_in_at_most_20_lines(name, tmp_path):
-    body = PROGRAMS[name]
-    assert len(body.strip().splitlines()) <= 20
-    pytest.importorskip(name.split("_")[0])
-    (tmp_path / name).write_text(body)
-    assert "1000" in run(name, name.split("_")[0], tmp_path)
+    assert len(PROGRAMS[name].strip().splitlines()) <= 20
+    assert "1000" in run_program(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "quickstart" not in name])
+def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
+    if name == "jax_export.py":
+        gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
+        if not hasattr(gpu_triton, "create_array_parameter"):
+            pytest.skip("needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin")
+        pytest.importorskip("triton")
+    assert run_program(name, tmp_path, processes=2).strip(), "it prints nothing"
+
+
+def run_program(name: str, folder: Path, processes: int = 4) -> str:
+    framework = name.split("_")[0]
+    pytest.importorskip(framework)
+    (folder / name).write_text(PROGRAMS[name])
+    return run(name, framework, folder, processes)
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
@@ -42,9 +74,9 @@ def test_an_example_trains(framework):
     assert losses[-1] < losses[0] - 1
 
 
-def run(program: str, framework: str, folder: Path = ROOT) -> str:
-    """What a program prints, four processes of it in PyTorch."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node=4"] if framework == "torch" else []
+def run(program: str, framework: str, folder: Path = ROOT, processes: int = 4) -> str:
+    """What a program prints, ``processes`` of it in PyTorch."""
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if framework == "torch" else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
     command = [sys.executable, *launch, program]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
@@ -52,15 +84,32 @@ def run(program: str, framework: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_every_make_target_and_file_it_names_exists():
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_it_names_exists(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)) <= targets
-    for path in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / path).exists(), path
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", PAGES[page], re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if ":" not in link]
+    assert links
+    for link in links:
+        path, _, heading = re.sub(r"\s", "", link).partition("#")
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert target.exists(), link
+        assert not heading or heading in headings(target.read_text()), link
+
+
+def headings(page: str) -> set[str]:
+    """The names by which a link reaches the headings of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_table_of_features_is_what_the_tests_prove():
     pytest.importorskip("torch")
-    from ..support.feature_table import with_table
+    from ..support.feature_table import PAGE, with_table
 
-    assert with_table(README) == README, "run python -m parity_tests.support.feature_table"
+    page = PAGE.read_text()
+    assert with_table(page) == page, "run python -m parity_tests.support.feature_table"

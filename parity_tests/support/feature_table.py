@@ -1,6 +1,6 @@
-"""The README's table of features, read off the tests that prove them: a row says yes where a test of that framework tries it.
+"""The documented table of features, read off the tests that prove them: a row says yes where a test of that framework tries it.
 
-    python -m parity_tests.support.feature_table      writes the table into README.md
+    python -m parity_tests.support.feature_table      writes the table into docs/features.md
 
 A feature of a Case counts as proven by every test that is parametrised over cases, since all of these compare out, lse and every
 gradient with float64 (``check``). What no case can hold names its tests, and no layouts unless they try all.
@@ -19,7 +19,7 @@ from ring_attn_core import LAYOUTS
 
 from .cases import Case
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 BEGIN, END = "<!-- features: python -m parity_tests.support.feature_table -->\n", "<!-- end of features -->"
 FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch"}
 
@@ -116,11 +116,11 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(readme: str) -> str:
-    """The README's text with the table as it should be."""
-    before, rest = readme.split(BEGIN)
+def with_table(page: str) -> str:
+    """The page's text with the table as it should be."""
+    before, rest = page.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))

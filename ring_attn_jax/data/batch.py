@@ -53,7 +53,11 @@ def shard_batch(
 
     A token of a negative document, or whose key_mask is False, is padding: it has no label, not even a given one, and no token
     is to predict it; given labels of other tokens stay. ``restart_positions``: positions count from 0 in every document; tokens
-    of negative documents and padded slots keep their global position.
+    of negative documents and padded slots keep their global position. They are [batch, tokens], since rows may differ, where
+    :func:`positions` returns [tokens].
+
+    Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
+    would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
 
     Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
     :func:`document_extents` refuses.

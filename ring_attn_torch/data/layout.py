@@ -18,6 +18,10 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
 
     ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
     the layout can cut equally. Raises ValueError for an unknown layout.
+
+    To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
+    or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
+    length: put the whole longer array into the layout again.
     """
     order = _order(layout, ranks, x.shape[dim])
     padding = list(x.shape)
@@ -42,6 +46,10 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
 
 def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
     """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
+
+    One dimension, the same for all batch rows; the positions of ``shard_batch`` are [batch, seq_local]. They follow from the
+    layout and ``length``: with another length, tokens of a zigzag or contiguous shard stand elsewhere, and only a striped shard
+    without padding may be continued by new tokens (see :func:`to_layout`).
 
     Raises ValueError for a rank that is none of the ranks.
     """
