@@ -78,7 +78,7 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
     found = []
     for name, package, look in asked[framework]:
         if find_spec(package) is None:
-            found.append(Finding(name, (f'not installed: pip install "ring-attn[{package}]"',)))
+            found.append(Finding(name, (f'not installed: run pip install ".[{package}]" in a clone of the repository',)))
             continue
         try:
             where, words = look()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
 from .plan import image, terminal, words
 
-HINT = 'ring-attn: {} is not installed: pip install "ring-attn[demo]"'
+HINT = 'ring-attn: {} is not installed: run pip install ".[demo]" in a clone of the repository'
 for package in ("typer", "rich"):
     if find_spec(package) is None:
         raise SystemExit(HINT.format(package))
@@ -37,12 +40,18 @@ def _commands(
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """A user's mistake (ValueError) or a missing package becomes one line on stderr and exit status 2."""
+    """A user's mistake (ValueError) or a missing package becomes one line on stderr and exit status 2.
+
+    Whoever reads the output may close it early, as ``head`` does: nothing is said then, and the exit status is 1.
+    """
     try:
         yield
     except ModuleNotFoundError as missing:
         typer.echo(HINT.format(missing.name), err=True)
         raise typer.Exit(2) from None
+    except BrokenPipeError:  # rich exits with 1 by itself from 13.8 on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush into the pipe at exit
+        raise typer.Exit(1) from None
     except (ValueError, OSError) as error:
         typer.echo(f"ring-attn: {error}", err=True)
         raise typer.Exit(2) from None
@@ -65,12 +74,12 @@ def plan(
         if all_layouts and save is not None:
             raise ValueError("--save draws one plan, --all-layouts compares several: leave one of them out")
         if all_layouts:
-            Console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
+            console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
             return
         drawn = make_plan(layout, mask, ranks, length, kv_length)
         if save is not None:
             image.save(drawn, save)
-        Console().print(terminal.draw(drawn))
+        console().print(terminal.draw(drawn, console().width))
         if save is not None:
             typer.echo(f"wrote {save}")
 
@@ -105,7 +114,12 @@ def doctor(
         from .doctor import findings, report, typical
 
         problem = typical(dtype, head_dim, v_dim)
-        Console(highlight=False, markup=False).print(report(problem, findings(problem, framework)))
+        console(highlight=False, markup=False).print(report(problem, findings(problem, framework)))
+
+
+def console(**options: Any) -> Console:
+    """Return a console as wide as COLUMNS says, else as the terminal that stdout is, else of 80 columns."""
+    return Console(width=shutil.get_terminal_size().columns, **options)
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:

@@ -14,6 +14,7 @@ With 6 tokens (rows are queries, columns keys, # may be attended):
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .runs import Band
 
@@ -47,6 +48,21 @@ def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
 
 
 MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "sliding_window": sliding_window}
+
+
+def check_mask(mask: Any) -> None:
+    """ValueError for what is no band. Of an array the message gives type and shape, and where it belongs."""
+    if isinstance(mask, Band):
+        return
+    got = repr(mask)
+    if hasattr(mask, "shape"):
+        got = f"{type(mask).__name__} of shape {list(mask.shape)}"
+    elif not isinstance(mask, str | int | float | None):
+        got = type(mask).__name__
+    raise ValueError(
+        f"mask must be full(), causal(...) or sliding_window(...), got {got}: pass which keys are no padding as key_mask=, a "
+        "bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents"
+    )
 
 
 def parse(text: str) -> Band:

@@ -8,7 +8,8 @@ from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 from .api import ring_attention
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that is not there
 from .block import attend_block, merge
-from .data.batch import Shard, shard_batch
+from .data.batch import Shard as Shard  # by name only, as in the other package, where import * would hide another Shard
+from .data.batch import shard_batch
 from .data.extents import document_extents, prefix_extents
 from .data.layout import from_layout, positions, to_layout
 from .sharded import sharded_ring_attention
@@ -27,7 +28,6 @@ __all__ = [
     "RingTransformer",
     "RotaryEmbedding",
     "Run",
-    "Shard",
     "attend_block",
     "causal",
     "document_extents",
@@ -65,4 +65,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name != "flax":
             raise
-        raise ModuleNotFoundError(f"{name} needs flax: pip install 'ring-attn[flax]'", name="flax") from missing
+        raise ModuleNotFoundError(
+            f"{name} needs flax: run pip install '.[flax]' in a clone of the repository", name="flax"
+        ) from missing

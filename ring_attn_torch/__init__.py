@@ -4,7 +4,8 @@ from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 
 from .api import ring_attention
 from .block import attend_block, merge
-from .data.batch import Shard, shard_batch
+from .data.batch import Shard as Shard  # by name only: import * must not hide the Shard of torch.distributed.tensor
+from .data.batch import shard_batch
 from .data.extents import document_extents, prefix_extents
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
@@ -21,7 +22,6 @@ __all__ = [
     "RingTransformer",
     "RotaryEmbedding",
     "Run",
-    "Shard",
     "attend_block",
     "causal",
     "document_extents",

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ring_attn_core.kernels.backends import VENDORS, runnable
+from ring_attn_core.masks import check_mask
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.problem import Problem
@@ -134,8 +135,7 @@ def check_inputs(q: Any, k: Any, v: Any, name: str, mask: Any, arrays: dict[str,
             f"q is on {q.device}, and this group's backend serves {', '.join(_devices(name))}: move the tensors, or "
             'make the group with a backend for that device, such as init_process_group("cpu:gloo,cuda:nccl")'
         )
-    if not isinstance(mask, Band):
-        raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {mask!r}")
+    check_mask(mask)
     for label, value in (("mask.lo", mask.lo), ("mask.hi", mask.hi), *arguments.items()):
         expected = _TYPES[label]
         if not isinstance(value, expected) or isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,35 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it(missing: st
     command = [sys.executable, "-c", code, "plan", "--ranks", "2", "--length", "8", "--save", str(tmp_path / "plan.png")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode != 0
-    assert ran.stderr == f'ring-attn: {missing} is not installed: pip install "ring-attn[demo]"\n'
+    assert ran.stderr == f'ring-attn: {missing} is not installed: run pip install ".[demo]" in a clone of the repository\n'
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["plan", "--all-layouts"]], ids=" ".join)
+@pytest.mark.parametrize("rich", ["exits at a broken pipe", "raises at a broken pipe"])
+def test_a_reader_that_has_seen_enough_is_no_mistake(rich: str, arguments: list[str]):
+    code = "import sys; from rich.console import Console; from ring_attn_cli.main import main\n"
+    code += "Console._check_buffer = Console._write_buffer\n" if rich.startswith("raises") else ""  # as before rich 13.8
+    command = [sys.executable, "-c", f"{code}sys.stdin.read(); main()", *arguments, "--ranks", "2", "--length", "64"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout and process.stdin and process.stderr
+    process.stdout.close()  # before anything is written
+    process.stdin.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
+def test_the_plan_is_as_wide_as_columns_says_and_80_where_no_terminal_is():
+    widths = {}
+    for columns in (None, "40", "60", "120"):
+        environment = {name: x for name, x in os.environ.items() if name != "COLUMNS"} | ({"COLUMNS": columns} if columns else {})
+        command = [sys.executable, "-m", "ring_attn_cli.main", "plan"]
+        shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        assert "…" not in shown
+        widths[columns] = max(map(len, shown.splitlines()))
+    assert widths["40"] <= 40 < widths["60"] <= 60 < widths[None] <= 80 < widths["120"] <= 120
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

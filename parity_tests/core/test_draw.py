@@ -29,9 +29,9 @@ def make(layout: str, mask: Band, ranks: int, length: int, kv_length: int | None
     return RingPlan(layout, mask, ranks, padded_local(layout, ranks, length), padded_local(layout, ranks, keys), length, keys)
 
 
-def printed(plan: RingPlan, width: int = 80) -> str:
+def printed(plan: RingPlan, width: int = 80, drawn_for: int | None = None) -> str:
     console = Console(file=StringIO(), width=width)
-    console.print(draw(plan))
+    console.print(draw(plan, drawn_for or 80))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -100,6 +100,40 @@ def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: in
     assert sorted(shown.replace("─", "").split()) == sorted(whole.replace("─", "").split()), "something is cut off at 80 columns"
     work = [plan.work(rank) for rank in range(ranks)]
     assert [f"{share:.3f}" for share in (each * ranks / sum(work) for each in work) if f"{share:.3f}" not in shown] == []
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 79, 100, 132, 200, 300])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make("zigzag", causal(), 8, 8192),
+        make("striped", sliding_window(5, after=1), 3, 8191, 3000),
+        make("contiguous", full(), 16, 1_000_003, 2_000_003),
+        make("zigzag", causal(), 1, 64),
+    ],
+    ids=title,
+)
+def test_the_terminal_picture_fits_any_width_and_nothing_is_cut_off(plan: RingPlan, width: int):
+    shown, free = printed(plan, width, width), printed(plan, 1000, width)
+    assert max(map(len, shown.splitlines())) <= width
+    joined = lambda text: sorted(re.sub(r"[\s─]", "", text))  # what is too long for a line may stand on two
+    assert "…" not in shown
+    assert joined(shown) == joined(free)
+
+
+def test_a_wider_terminal_shows_finer_cells_and_a_narrower_one_coarser():
+    plan = make("contiguous", causal(), 2, 10_000)
+    cells = {}
+    for width in (20, 40, 60, 80, 120, 200):
+        shown = printed(plan, width, width)
+        strip = re.search(r"tokens ([01]+)", shown)
+        matrix = re.search(r"cell\s+is\s+([0-9,]+)", shown)
+        assert strip and matrix
+        cells[width] = len(strip[1]), -(-10_000 // int(matrix[1].replace(",", "")))
+    assert [strip for strip, _ in cells.values()] == sorted({strip for strip, _ in cells.values()})
+    assert cells[80] == (56, 18)
+    assert cells[40][1] < cells[80][1] < cells[120][1] < cells[200][1]
+    assert all(10 <= matrix <= 40 for _, matrix in cells.values())
 
 
 def test_more_than_eight_steps_are_counted():

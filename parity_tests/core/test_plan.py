@@ -215,7 +215,11 @@ ERRORS = [
     ({"length": -1}, "length is the true global number of tokens, an int of at least 0 (static under jit), got -1"),
     ({"kv_length": 2.5}, "kv_length is the true global number of tokens, an int of at least 0 (static under jit), got 2.5"),
     ({"ranks": 0}, "a ring needs at least 1 rank, got 0"),
-    ({"mask": "causal"}, "mask must be full(), causal(...) or sliding_window(...), got 'causal'"),
+    (
+        {"mask": "causal"},
+        "mask must be full(), causal(...) or sliding_window(...), got 'causal': pass which keys are no padding as key_mask=, a "
+        "bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents",
+    ),
     ({"layout": "ziggy"}, "unknown layout 'ziggy': choose one of contiguous, striped, zigzag"),
 ]
 

@@ -31,6 +31,16 @@ def test_public_names_are_the_same():
     assert all(hasattr(jax_package, name) for name in jax_package.__all__)
 
 
+@pytest.mark.parametrize("package", [jax_package, torch_package], ids=["jax", "torch"])
+def test_import_star_leaves_the_shard_of_dtensor_alone(package):
+    from torch.distributed.tensor import Shard
+
+    names = {"Shard": Shard}
+    exec(f"from {package.__name__} import *", names)
+    assert names["Shard"] is Shard
+    assert package.Shard is type(package.shard_batch([[1, 2]], "zigzag", 1))
+
+
 def test_files_are_the_same():
     files = lambda package: {
         str(path.relative_to(Path(package.__file__).parent)) for path in Path(package.__file__).parent.rglob("*.py")

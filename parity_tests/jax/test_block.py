@@ -13,7 +13,7 @@ import pytest
 
 from ring_attn_core import Run, causal, full
 from ring_attn_core.reference.oracle import Attention
-from ring_attn_jax import attend_block, merge
+from ring_attn_jax import attend_block, merge, sharded_ring_attention
 
 from ..support.blocks import CASES, Cut, cuts
 from ..support.cases import Case, check
@@ -112,6 +112,16 @@ def test_a_second_derivative_raises():
     q = jax.random.normal(jax.random.key(0), (1, 4, 1, 4))
     with pytest.raises(RuntimeError, match="no second derivative"):
         jax.grad(lambda q: jax.grad(lambda q: jnp.sin(attend_block(q, q, q)[0]).sum())(q).sum())(q)
+
+
+@pytest.mark.parametrize("make", [jnp.ones, np.ones], ids=["jnp", "numpy"])
+def test_an_array_for_a_mask_is_told_in_a_line_where_it_belongs(make):
+    q, mask = jnp.ones((1, 8, 2, 4)), make((1, 8)) > 0
+    for call in (attend_block, partial(sharded_ring_attention, mesh=mesh_of(1))):
+        with pytest.raises(ValueError, match=r"mask must be full\(\).* of shape \[1, 8\]: .*key_mask=.*extents=") as raised:
+            call(q, q, q, mask=mask)
+        assert type(mask).__name__ in str(raised.value)
+        assert "True" not in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,14 @@ def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
         np.testing.assert_allclose(turned[row : row + 1], exact, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_rotary_takes_positions_of_every_integer_dtype(dtype):
+    where = np.linspace(0, min(np.iinfo(dtype).max, 2**20), LENGTH).astype(dtype)
+    x = np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16)).astype(np.float32)
+    turned = RotaryEmbedding(16)(jnp.asarray(x), jnp.asarray(where))
+    np.testing.assert_allclose(turned, rotate(x.astype(np.float64), where.astype(np.int64)), atol=2e-3)
+
+
 def test_rotary_of_bfloat16_does_not_round_positions():
     where = np.arange(250, 250 + LENGTH, dtype=np.int32)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16)), jnp.bfloat16)
@@ -285,6 +293,8 @@ def test_an_indivisible_shard_is_refused_in_the_words_of_ring_attention():
 
 
 def test_without_flax_the_layers_name_the_extra_that_brings_it():
-    code = "import sys; sys.modules['flax'] = None; import ring_attn_jax; ring_attn_jax.ring_attention; ring_attn_jax.loss"
+    code = "import sys; sys.modules['flax'] = None; import ring_attn_jax; ring_attn_jax.ring_attention; ring_attn_jax.to_numpy"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.stderr.rstrip().endswith("ModuleNotFoundError: loss needs flax: pip install 'ring-attn[flax]'")
+    assert ran.stderr.rstrip().endswith(
+        "ModuleNotFoundError: to_numpy needs flax: run pip install '.[flax]' in a clone of the repository"
+    )

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from ring_attn_core import Run, causal, full
 from ring_attn_core.reference.oracle import Attention
-from ring_attn_torch import attend_block, merge
+from ring_attn_torch import attend_block, merge, ring_attention
 
 from ..support.blocks import CASES, Cut, cuts
 from ..support.cases import Case, check
@@ -97,6 +97,16 @@ def test_a_second_derivative_raises():
     (gradient,) = torch.autograd.grad(attend_block(q, q.detach(), q.detach())[0].sin().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("make", [torch.ones, np.ones], ids=["torch", "numpy"])
+def test_an_array_for_a_mask_is_told_in_a_line_where_it_belongs(make):
+    q, mask = torch.randn(1, 8, 2, 4), make((1, 8)) > 0
+    for call in (attend_block, ring_attention):
+        with pytest.raises(ValueError, match=r"mask must be full\(\).* of shape \[1, 8\]: .*key_mask=.*extents=") as raised:
+            call(q, q, q, mask=mask)
+        assert type(mask).__name__ in str(raised.value)
+        assert "True" not in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,14 @@ def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
         np.testing.assert_allclose(turned[row : row + 1], exact, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_rotary_takes_positions_of_every_integer_dtype(dtype):
+    where = np.linspace(0, min(np.iinfo(dtype).max, 2**20), LENGTH).astype(dtype)
+    x = np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16)).astype(np.float32)
+    turned = RotaryEmbedding(16)(torch.from_numpy(x), torch.from_numpy(where))
+    np.testing.assert_allclose(turned, rotate(x.astype(np.float64), where.astype(np.int64)), atol=2e-3)
+
+
 def test_rotary_of_bfloat16_does_not_round_positions():
     where = np.arange(250, 250 + LENGTH, dtype=np.int32)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16))).bfloat16()

@@ -49,6 +49,14 @@ def test_every_token_of_every_shard_is_right(layout, ranks):
         check_shard(shard_batch(torch.from_numpy(IDS), layout, ranks, **tensors(options)), whole, LENGTH)
 
 
+@pytest.mark.parametrize("rank", [None, 0, 2])
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_every_tensor_of_a_shard_is_contiguous(options, rank):
+    batch = shard_batch(torch.from_numpy(IDS), "zigzag", 3, rank, **tensors(options))
+    assert [name for name, x in batch._asdict().items() if isinstance(x, torch.Tensor) and not x.is_contiguous()] == []
+    assert batch.labels.view(-1).shape == (batch.labels.numel(),)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_go_back_to_whole_sequences(layout):
     given = tensors({"documents": DOCUMENTS, "key_mask": KEY_MASK, "labels": LABELS})

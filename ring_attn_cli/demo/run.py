@@ -53,7 +53,8 @@ def available(framework: str) -> tuple[list[str], list[str]]:
     for name in ASKED[framework]:
         missing = [package for package in NEEDS[name] if find_spec(package) is None]
         if missing:
-            left_out.append(f'{name} is left out, for {" and ".join(missing)} is not installed: pip install "ring-attn[demo]"')
+            remedy = 'run pip install ".[demo]" in a clone of the repository'
+            left_out.append(f"{name} is left out, for {' and '.join(missing)} is not installed: {remedy}")
         else:
             frameworks.append(name)
     if not frameworks:

@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def draw(plan: RingPlan) -> RenderableType:
-    """The picture of ``plan`` as something that rich prints, 80 columns wide."""
+def draw(plan: RingPlan, width: int = 80) -> RenderableType:
+    """Return the picture of ``plan`` for rich to print, drawn for ``width`` columns: a narrower one has coarser cells."""
     from rich.console import Group
     from rich.text import Text
 
     balance = f"balance {plan.balance:.3f} (most work of a rank over the mean; 1 is perfect)"
-    lines = [Text(title(plan), style="bold"), Text(travel_in_words(plan)), Text(balance), Text(), *_strips(plan), Text()]
+    lines = [Text(title(plan), style="bold"), Text(travel_in_words(plan)), Text(balance), Text(), *_strips(plan, width), Text()]
     legend = Text("pairs that each rank computes, at each step and in all; share: of the mean", style="dim")
-    return Group(*lines, *_matrices(plan), _table(plan), legend)
+    return Group(*lines, *_matrices(plan, width), _table(plan, width), legend)
 
 
 def _cell(rank: int) -> tuple[str, str]:
     return _DIGITS[rank % 36], f"black on {colour(rank)}"
 
 
-def _strips(plan: RingPlan) -> list[Text]:
+def _strips(plan: RingPlan, width: int) -> list[Text]:
     """Which rank holds which positions: one line, or one for queries and one for keys where they differ."""
     from rich.text import Text
 
     lines = []
     for name, keys in (("tokens ", False),) if self_attention(plan) else (("queries ", False), ("keys    ", True)):
-        axis = Axis.of(plan, 56, keys=keys)
+        axis = Axis.of(plan, max(width - 24, width // 2), keys=keys)  # the rest is for the name and the size of a cell
         line = Text(name)
         for cell in range(len(axis.cells)):
             line.append(*(_cell(axis.ranks(cell)[0]) if axis.cells[cell] else ("/", "dim")))
@@ -49,25 +49,31 @@ def _strips(plan: RingPlan) -> list[Text]:
     return lines
 
 
-def _matrices(plan: RingPlan) -> list[Table | Text]:
-    """Queries down, keys across, one matrix a step, four in a row, and what they show in words."""
+def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
+    """Queries down, keys across, one matrix a step, and what they show in words.
+
+    Four stand in a row, fewer where they would have under 10 cells a side, more where they would have over 32.
+    """
     from rich.table import Table
     from rich.text import Text
 
     chunks = plan.ranks * layouts.slots(plan.layout)
-    most = 18 // chunks * chunks or 18  # where it can be, a rank's chunk is a whole number of cells
+    across = max(min(4, (width + 2) // 12), (width + 2) // 34, 1)
+    side = (width + 2) // across - 2
+    most = side // chunks * chunks or side  # where it can be, a rank's chunk is a whole number of cells
     queries, keys = Axis.of(plan, most, keys=False), Axis.of(plan, most, keys=True)
     grid = Table.grid(padding=(0, 2, 0, 0))
     drawn = []
     for step, shift in enumerate(plan.shifts[:STEPS]):
-        text = Text(f"step {step}, shift {shift}\n", no_wrap=True)
+        name = f"step {step}, shift {shift}"
+        text = Text((name if len(name) <= side else name.replace(", ", "\n")) + "\n", no_wrap=True)
         for line in computed(plan, queries, keys, shift):
             for rank in line:
                 text.append(*((".", "dim") if rank is None else _cell(rank)))
             text.append("\n")
         drawn.append(text)
-    for first in range(0, len(drawn), 4):
-        grid.add_row(*drawn[first : first + 4])
+    for first in range(0, len(drawn), across):
+        grid.add_row(*drawn[first : first + across])
     legend = "queries down, keys across; a cell shows the rank that computes it"
     if queries.block > 1 or keys.block > 1:
         block = f"{queries.block:,} x {keys.block:,} tokens"
@@ -76,7 +82,7 @@ def _matrices(plan: RingPlan) -> list[Table | Text]:
     return [grid, Text(more + legend, style="dim")]
 
 
-def _table(plan: RingPlan) -> Table:
+def _table(plan: RingPlan, width: int) -> Table:
     """What each rank holds and how many pairs it computes."""
     from rich import box
     from rich.table import Table
@@ -86,11 +92,12 @@ def _table(plan: RingPlan) -> Table:
     table.add_column("rank", no_wrap=True)
     sides = [plan.q_runs] if self_attention(plan) else [plan.q_runs, plan.k_runs]
     for name, runs in zip(["holds"] if len(sides) == 1 else ["queries", "keys"], sides, strict=True):
-        table.add_column(name, min_width=max(len(word) for rank in runs for word in holds(rank).split()))
+        longest = max(len(word) for rank in runs for word in holds(rank).split())
+        table.add_column(name, min_width=min(longest, max(width - 24, 0) // len(sides)), overflow="fold")
     shown = plan.shifts[:STEPS]
     steps = [[short(plan.area(rank, shift)) for shift in shown] for rank in range(plan.ranks)]
     widths = [column.min_width or 4 for column in table.columns] + [max(map(len, cells)) for cells in zip(*steps, strict=True)]
-    if sum(widths) + len(widths) + 14 > 80:
+    if sum(widths) + len(widths) + 14 > width:
         shown, steps = (), [[]] * plan.ranks  # no room: the sums alone
     for step in range(len(shown)):
         table.add_column(f"{step}", justify="right", no_wrap=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..masks import check_mask
 from ..runs import Band
 
 
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
     """The mask of every layer: the part of ``mask`` within the layer's window, all of it where that, or ``windows``, is None.
 
-    Raises ValueError for another number of windows than layers, and for one that is no int of at least 0.
+    Raises ValueError for what is no mask, for another number of windows than layers, and for one that is no int of at least 0.
     """
+    check_mask(mask)
     if windows is None:
         return [mask] * depth
     if not isinstance(windows, Sequence) or len(windows) != depth:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from .. import layouts
 from ..dropout import SPAN
+from ..masks import check_mask
 from ..runs import Band, Row, Run, row
 
 
@@ -36,8 +37,7 @@ class RingPlan:
     kv_length: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mask, Band):
-            raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {self.mask!r}")
+        check_mask(self.mask)
         for name, side in (("lo", self.mask.lo), ("hi", self.mask.hi)):
             if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
                 raise ValueError(f"mask.{name} must be int or None, got {side!r}")

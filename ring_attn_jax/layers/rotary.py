@@ -49,6 +49,7 @@ class RotaryEmbedding(nnx.Module):
         exponents = np.arange(0, self.head_dim, 2) / self.head_dim
         fine = self.base**-exponents
         coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
+        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 fits no int8
         quotient, rest = (t[..., None].astype(jnp.float32) for t in (positions // COARSE, positions % COARSE))
         angles = quotient * coarse.astype(np.float32) + rest * fine.astype(np.float32)
         return jnp.cos(angles), jnp.sin(angles)

@@ -80,10 +80,10 @@ def shard_batch(
 
     def shard(x: Tensor, padding: int = 0) -> Tensor:
         x = to_layout(x, layout, ranks, pad_value=padding)
-        return x if rank is None else x.chunk(ranks, 1)[rank]
+        return x if rank is None else x.chunk(ranks, 1)[rank].contiguous()  # a view would keep the whole batch alive
 
     own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
-    where = own.to(ids.device).expand(ids.shape[0], len(own))
+    where = own.to(ids.device).repeat(ids.shape[0], 1)
     extents, key_mask = (None if x is None else shard(x) for x in (extents, key_mask))
     if restart_positions and extents is not None:
         where = where - extents[..., 0]

@@ -48,6 +48,7 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
         fine = self.base**-exponents
         coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
+        positions = positions if positions.dtype in (torch.int32, torch.int64) else positions.long()  # 1024 fits no int8
         quotient, rest = (t[..., None].float() for t in (positions // COARSE, positions % COARSE))
         angles = quotient * coarse.float() + rest * fine.float()
         return angles.cos(), angles.sin()
