@@ -37,8 +37,8 @@ HEADS = {128: 16, 64: 32}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 30.0},
-    "key_mask": {"given": frozenset({"ceiling"})},
-    "dropout": {"given": frozenset({"streams"}), "dropout_rate": 0.1},
+    "key_mask": {"given": frozenset({"key_mask"})},
+    "dropout": {"given": frozenset({"dropout_seed"}), "dropout_rate": 0.1},
 }
 BLOCKS = {
     "forward": [(128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (128, 64, 4)],
@@ -74,10 +74,10 @@ def arrays(call: Call, device: torch.device, band: Band, hidden: float = 0.1) ->
     made["delta"] = normal(1, call.heads, tokens)
     made["rows"] = torch.tensor(RingPlan("contiguous", band, 1, tokens).rows(0, 0), dtype=torch.int32, device=device)
     draw = torch.tensor([7, 0, 0, 0], dtype=torch.int32, device=device).view(torch.uint32)
-    (made["streams"],) = launch(portable.streams(1, call.heads), {"draw": draw})
+    (made["dropout"],) = launch(portable.dropout_streams(1, call.heads), {"dropout_seed": draw})
     seen = torch.rand(tokens // 8, 8, device=device, generator=generator) >= hidden
     bits = (seen.int() << torch.arange(8, device=device)).sum(-1).to(torch.uint8)
-    made["ceiling"], made["hidden"] = launch(portable.key_ceiling(1, tokens), {"bits": bits[None]})
+    made["key_mask"], made["key_mask_spans"] = launch(portable.unpack_key_mask(1, tokens), {"key_mask_bits": bits[None]})
     return made
 
 

@@ -22,7 +22,7 @@ def with_feature(call: Call, feature: str) -> Call:
     """As a call has it: under extents there may be keys that nobody sees."""
     if feature == "softcap":
         return replace(call, softcap=30.0)
-    return replace(call, given=frozenset({feature}), clean=feature == "extents", dropout_rate=0.1 * (feature == "streams"))
+    return replace(call, given=frozenset({feature}), clean=feature == "extents", dropout_rate=0.1 * (feature == "dropout_seed"))
 
 
 def launches() -> dict[str, Launch]:

@@ -22,10 +22,10 @@ def launches(call: Call) -> list[Launch]:
     made = [portable.delta(call, call.dtype)]
     made += [make(call, *place) for make in (steps.forward, portable.dq) for place in places]
     made += [portable.dkv(call, *place) for place in places[:3]]
-    if "ceiling" in call.given:
-        made.append(portable.key_ceiling(call.batch, call.kv_local))
-    if "streams" in call.given:
-        made.append(portable.streams(call.batch, call.heads))
+    if "key_mask" in call.given:
+        made.append(portable.unpack_key_mask(call.batch, call.kv_local))
+    if "dropout_seed" in call.given:
+        made.append(portable.dropout_streams(call.batch, call.heads))
     if "extents" in call.given:
         made.append(steps.extent_bounds(call))
     return made

@@ -35,7 +35,7 @@ PLAIN = Call(
     tf32=False,
     capability=90,
 )
-EVERYTHING = frozenset({"extents", "ceiling", "sinks", "slopes", "streams"})
+EVERYTHING = frozenset({"extents", "key_mask", "sinks", "alibi_slopes", "dropout_seed"})
 
 
 def resources(kernel) -> tuple[int, int, int]:

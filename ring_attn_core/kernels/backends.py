@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from ..problem.problem import Problem
 from .compile import NEWEST_TRIED, triton_release, triton_version
-from .hopper.supports import refusal_of_gradients, refusal_of_shape
+from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
 
 if TYPE_CHECKING:
     from .call import Call
 
-WIDEST = 256
 OLDEST_GPU = 80
 
 
@@ -96,7 +95,7 @@ def _left_by_hopper(problem: Problem) -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Why "auto" leaves a backward to the portable kernels that Hopper's would take.
+    """Return why "auto" leaves a backward to the portable kernels that Hopper's would take, else None.
 
     One H200, 2 x 8,192 tokens, causal, 16 heads of 64, milliseconds of Hopper's / of the portable backward: softcap with Triton
     3.6 1.79 / 3.53, with 3.9 3.34 / 3.05; dropout 2.18 / 3.13 and 3.67 / 3.58. Of heads of 128 Hopper's is faster with both.
@@ -108,7 +107,7 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """What FlashAttention-2, FlashAttention-4 and cuDNN have in common."""
+    """Return the objection that FlashAttention-2, FlashAttention-4 and cuDNN have in common."""
     if problem.framework != "torch":
         return "it is there in PyTorch only"
     if problem.mask.hi is not None:
@@ -149,7 +148,7 @@ def _flash4(problem: Problem) -> str | None:
 
 @cache
 def _has_flash4() -> bool:
-    """Whether there is flash_attn.cute; looked for without the import, which takes seconds."""
+    """Return whether there is flash_attn.cute; it is looked for without the import, which takes seconds."""
     spec = find_spec("flash_attn")
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "cute" / "interface.py").exists() for folder in folders or ())
@@ -162,7 +161,7 @@ def _cudnn(problem: Problem) -> str | None:
 
 
 def check_vendor(backend: str, deterministic: bool, differentiates_lse: bool) -> None:
-    """ValueError for what a vendor's backend cannot honour of a call besides its problem."""
+    """Raise ValueError for what a vendor's backend cannot honour of a call besides its problem."""
     if backend in VENDORS and deterministic:
         raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
     if backend in VENDORS and differentiates_lse:
@@ -186,9 +185,9 @@ VENDORS = "flash", "flash4", "cudnn"
 
 
 def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
-    """The call of the backend that ``select`` takes, its kernels compiled; None: blockwise or a vendor's.
+    """Return the call of the backend that ``select`` takes, its kernels compiled; None for blockwise or a vendor's.
 
-    ``anywhere``: as of ``calls.call_of``. Where its kernels cannot run, or keep far more registers in memory than when they were
+    ``anywhere``: as of ``call.call_of``. Where its kernels cannot run, or keep far more registers in memory than when they were
     measured, "auto" warns and takes the next backend, for the forward and the backward of Hopper's kernels apart. A backend that
     was asked for by name raises ValueError where it cannot run.
     """
@@ -226,7 +225,7 @@ def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
 
 
 def _obstacles(call: Call, problem: Problem) -> dict[str, str]:
-    """Why the kernels of a pass cannot run, by pass; nothing where they can."""
+    """Return why the kernels of a pass cannot run, by pass; nothing where they can."""
     from . import steps
     from .compile import obstacle
 
@@ -237,12 +236,12 @@ def _obstacles(call: Call, problem: Problem) -> dict[str, str]:
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Why "auto" passes over Hopper's kernels, where that is nothing but a Triton that is new to them."""
+    """Return why "auto" passes over Hopper's kernels, where that is nothing but a Triton that is new to them."""
     return _untried() if _hopper(problem) is None and problem.q_shape[-1] <= 128 else None
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
-    """The name of the backend that solves ``problem``: the one asked for, or the first without an objection that has not failed.
+    """Return the backend that solves ``problem``: the one asked for, or the first without an objection that has not failed.
 
     ValueError for an unknown name and for a backend that objects.
     """

@@ -12,7 +12,7 @@ WITH_SIZE = 0x04
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Bytes of stack of a thread, of all kernels of a binary together: where registers go that do not fit.
+    """Return the bytes of stack of a thread, of all kernels of a binary together: where registers go that do not fit.
 
     ValueError for what is no binary of a GPU of 64 bits.
     """
@@ -22,7 +22,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
-    """Every section's name and content (System V ABI, section header table)."""
+    """Yield every section's name and content (System V ABI, section header table)."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     width, count, of_names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + width * index) for index in range(count)]

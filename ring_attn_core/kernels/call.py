@@ -16,7 +16,7 @@ BEYOND = 2**30
 
 @dataclass(frozen=True)
 class Call:
-    """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays there are.
+    """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays the call has.
 
     ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves eight probabilities.
     ``clean``: there may be keys that no query sees, with NaN in them.
@@ -51,32 +51,34 @@ class Call:
 
     @property
     def features(self) -> frozenset[str]:
-        """What there is of the optional arrays and of "softcap"."""
+        """Return which optional arrays the call has, and "softcap" where it has one."""
         return self.given if self.softcap is None else self.given | {"softcap"}
 
     def tiles(self, kernel: str) -> TileConfig:
+        """Return the tiles of a kernel: those asked for, or those of ``choose_tiles``."""
         if self.tiles_asked is not None:
             return self.tiles_asked
         return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """What every kernel of scores takes, by parameter; ``inner`` makes of products scores in base 2, or a tanh's argument."""
+        """Return what every kernel of scores takes; ``inner`` makes of products scores in base 2, or the tanh's argument."""
         cap, log2e = self.softcap, math.log2(math.e)
         return {
             "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),
-            "cap": None if cap is None else Scalar(cap * log2e, "fp32"),
-            "threshold": Scalar(threshold(self.dropout_rate) << 16, "u32") if "streams" in self.given else None,
+            "softcap": None if cap is None else Scalar(cap * log2e, "fp32"),
+            "threshold": Scalar(threshold(self.dropout_rate) << 16, "u32") if "dropout_seed" in self.given else None,
             "rescale": Scalar(rescale(self.dropout_rate), "fp32"),
             "S": Scalar(self.seq_local, "i32"),
             "T": Scalar(self.kv_local, "i32"),
         }
 
     def q_tiles(self, block: int) -> int:
-        """How many tiles of queries a shard has."""
+        """Return how many tiles of queries a shard has."""
         return self.q_runs * -(-(self.seq_local // self.q_runs) // block)
 
     def k_tiles(self, block: int) -> int:
+        """Return how many tiles of keys a shard has."""
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
     def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
@@ -85,7 +87,7 @@ class Call:
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> Call:
-    """What the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
+    """Return what the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:
@@ -104,7 +106,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         scale=d**-0.5 if problem.scale is None else problem.scale,
         softcap=problem.softcap,
         dropout_rate=problem.dropout_rate,
-        given=frozenset(_GIVEN[name] for name in names),
+        given=frozenset(names),
         packed=bool(plan.hops),
         aligned=plan.by_counter and not anywhere,
         clean=plan.blank_keys or "extents" in names or anywhere,
@@ -114,13 +116,3 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         hopper=backend == "hopper",
         portable=portable,
     )
-
-
-_GIVEN = {
-    "extents": "extents",
-    "key_mask": "ceiling",
-    "sinks": "sinks",
-    "alibi_slopes": "slopes",
-    "dropout_seed": "streams",
-}
-"""What a kernel calls the optional arrays of a call."""

@@ -35,8 +35,8 @@ MODULES = {
     "extent_bounds": "portable.backward_sums",
     "dq": "portable.backward_dq",
     "dkv": "portable.backward_dkv",
-    "key_ceiling": "portable.loads",
-    "streams": "portable.dropout",
+    "unpack_key_mask": "portable.loads",
+    "dropout_streams": "portable.dropout",
     "hopper_forward": "hopper.forward",
     "hopper_backward": "hopper.backward",
     "hopper_dq": "hopper.backward_dq",
@@ -45,12 +45,12 @@ MODULES = {
 
 
 def kernel_function(name: str) -> Any:
-    """The Triton or Gluon function of a kernel, imported at the first launch."""
+    """Return the Triton or Gluon function of a kernel, imported at the first launch."""
     return getattr(import_module(f"{__package__}.{MODULES[name]}"), name)
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """``triton.compile`` of a launch for a GPU of compute capability ``capability``, such as 90; needs no GPU.
+    """Compile a launch for a GPU of compute capability ``capability``, such as 90; it needs no GPU.
 
     Launches that differ in array sizes only share it.
     """
@@ -58,7 +58,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can.
+    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can.
 
     ``spilling``: a kernel may keep more registers in memory than when it was measured, and be slow for it.
     """
@@ -118,7 +118,7 @@ def _compiled(
 
 @cache
 def _find_cache() -> None:
-    """Has Triton keep its binaries in a folder of this process, where its own cannot be written, and says so."""
+    """Have Triton keep its binaries in a folder of this process, where its own cannot be written, and say so."""
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
@@ -136,13 +136,13 @@ def _find_cache() -> None:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Major and minor number of the installed Triton, (0, 0) where there is none under that name."""
+    """Return major and minor number of the installed Triton, (0, 0) where there is none under that name."""
     words = triton_version().split(".")[:2]
     return tuple(map(int, words)) if all(word.isdecimal() for word in words) else (0, 0)
 
 
 def triton_version() -> str:
-    """Of the Triton that is imported, or would be; "" where there is none under that name."""
+    """Return the version of the Triton that is imported, or would be; "" where there is none under that name."""
     if (triton := sys.modules.get("triton")) is not None and hasattr(triton, "__version__"):
         return triton.__version__
     try:
@@ -152,7 +152,7 @@ def triton_version() -> str:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
+    """Return whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
     from triton import knobs
 
     return knobs.runtime.interpret

@@ -52,14 +52,14 @@ class Descriptor:
 
     @property
     def layout(self) -> Any:
-        """Of blocks in shared memory, for a Gluon kernel."""
+        """Return how blocks lie in shared memory, for a Gluon kernel."""
         from .hopper.gluon import shared_layout
 
         return shared_layout(self.block, TRITON_TYPES[self.dtype], self.swizzled)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In elements."""
+        """Return the strides in elements."""
         strides = [1]
         for size in reversed((*self.shape[1:-1], self.pitch or self.shape[-1])):
             strides.append(strides[-1] * size)
@@ -106,28 +106,28 @@ class Launch:
 
     @property
     def written(self) -> tuple[Output, ...]:
-        """Outputs and scratch, in the order of the kernel's parameters."""
+        """Return outputs and scratch, in the order of the kernel's parameters."""
         return self.outputs + self.scratch
 
     @property
     def zeros(self) -> dict[str, Output]:
-        """What the inputs of zeros become, by their names."""
+        """Return what the inputs of zeros become, by their names."""
         return {x.over: x for x in self.scratch if x.over}
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
+        """Return the names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
         made = {output.name for output in self.written}
         return tuple(x.name for _, x in self.arguments if not isinstance(x, Scalar) and x.name not in made)
 
     @cached_property
     def signature(self) -> tuple[tuple[str, str], ...]:
-        """The type of every argument by its parameter."""
+        """Return the type of every argument by its parameter."""
         return tuple((parameter, argument.type) for parameter, argument in self.arguments)
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """The parameters that 16 divides: arrays by contract, integers by their value."""
+        """Return the parameters that 16 divides: arrays by contract, integers by their value."""
         return frozenset(
             parameter
             for parameter, x in self.arguments
@@ -136,7 +136,7 @@ class Launch:
 
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:
-    """What a launch from Python takes for a Descriptor of ``array``."""
+    """Return what a launch from Python takes for a Descriptor of ``array``."""
     if x.gluon:
         from .hopper.gluon import host_descriptor
 
@@ -147,7 +147,7 @@ def host_descriptor(array: Any, x: Descriptor) -> Any:
 
 
 def encodings(kernel: Any) -> list[dict[str, Any]]:
-    """How the driver is to encode each TMA descriptor of a compiled kernel: elem_type, swizzle and block_shape."""
+    """Return how the driver is to encode each TMA descriptor of a compiled kernel: elem_type, swizzle and block_shape."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     return [

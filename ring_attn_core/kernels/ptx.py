@@ -57,7 +57,7 @@ _before: Callable[..., Any] | None = None
 
 
 def as_before(ptx: str) -> str:
-    """PTX of the same values, whose products are given registers and descriptors as Triton 3.7 gives them.
+    """Return PTX of the same values, whose products are given registers and descriptors as Triton 3.7 gives them.
 
     What does not have exactly the form of 3.8 or 3.9 is left alone.
     """
@@ -80,7 +80,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Registers that only products read, by the register that each is a copy of."""
+    """Return the registers that only products read, with the register that each is a copy of."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {
@@ -91,7 +91,7 @@ def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[s
 
 
 def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | None:
-    """The register of the address and the constant of which a descriptor is the sum; None where it is made in another way."""
+    """Return the address's register and the constant of which a descriptor is the sum; None where it is made in another way."""
     operation, operands = definitions.get(register, ("", []))
     if operation != "or.b64" or not operands[1].isdecimal() or int(operands[1]) % 2**32:
         return None
@@ -111,7 +111,7 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Whatever Triton of that release compiles meanwhile, in any thread, goes through ``as_before``."""
+    """Pass whatever Triton of that release compiles meanwhile, in any thread, through ``as_before``."""
     from triton import knobs
 
     global _inside, _before
@@ -134,7 +134,7 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
-    """Triton asks for a key of its cache, by no arguments, then for the stages (backend, stages, options, language, GPU)."""
+    """Answer Triton, which asks for a key of its cache, by no arguments, then for the stages (backend, stages, options, ...)."""
     older = older_assembler()
     if not of:
         key = sha256(Path(__file__).read_bytes()).hexdigest() + (older or "")
@@ -153,7 +153,7 @@ def _add_stage(*of: Any) -> tuple[str, str] | None:
 
 
 def older_assembler() -> str | None:
-    """The version of the assembler that Triton has for GPUs before Hopper; None where it has none."""
+    """Return the version of the assembler that Triton has for GPUs before Hopper; None where it has none."""
     from triton import knobs
 
     try:

@@ -13,17 +13,17 @@ from .portable import launches as portable
 
 
 def of_forward(call: Call, steps: int) -> Iterator[Launch]:
-    """Every launch of the forward of a ring of so many steps."""
-    if "ceiling" in call.given:
-        yield portable.key_ceiling(call.batch, call.kv_local)
-    if "streams" in call.given:
-        yield portable.streams(call.batch, call.heads)
+    """Return every launch of the forward of a ring of so many steps."""
+    if "key_mask" in call.given:
+        yield portable.unpack_key_mask(call.batch, call.kv_local)
+    if "dropout_seed" in call.given:
+        yield portable.dropout_streams(call.batch, call.heads)
     for first, last in _ends(steps):
         yield forward(call, first, last)
 
 
 def of_backward(call: Call, steps: int) -> Iterator[Launch]:
-    """Every launch of the backward that is not of the forward too."""
+    """Return every launch of the backward that is not of the forward too."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.given:
         yield extent_bounds(call)
@@ -37,12 +37,12 @@ def of_backward(call: Call, steps: int) -> Iterator[Launch]:
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
-    """Whether a step is a ring's first and its last: all pairs that come up."""
+    """Return whether a step is a ring's first and its last: all pairs that come up."""
     return sorted({(step == 0, step == steps - 1) for step in range(steps)})
 
 
 def in_one_pass(call: Call) -> bool:
-    """Whether one launch makes all the gradients of a step, ``hopper.backward``; else it takes ``dq`` and ``dkv``."""
+    """Return whether one launch, ``hopper.backward``, makes all the gradients of a step; else it takes ``dq`` and ``dkv``."""
     return call.hopper and "backward" not in call.portable and refusal_of_backward(call) is None
 
 

@@ -7,6 +7,14 @@ from typing import Any
 
 from ..runs import clamp
 
+MASK_BLOCK = 1024
+"""Keys of which a program unpacks the key mask."""
+MASK_SPAN = 64
+"""Keys of a span, of which it is noted whether the key mask hides any."""
+
+HOPPER_BACKWARD_KEYS = 128
+"""Keys of a program of the Hopper backward: 64 of each of its two warpgroups."""
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -23,12 +31,12 @@ class TileConfig:
 
 
 def shared_memory(capability: int) -> int:
-    """Bytes that a block may have on a GPU, such as 90 (CUDA C++ Programming Guide, technical specifications)."""
+    """Return the bytes of shared memory of a block of a GPU, such as 90 (CUDA C++ Programming Guide, tech. specifications)."""
     return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}.get(capability, 101376)
 
 
 def padded(width: int) -> int:
-    """Columns of a tile that holds ``width``: a power of two, of at least 64.
+    """Return the padded head dimension of a tile that holds ``width``: a power of two, of at least 64.
 
     A product would take 16, but Triton 3.6 gives wrong numbers on Hopper where a tile of 16-bit rows shorter than 128 bytes goes
     from registers to shared memory and is read there as the second factor (v of a tile in which something is hidden).
@@ -39,9 +47,9 @@ def padded(width: int) -> int:
 def choose_tiles(
     kernel: str, dtype: str, head_dim: int, v_dim: int, capability: int, features: frozenset[str] = frozenset()
 ) -> TileConfig:
-    """The tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head sizes on a GPU, such as 90.
+    """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head sizes on a GPU, such as 90.
 
-    ``features``: those of "softcap" and "streams" (dropout) that the call has: each takes registers.
+    ``features``: those of "softcap" and "dropout_seed" (dropout) that the call has: each takes registers.
     Measured on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64; ms, the runner-up in brackets. TMA by whoever
     has it; products in float32 are unrolled, and larger tiles take minutes to compile.
     """
@@ -69,7 +77,7 @@ def choose_tiles(
 
 
 def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int]:
-    """block_q, block_k, warps and stages of heads of 65 to 128."""
+    """Return block_q, block_k, warps and stages for heads of 65 to 128."""
     if kernel == "forward":
         if capability == 90:
             return 128, 128, 8, 3  # 2.18 (128 x 64 2.34)
@@ -78,7 +86,7 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
         return 128, 64, 8, 3  # 2.67 (64 x 64 2.82)
     if "softcap" in features:
         return 32, 64, 4, 3  # 6.27 (64 x 64 6.59)
-    if "streams" in features:
+    if "dropout_seed" in features:
         return 32, 64, 4, 2  # 6.29 (64 x 64 6.57, 3 stages 7.01)
     return 64, 64, 4, 2  # 4.46 (32 x 64 4.99, 64 x 128 with 8 warps 5.10)
 
@@ -100,7 +108,7 @@ class HopperConfig:
 
 
 def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
-    """The tiles of the Hopper forward for heads of 64, 128 or 256 columns; ``features`` as in ``choose_tiles``.
+    """Return the tiles of the Hopper forward for heads of 64, 128 or 256 columns; ``features`` as in ``choose_tiles``.
 
     TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, in brackets what lost in the same run.
     """
@@ -110,11 +118,11 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
     # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: 2.05 ms (2.11), 2.08
     # (2.22, both as it was made then) and 2.56 (4.10).
-    return HopperConfig(128, 128, 2, q_in_registers=not features & {"ceiling", "slopes", "streams"})
+    return HopperConfig(128, 128, 2, q_in_registers=not features & {"key_mask", "alibi_slopes", "dropout_seed"})
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
-    """(block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores held at once per (i, j).
+    """Return (block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores held at once per (i, j).
 
     The scores of a tile should stay in the caches between the passes over them. Forward and backward, ms of one AMD EPYC core at
     4,096 tokens, causal, dim 64, float32, with tiles of 128 / 256 / 512: 8 heads 785 / 785 / 867 in PyTorch, 769 / 753 / 1048 in
@@ -130,7 +138,7 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
 
 
 def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, block_k: int) -> tuple[Any, Any]:
-    """First and end (exclusive) key tile that queries ``m0 .. m1 - 1`` of a run meet; ints or traced ints.
+    """Return first and end (exclusive) of the key tiles that queries ``m0 .. m1 - 1`` of a run meet; ints or traced ints.
 
     ``lo <= i - j <= hi`` is the band in local indices; ``begin .. end - 1`` are the keys of the run that an extent, or the run's
     length, leaves to them. First >= end where the queries see nothing.

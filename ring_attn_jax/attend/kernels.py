@@ -113,11 +113,13 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
         wide = extents.dtype.itemsize >= 4
         arrays["extents"] = (jnp.minimum(extents, BEYOND) if wide else extents).astype(jnp.int32)
     if keys.bits is not None:
-        arrays["ceiling"], arrays["hidden"] = launch(portable.key_ceiling(*keys.kv.shape[:2]), {"bits": keys.bits})
+        arrays["key_mask"], arrays["key_mask_spans"] = launch(
+            portable.unpack_key_mask(*keys.kv.shape[:2]), {"key_mask_bits": keys.bits}
+        )
     if score.sinks is not None:
         arrays["sinks"] = score.sinks.astype(jnp.float32)
     if score.slopes is not None:
-        arrays["slopes"] = score.slopes.astype(jnp.float32)
+        arrays["alibi_slopes"] = score.slopes.astype(jnp.float32)
     if score.draw is not None:
-        (arrays["streams"],) = launch(portable.streams(q.shape[0], q.shape[2]), {"draw": jnp.stack(score.draw)})
+        (arrays["dropout"],) = launch(portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": jnp.stack(score.draw)})
     return arrays

@@ -112,14 +112,16 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     if score.extents is not None:
         arrays["extents"] = aligned(score.extents.long().clamp(0, BEYOND).int())
     if keys.bits is not None:
-        arrays["ceiling"], arrays["hidden"] = launch(portable.key_ceiling(*keys.kv.shape[:2]), {"bits": aligned(keys.bits)})
+        arrays["key_mask"], arrays["key_mask_spans"] = launch(
+            portable.unpack_key_mask(*keys.kv.shape[:2]), {"key_mask_bits": aligned(keys.bits)}
+        )
     if score.sinks is not None:
         arrays["sinks"] = aligned(score.sinks.float())
     if score.slopes is not None:
-        arrays["slopes"] = aligned(score.slopes.float())
+        arrays["alibi_slopes"] = aligned(score.slopes.float())
     if score.draw is not None:
         draw = (score.draw & WORD).to(torch.uint32)
-        (arrays["streams"],) = launch(portable.streams(q.shape[0], q.shape[2]), {"draw": draw})
+        (arrays["dropout"],) = launch(portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": draw})
     return arrays
 
 

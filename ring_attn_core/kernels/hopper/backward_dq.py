@@ -1,4 +1,13 @@
-"""The gradient of the queries: summed by TMA in a fixed order of turns, and rounded at the end."""
+"""The gradient of the queries in the Hopper backward: summed by TMA in a fixed order of turns, and rounded at the end.
+
+    sums[q tile] += ds k of a tile of keys      in the order of the tiles of keys, so that two runs give the same bits
+    dq = scale sums                             ``hopper_dq``, once per ring
+
+Shapes     sums_RX f32 [rows, 256]: of every tile of queries SUM_ROWS rows in the order of the accumulators' registers, then
+           a word each: the number of the k tile whose turn it is -> dq_BSHD
+Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program for each (q tile, head, batch row)
+Precision  f32; dq is rounded once to the input dtype
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -11,71 +20,78 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.rows import load_row
+from . import launches
 from .backward_scheduler import BLOCK_K, keys_in_extents, visits, walk_of
-from .barriers import DQ_FREE, DQ_FULL, TO_ADDER, WITH_ADDER, barrier, everywhere
+from .barriers import DQ_FREE, DQ_FULL, arrive, every_lane, sync, with_one_warp
 from .gluon import add_tile, constexpr_function
+
+SUM_ROWS = gl.constexpr(launches.SUM_ROWS)
+SUM_COLUMNS = gl.constexpr(launches.SUM_COLUMNS)
+SUMS = gl.constexpr(launches.SUM_ROWS * launches.SUM_COLUMNS)
+TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 
 
 @gluon.jit
-def adder(dq_in_RX, given, shared, place, sizes: gl.constexpr):
-    """Has TMA add every step's dq to the sums of its tile of queries, when it is this tile of keys' turn."""
-    tiles = gl.cdiv(place.q_slot, sizes.BLOCK_Q)
-    batch_rows = gl.num_programs(0) // (gl.cdiv(place.slot, BLOCK_K) * sizes.K_RUNS * sizes.G)
-    words = given.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * 8192
+def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
+    """Have TMA add every step's dq to the sums of its tile of queries, when it is the turn of this tile of keys."""
+    tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
+    batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, BLOCK_K) * sizes.K_RUNS * sizes.G)
+    words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
     step = 0
     for member in range(sizes.H // sizes.G):
-        head = place.group * (sizes.H // sizes.G) + member
+        head = work.group * (sizes.H // sizes.G) + member
         for each in range(sizes.Q_RUNS):
             q_run = sizes.Q_RUNS - 1 - each
-            first, last = walk_of(place, q_run)
-            at = ((place.batch * sizes.H + head) * sizes.Q_RUNS + q_run) * tiles
-            turn, turns = turn_of(given, place, sizes, q_run, last - 1)
-            here = visits(given, place, sizes, q_run, last - 1)
+            first, last = walk_of(work, q_run)
+            at = ((work.batch * sizes.H + head) * sizes.Q_RUNS + q_run) * tiles
+            turn, turns = turn_of(args, work, sizes, q_run, last - 1)
+            here = visits(args, work, sizes, q_run, last - 1)
             for t in range(last - first):
                 tile = last - 1 - t
                 visited = here
-                word = words + (at + tile) * 8
+                word = words + (at + tile) * TURN_SPACING
                 by = gl.where(turn == turns - 1, -turn, 1)
                 if visited:
                     wait_for_turn(word, turn)
-                    barrier(WITH_ADDER, DQ_FULL, 1)
-                    add_tile(dq_in_RX, [(at + tile) * 32, 0], shared.dq)
-                turn, turns = turn_of(given, place, sizes, q_run, tile - 1)
-                here = visits(given, place, sizes, q_run, tile - 1)
+                    sync(DQ_FULL, with_one_warp(2), 1)
+                    add_tile(dq_in_RX, [(at + tile) * SUM_ROWS, 0], shared.dq)
+                turn, turns = turn_of(args, work, sizes, q_run, tile - 1)
+                here = visits(args, work, sizes, q_run, tile - 1)
                 if visited:
-                    everywhere("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
-                    if step < place.steps - 1:
-                        barrier(TO_ADDER, DQ_FREE, 1)
+                    every_lane("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
+                    if step < work.steps - 1:
+                        arrive(DQ_FREE, with_one_warp(2), 1)
                     next_turn(word, by)
                     step += 1
 
 
 @gluon.jit
-def turn_of(given, place, sizes: gl.constexpr, q_run, tile):
-    """How many tiles of keys add to a tile of queries before this program's one, and how many there are in all."""
+def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
+    """Return how many tiles of keys add to a tile of queries before this program's one, and how many there are in all."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
-        lo, hi, _, q_len, _, _, k_len, _, _ = load_row(given.rows, q_run * sizes.K_RUNS + k_run)
+        row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
         m0 = tile * sizes.BLOCK_Q
-        first = gl.maximum(m0 - hi, 0) // BLOCK_K
-        last = gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - lo, 0) + BLOCK_K - 1, k_len + BLOCK_K - 1) // BLOCK_K
-        if given.extents is not None:
-            least, greatest = keys_in_extents(given, place, sizes, q_run, k_run, tile)
+        first = gl.maximum(m0 - row.hi, 0) // BLOCK_K
+        last = gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - row.lo, 0) + BLOCK_K - 1, row.k_len + BLOCK_K - 1) // BLOCK_K
+        if args.extents is not None:
+            least, greatest = keys_in_extents(args, work, sizes, q_run, k_run, tile)
             first = gl.maximum(first, least)
             last = gl.minimum(last, greatest)
-        some = (lo <= hi) & (m0 < q_len) & (m0 < k_len + hi)
+        some = (row.lo <= row.hi) & (m0 < row.q_len) & (m0 < row.k_len + row.hi)
         count = gl.where(some, gl.maximum(last - first, 0), 0)
-        turn += gl.where(k_run < place.k_run, count, 0) + gl.where(k_run == place.k_run, place.k_tile - first, 0)
+        turn += gl.where(k_run < work.k_run, count, 0) + gl.where(k_run == work.k_run, work.k_tile - first, 0)
         turns += count
     return turn, turns
 
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Until ``turn`` programs have added; what they added is there then.
+    """Wait until ``turn`` programs have added; what they added is there then.
 
-    Relaxed, for an acquire would empty the L1 cache at every step, and TMA adds in the L2 cache whatever L1 holds.
+    The turn is read relaxed, for an acquire would empty the L1 cache at every step, and TMA adds in the L2 cache whatever L1
+    holds.
     """
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
@@ -89,7 +105,7 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Says that what was added is there, as soon as it is."""
+    """Say that what was added is there, as soon as it is."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by
@@ -102,7 +118,7 @@ def next_turn(at, by):
 
 @gluon.jit
 def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
-    """dq to shared memory as threads hold it: register 4 line + c of a warpgroup's thread at 512 line + 4 thread + c."""
+    """Store dq to shared memory as threads hold it: register 4 line + c of a warpgroup's thread at 512 line + 4 thread + c."""
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
         [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
@@ -119,7 +135,7 @@ def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
 
 @constexpr_function
 def layout_of_dq(block_q):
-    """Of dq [64, 128] or [128, 64] in two warpgroups: a half of the columns each, or of the queries."""
+    """Return the layout of dq [64, 128] or [128, 64] in two warpgroups: each has half of the columns, or of the queries."""
     return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
 
 
@@ -135,9 +151,9 @@ def hopper_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dq in its dtype, of a tile of queries of a head, from sums in the order of registers."""
-    slot = S // Q_RUNS
-    tiles = tl.cdiv(slot, BLOCK_Q)
+    """Store dq of a tile of queries in its dtype, from sums in the order of registers."""
+    q_slot = S // Q_RUNS
+    tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0).to(tl.int64)
     tile = program % (Q_RUNS * tiles)
     head = program // (Q_RUNS * tiles) % H
@@ -147,7 +163,7 @@ def hopper_dq(
     r, c = row % 64, d % 64
     thread = r // 16 * 32 + r % 8 * 4 + c % 8 // 2
     at = half * 4096 + c // 8 * 512 + thread * 4 + r // 8 % 2 * 2 + c % 2
-    x = tl.load(sums_RX + program * 8192 + at) * scale
+    x = tl.load(sums_RX + program * SUMS + at) * scale
     i = tile % tiles * BLOCK_Q + row
-    to = ((batch * S + tile // tiles * slot + i) * H + head) * D + d
-    tl.store(dq_BSHD + to, x.to(dq_BSHD.dtype.element_ty), mask=(i < slot) & (d < D))
+    to = ((batch * S + tile // tiles * q_slot + i) * H + head) * D + d
+    tl.store(dq_BSHD + to, x.to(dq_BSHD.dtype.element_ty), mask=(i < q_slot) & (d < D))

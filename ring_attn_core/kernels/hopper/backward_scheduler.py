@@ -1,4 +1,12 @@
-"""Which tiles of queries a program of the backward visits."""
+"""Which tiles of queries a program of the Hopper backward visits, in Gluon.
+
+    visited = tiles that the band touches, and with extents those whose bounds meet the tile of keys
+
+A run of queries is walked from its last tile to its first, so that programs follow each other and adders hardly wait.
+
+Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py)
+Units      local indices of a run, but for bounds, which are token positions
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -10,14 +18,19 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.rows import load_row, tiles_in_band
+from .. import tile_sizes
+from ..portable.rows import Tiles, load_row, tiles_in_band
 
 SCAN = gl.constexpr(128)
-BLOCK_K = gl.constexpr(128)
+"""Tiles of queries whose bounds are read at a time."""
+BLOCK_K = gl.constexpr(tile_sizes.HOPPER_BACKWARD_KEYS)
+"""Keys of a program."""
 
 
-class Place(NamedTuple):
-    """A program's tile of keys, from ``n0`` on of a run of ``slot``; ``k_tile`` is its number in that run.
+class KeyWork(NamedTuple):
+    """A program's tile of keys, from ``n0`` on of a run; ``k_tile`` is its number in that run.
+
+    ``k_slot``, ``q_slot``: tokens of a run of keys and of queries.
 
     ``steps``: tiles of queries that it visits, of all heads; ``visited`` of each run, from the ``first`` to the ``last`` of it
     (see walk_of).
@@ -28,7 +41,7 @@ class Place(NamedTuple):
     k_run: Any
     k_tile: Any
     n0: Any
-    slot: Any
+    k_slot: Any
     q_slot: Any
     steps: Any
     first: Any
@@ -38,24 +51,26 @@ class Place(NamedTuple):
 
 @gluon.jit
 def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
-    """Tiles of a run of queries that see a tile of keys, and those that see it whole: first, last, whole_first, whole_last."""
-    lo, hi, _, q_len, _, _, k_len, _, _ = load_row(rows_ptr, q_run * sizes.K_RUNS + k_run)
+    """Return the ``rows.Tiles`` of a run of queries that see a tile of keys."""
+    row = load_row(rows_ptr, q_run * sizes.K_RUNS + k_run)
     n0 = k_tile * BLOCK_K
-    first, last, whole_first, whole_last = tiles_in_band(n0, gl.minimum(n0 + BLOCK_K, k_len), -hi, -lo, q_len, sizes.BLOCK_Q)
-    return first, last, whole_first, gl.where(n0 + BLOCK_K > k_len, whole_first, whole_last)
+    tiles = tiles_in_band(n0, gl.minimum(n0 + BLOCK_K, row.k_len), -row.hi, -row.lo, row.q_len, sizes.BLOCK_Q)
+    whole_last = gl.where(n0 + BLOCK_K > row.k_len, tiles.whole_first, tiles.whole_last)
+    return Tiles(tiles.first, tiles.last, tiles.whole_first, whole_last)
 
 
 @gluon.jit
-def survey(given, place, sizes: gl.constexpr):
-    """The place with the tiles of queries that it visits: of a run those between ``first`` and ``last`` that ``visits`` names."""
+def survey(args, work, sizes: gl.constexpr):
+    """Return the work with the tiles of queries that it visits: of a run those in ``first .. last - 1`` that ``visits`` names."""
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0
     firsts = (0, 0)
     lasts = (0, 0)
     counts = (0, 0)
     for q_run in gl.static_range(sizes.Q_RUNS):
-        first, last, _, _ = query_tiles(given.rows, q_run, place.k_run, place.k_tile, sizes)
-        if given.extents is None:
+        tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
+        first, last = tiles.first, tiles.last
+        if args.extents is None:
             count = last - first
         else:
             count = 0
@@ -63,7 +78,7 @@ def survey(given, place, sizes: gl.constexpr):
             highest = first
             for at in range(first, last, SCAN):
                 tile = at + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // 32], [32], [gl.num_warps()], [0]))
-                some = (tile < last) & visits(given, place, sizes, q_run, tile)
+                some = (tile < last) & visits(args, work, sizes, q_run, tile)
                 lowest = gl.minimum(lowest, gl.min(gl.where(some, tile, last), 0))
                 highest = gl.maximum(highest, gl.max(gl.where(some, tile + 1, first), 0))
                 count += gl.sum(some.to(gl.int32), 0)
@@ -79,40 +94,37 @@ def survey(given, place, sizes: gl.constexpr):
             lasts = (lasts[0], last)
             counts = (counts[0], count)
     steps = steps * (sizes.H // sizes.G)
-    return Place(
-        place.batch, place.group, place.k_run, place.k_tile, place.n0, place.slot, place.q_slot, steps, firsts, lasts, counts
+    return KeyWork(
+        work.batch, work.group, work.k_run, work.k_tile, work.n0, work.k_slot, work.q_slot, steps, firsts, lasts, counts
     )  # fmt: skip
 
 
 @gluon.jit
-def walk_of(place, q_run):
-    """The first and the last tile of a run of queries that a tile of keys visits, and what is between them."""
-    return gl.where(q_run == 0, place.first[0], place.first[1]), gl.where(q_run == 0, place.last[0], place.last[1])
+def walk_of(work, q_run):
+    """Return the first tile of a run of queries that a tile of keys visits, and the end (exclusive) of these tiles."""
+    return gl.where(q_run == 0, work.first[0], work.first[1]), gl.where(q_run == 0, work.last[0], work.last[1])
 
 
 @gluon.jit
-def visits(given, place, sizes: gl.constexpr, q_run, tile):
-    """Whether some query of a tile may see this tile of keys by its extent."""
-    if given.extents is None:
+def visits(args, work, sizes: gl.constexpr, q_run, tile):
+    """Return whether some query of a tile may see this tile of keys by its extent."""
+    if args.extents is None:
         some = True
     else:
-        first, last = keys_in_extents(given, place, sizes, q_run, place.k_run, tile)
-        some = (first <= place.k_tile) & (place.k_tile < last)
+        first, last = keys_in_extents(args, work, sizes, q_run, work.k_run, tile)
+        some = (first <= work.k_tile) & (work.k_tile < last)
     return some
 
 
 @gluon.jit
-def keys_in_extents(given, place, sizes: gl.constexpr, q_run, k_run, tile):
-    """Tiles of a run of keys that some query of a tile of queries may see by its extent: first, last.
+def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
+    """Return first and last of the tiles of a run of keys that some query of a tile of queries may see by its extent.
 
     ``adder`` asks for one tile ahead, so ``tile`` may be -1; what it says of that one is not used.
     """
-    _, _, _, _, _, _, k_len, k_start, stride = load_row(given.rows, q_run * sizes.K_RUNS + k_run)
-    tiles = gl.cdiv(place.q_slot, sizes.BLOCK_Q)
-    at = (
-        given.bounds
-        + ((place.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)) * 4
-    )
-    begin = (gl.maximum(gl.load(at) - k_start, 0) + stride - 1) // stride
-    end = gl.minimum((gl.maximum(gl.load(at + 1) - k_start, 0) + stride - 1) // stride, k_len)
+    row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
+    tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
+    at = args.bounds + ((work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)) * 4
+    begin = (gl.maximum(gl.load(at) - row.k_start, 0) + row.stride - 1) // row.stride
+    end = gl.minimum((gl.maximum(gl.load(at + 1) - row.k_start, 0) + row.stride - 1) // row.stride, row.k_len)
     return begin // BLOCK_K, (end + BLOCK_K - 1) // BLOCK_K

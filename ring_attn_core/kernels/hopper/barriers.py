@@ -1,4 +1,26 @@
-"""How warps wait for each other: mbarriers, named barriers, and numbers handed over in shared memory."""
+"""How warps wait for each other in Hopper's kernels: the table of all barriers, and numbers handed over in shared memory.
+
+mbarriers say that something is full. TMA arrives with its bytes, or the producer once; the phase flips at every use of a stage.
+
+    forward    q_full [groups]       a group's q                         producer, TMA -> that consumer
+               k_full, v_full        a stage of keys, of values          producer, TMA -> consumers
+               work_full [1]         which tile of queries comes next    producer      -> consumers
+    backward   keys_full [1]         the program's k and v               producer, TMA -> consumers
+               q_full, dout_full     a stage of q, of dout               producer, TMA -> consumers
+
+Named barriers say that something is free, or order warps. ``arrive`` does not wait, ``sync`` does, until as many threads have
+come as the table says. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.
+
+    forward    K_FREE + stage        a stage of keys has been read       consumers arrive, producer syncs     128 groups + 32
+               V_FREE + stage        a stage of values has been read     consumers arrive, producer syncs     128 groups + 32
+               WORK_READ             the announcement has been read      consumers arrive, producer syncs     128 groups + 32
+               Q_FREE + group        a group's q may be overwritten      that consumer arrives, producer syncs     128 + 32
+               VALUES_CLEAN          values that nobody sees are 0       consumers sync                       128 groups
+    backward   Q_READ + stage        a stage of q has been read          consumers arrive, producer syncs     256 + 32
+               DOUT_READ + stage     a stage of dout has been read       consumers arrive, producer syncs     256 + 32
+               DQ_FULL               dq of a step is in shared memory    consumers arrive, adder syncs        256 + 32
+               DQ_FREE               TMA has read it                     adder arrives, consumers sync        256 + 32
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -7,17 +29,42 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon import constexpr_function
 
-FIRST_BARRIER = gl.constexpr(6)
-"""Named barriers have ids 0 to 15, of which Triton takes 0, 1 and one for each partition."""
+WARP = gl.constexpr(32)
+WARPGROUP = gl.constexpr(128)
 
+FIRST_FREE = gl.constexpr(6)
+"""Named barriers have numbers 0 to 15, of which Triton takes 0, 1 and one for each partition. Those below count from here on."""
 
-PLACE_READ = gl.constexpr(4)
+K_FREE = gl.constexpr(0)
+V_FREE = gl.constexpr(2)
+WORK_READ = gl.constexpr(4)
 Q_FREE = gl.constexpr(5)
 VALUES_CLEAN = gl.constexpr(8)
-"""Barriers of the forward behind those of its two stages of keys and of values; from Q_FREE on there is one for each consumer."""
+FORWARD_STAGES = gl.constexpr(2)
+"""Stages of keys and of values for which the forward has barriers."""
+
+Q_READ = gl.constexpr(0)
+DOUT_READ = gl.constexpr(3)
+DQ_FULL = gl.constexpr(7)
+DQ_FREE = gl.constexpr(8)
+BACKWARD_STAGES = gl.constexpr(3)
+"""Stages of q and of dout for which the backward has barriers."""
+
+
+@constexpr_function
+def with_one_warp(groups):
+    """Return the threads of consuming warpgroups and one warp: the producer, or the adder."""
+    return groups * WARPGROUP.value + WARP.value
+
+
+@constexpr_function
+def among_consumers(groups):
+    """Return the threads of the consuming warpgroups."""
+    return groups * WARPGROUP.value
 
 
 @constexpr_function
@@ -26,52 +73,72 @@ def barrier_text(operation, threads):
 
 
 @gluon.jit
-def barrier(text: gl.constexpr, stage, WARPS: gl.constexpr):
-    """PTX that every thread of the calling partition runs once, with the barrier of a stage in $1."""
-    x = gl.full([WARPS * 32], FIRST_BARRIER + stage, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    gl.inline_asm_elementwise(text, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+def arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
+    """Arrive at a named barrier with all WARPS of the calling partition, and go on.
 
-
-@gluon.jit
-def release(stage, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """This partition, one warpgroup of GROUPS or all of them, has read a stage for the last time.
-
-    To be called behind what uses the last loads of it: bar.arrive does not wait for loads in flight, and TMA, or another warp,
-    would overwrite what they read.
+    To be called behind what uses the last loads of what is released: bar.arrive does not wait for loads in flight, and TMA, or
+    another warp, would overwrite what they read.
     """
-    barrier(barrier_text("arrive", GROUPS * 128 + 32), stage, WARPS)
+    named_barrier(barrier_text("arrive", THREADS), number, WARPS)
 
 
 @gluon.jit
-def acquire(stage, GROUPS: gl.constexpr):
-    """The producer waits until every consumer has released a stage."""
-    barrier(barrier_text("sync", GROUPS * 128 + 32), stage, 1)
+def sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
+    """Arrive at a named barrier with all WARPS of the calling partition, and wait until THREADS have."""
+    named_barrier(barrier_text("sync", THREADS), number, WARPS)
 
 
 @gluon.jit
-def everywhere(text: gl.constexpr):
-    """PTX that every lane of a partition of one warp runs once."""
-    x = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(text + " mov.u32 $0, $1;", "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+def named_barrier(TEXT: gl.constexpr, number, WARPS: gl.constexpr):
+    """Run PTX once in every thread of the calling partition, with the number of a barrier in $1."""
+    x = gl.full([WARPS * WARP], FIRST_FREE + number, gl.int32, gl.BlockedLayout([1], [WARP], [WARPS], [0]))
+    gl.inline_asm_elementwise(TEXT, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def release(number, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Tell the producer that this partition, one warpgroup of GROUPS or all of them, has read something for the last time."""
+    arrive(number, with_one_warp(GROUPS), WARPS)
+
+
+@gluon.jit
+def acquire(number, GROUPS: gl.constexpr):
+    """Wait, as the producer, until every consumer has released something."""
+    sync(number, with_one_warp(GROUPS), 1)
+
+
+@gluon.jit
+def sync_warp():
+    """Have the lanes of a partition of one warp wait for each other; what they stored is visible to all of them."""
+    every_lane("bar.warp.sync 0xffffffff;")
+
+
+@gluon.jit
+def every_lane(TEXT: gl.constexpr):
+    """Run PTX once in every lane of a partition of one warp."""
+    x = gl.full([WARP], 0, gl.int32, gl.BlockedLayout([1], [WARP], [1], [0]))
+    gl.inline_asm_elementwise(TEXT + " mov.u32 $0, $1;", "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr):
+    """Return COUNT mbarriers, to be initialised."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def allocate_numbers(COUNT: gl.constexpr):
+    """Return room in shared memory for COUNT int32 numbers."""
     return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def write_number(numbers, index, x):
-    """By a partition of one warp; to be followed by everywhere("bar.warp.sync ...")."""
-    numbers.index(index).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + x)
+    """Write a number, by a partition of one warp; to be followed by ``sync_warp``."""
+    numbers.index(index).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [WARP], [1], [0])) + x)
 
 
 @gluon.jit
 def read_number(numbers, index, WARPS: gl.constexpr = 4):
-    return gl.max(numbers.index(index).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-
-
-WITH_ADDER = gl.constexpr("bar.sync $1, 288; mov.u32 $0, $1;")
-TO_ADDER = gl.constexpr("bar.arrive $1, 288; mov.u32 $0, $1;")
-DQ_FULL = gl.constexpr(7)
-DQ_FREE = gl.constexpr(8)
+    """Return a number, in all WARPS of the calling partition."""
+    return gl.max(numbers.index(index).load(gl.BlockedLayout([1], [WARP], [WARPS], [0])), 0)

@@ -1,4 +1,12 @@
-"""Which probabilities dropout keeps, drawn where the accumulators of wgmma lie."""
+"""Which probabilities dropout keeps, drawn where the accumulators of wgmma lie, in Gluon.
+
+    kept_of_tile, kept_of_keys = portable.dropout.kept      the same set, in the layouts of the forward and of the backward
+
+A thread draws for just what it holds (``kept_of_tile``), or for itself and a neighbour (``kept_of_keys``).
+
+Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [128 keys, WIDTH queries] in 8 warps
+Units      positions are token positions of the whole sequence
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -15,14 +23,14 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Of dropout's counters [32, width / 4] of 64 queries: a thread draws for just what it holds of an ``accumulator``."""
+    """Return the layout of counters [32, width / 4] of 64 queries: a thread draws for what it holds of an ``accumulator``."""
     keys = [[0, 4 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(keys, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, width // 4])
 
 
 @constexpr_function
 def counters_of_keys(width):
-    """Of dropout's counters [32, width / 2] of 128 keys in 8 warps: a thread draws for itself and for a neighbour.
+    """Return the layout of counters [32, width / 2] of 128 keys in 8 warps: a thread draws for itself and for a neighbour.
 
     An ``accumulator`` has key k in one lane and k + 1 in the one 4 further: the one draws for query q, the other for q + 1.
     """
@@ -39,46 +47,46 @@ EXCHANGE = gl.constexpr(
 
 
 @gluon.jit
-def kept_of_tile(stream, threshold, i, first, key, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """bool [64, WIDTH] as ``portable.dropout.kept``, laid out as an accumulator; ``first``, ``key``: the first query and key."""
+def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
+    """Return bool [64, WIDTH]: what dropout keeps of queries ``i`` from ``m0`` on and keys from ``n0`` on."""
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_tile(WIDTH)
-        of_q = (q_start + stride * first) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
-        of_k = (k_start + stride * key) // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, COUNTERS))
+        of_q = (q_start + stride * m0) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        of_k = (k_start + stride * n0) // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, COUNTERS))
         a, b = philox2x32(gl.expand_dims(of_q, 1), gl.expand_dims(of_k, 0), stream)
         keep = gl.join(quarters_kept(a, threshold), quarters_kept(b, threshold)).reshape([4, 8, WIDTH // 16, 4, 2, 2, 2])
         keep = gl.convert_layout(keep.permute([0, 6, 1, 2, 4, 3, 5]).reshape([64, WIDTH]), LAYOUT, assert_trivial=True)
     else:
         q_pos = q_start + stride * i
-        k_pos = k_start + stride * (key + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
+        k_pos = k_start + stride * (n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
         keep = kept(stream, threshold, q_pos, k_pos, 0, 0, 64, WIDTH, False, False)
     return keep
 
 
 @gluon.jit
-def kept_of_keys(stream, threshold, query, key, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """bool [128 keys, WIDTH queries] in 8 warps, the other way round; ``query``, ``key``: the first ones."""
+def kept_of_keys(stream, threshold, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
+    """Return bool [128 keys, WIDTH queries] in 8 warps: what dropout keeps of queries from ``m0`` on and keys from ``n0`` on."""
     LAYOUT: gl.constexpr = accumulator(WIDTH, 8)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_keys(WIDTH)
         i = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, COUNTERS))
-        of_q = (q_start + stride * query) // 2 + i
-        of_k = (k_start + stride * key) // 4 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        of_q = (q_start + stride * m0) // 2 + i
+        of_k = (k_start + stride * n0) // 4 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
         a, b = philox2x32(gl.expand_dims(of_q, 0), gl.expand_dims(of_k, 1), stream)
         keep = gl.join(exchanged_kept(a, i % 2 == 0, threshold), exchanged_kept(b, i % 2 == 0, threshold))
         keep = keep.reshape([8, 4, WIDTH // 16, 4, 2, 2, 2, 2]).permute([0, 5, 1, 4, 2, 7, 3, 6]).reshape([128, WIDTH])
         keep = gl.convert_layout(keep, LAYOUT, assert_trivial=True)
     else:
-        q_pos = q_start + stride * (query + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
-        k_pos = k_start + stride * (key + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)))
+        q_pos = q_start + stride * (m0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
+        k_pos = k_start + stride * (n0 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)))
         keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, 128, False, True)
     return keep
 
 
 @gluon.jit
 def exchanged_kept(word, even, threshold):
-    """bool [..., 2, 2] for keys k and k + 8 of this lane, and queries q and q + 1, of words drawn by ``counters_of_keys``.
+    """Return bool [..., 2, 2] for keys k and k + 8 of this lane and queries q and q + 1, of words drawn by ``counters_of_keys``.
 
     The lane with an even key has the words of q and takes those of q + 1 from its neighbour, which has an odd key and turns both.
     """

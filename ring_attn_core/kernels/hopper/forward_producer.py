@@ -1,4 +1,12 @@
-"""The warp of the Hopper forward that has TMA fill shared memory, in Gluon."""
+"""The producer of the Hopper forward: the warp that takes tiles of queries and has TMA fill shared memory, in Gluon.
+
+    q of every group | k of step 0 | k of step 1, v of step 0 | k of step 2, v of step 1 | ... | v of the last step
+
+in the order in which the consumers want it, each once its stage is free (barriers.py). Beside the keys of a step it leaves
+which of them the key mask hides.
+
+Shapes     q_BSHD, k_BTGD, v_BTGE as TMA descriptors, key_mask_BT f32, key_mask_spans int32 (portable/loads.py)
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -12,69 +20,66 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..portable.loads import some_hidden
 from ..portable.rows import load_row
-from .barriers import PLACE_READ, Q_FREE, acquire, everywhere, write_number
+from .barriers import K_FREE, Q_FREE, V_FREE, WORK_READ, acquire, sync_warp, write_number
 from .gluon import copy_tile
-from .scheduler import key_tiles, place_of, tell, tile_at
+from .scheduler import announce, key_tiles, tile_at, work_of
 
 
 @gluon.jit
-def producer(q_BSHD, k_BTGD, v_BTGE, given, shared, sizes: gl.constexpr):
-    """Takes one tile of queries after the other, and fills the stages: q, then the keys of every tile and the values of the tile
-    before, in the order of the consumers."""
+def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
+    """Take one tile of queries after the other; have TMA bring q, then the keys of each step and the values of the one before."""
     STAGES: gl.constexpr = sizes.STAGES
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
-    slot = given.S // sizes.Q_RUNS
-    place = place_of(take(given), given, sizes)
-    tell(place, shared)
-    while place.tiles >= 0:
-        if place.tiles > 0:
-            group = place.head // (sizes.H // sizes.G)
+    q_slot = args.S // sizes.Q_RUNS
+    work = work_of(take(args), args, sizes)
+    announce(work, shared)
+    while work.tiles >= 0:
+        if work.tiles > 0:
+            group = work.head // (sizes.H // sizes.G)
             for each in gl.static_range(sizes.GROUPS):
                 if loads > 0:
                     acquire(Q_FREE + each, 1)
                 mbarrier.expect(shared.q_full.index(each), 128 * sizes.BLOCK_D)
-                at = [place.batch, place.q_run * slot + place.m0 + each * 64, place.head, 0]
+                at = [work.batch, work.q_run * q_slot + work.m0 + each * 64, work.head, 0]
                 copy_tile(q_BSHD, at, shared.q_full.index(each), shared.q.index(each))
             loads += 1
-            at = [place.batch, place.first_token, group, 0]
-            fill_keys(k_BTGD, given, shared, at, step, sizes)
+            at = [work.batch, work.first_token, group, 0]
+            fill_keys(k_BTGD, args, shared, at, step, sizes)
             began = step
             before = 0
-            for run in range(place.first_run, sizes.K_RUNS):
-                pair = place.q_run * sizes.K_RUNS + run
-                first, last, whole_first, whole_last = key_tiles(
-                    given.rows, given.extents, place.batch, given.S, pair, place.m0, sizes.BLOCK_Q, sizes.BLOCK_K
-                )
-                _, _, _, _, _, k_base, _, _, _ = load_row(given.rows, pair)
-                for t in range(last - first):
-                    token = k_base + tile_at(t, first, last, whole_first, whole_last) * sizes.BLOCK_K
+            for run in range(work.first_run, sizes.K_RUNS):
+                pair = work.q_run * sizes.K_RUNS + run
+                tiles = key_tiles(args, work.batch, pair, work.m0, sizes)
+                k_base = load_row(args.rows, pair).k_base
+                for t in range(tiles.last - tiles.first):
+                    token = k_base + tile_at(t, tiles) * sizes.BLOCK_K
                     if step > began:
-                        fill_keys(k_BTGD, given, shared, [place.batch, token, group, 0], step, sizes)
-                        at = [place.batch, before, group, sizes.V_COLUMN]
+                        fill_keys(k_BTGD, args, shared, [work.batch, token, group, 0], step, sizes)
+                        at = [work.batch, before, group, sizes.V_COLUMN]
                         fill_values(v_BTGE, shared, at, step - 1, sizes)
                     before = token
                     step += 1
-            at = [place.batch, before, group, sizes.V_COLUMN]
+            at = [work.batch, before, group, sizes.V_COLUMN]
             fill_values(v_BTGE, shared, at, step - 1, sizes)
-        place = place_of(take(given), given, sizes)
-        acquire(PLACE_READ, sizes.GROUPS)
-        tell(place, shared)
+        work = work_of(take(args), args, sizes)
+        acquire(WORK_READ, sizes.GROUPS)
+        announce(work, shared)
     # No named barrier may stay half full.
-    acquire(PLACE_READ, sizes.GROUPS)
+    acquire(WORK_READ, sizes.GROUPS)
     if loads > 0:
         for each in gl.static_range(sizes.GROUPS):
             acquire(Q_FREE + each, 1)
     for left in range(gl.maximum(step - STAGES, 0), step):
-        acquire(left % STAGES, sizes.GROUPS)
-        acquire(STAGES + left % STAGES, sizes.GROUPS)
+        acquire(K_FREE + left % STAGES, sizes.GROUPS)
+        acquire(V_FREE + left % STAGES, sizes.GROUPS)
 
 
 @gluon.jit
-def take(given):
-    """The number of a tile of queries: the first that no program has taken yet."""
+def take(args):
+    """Return the number of a tile of queries: the first that no program has taken yet."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    address = gl.full([32], 0, gl.int64, EACH) + given.tickets.to(gl.int64)
+    address = gl.full([32], 0, gl.int64, EACH) + args.tickets.to(gl.int64)
     text: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
         "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }"
@@ -84,34 +89,34 @@ def take(given):
 
 
 @gluon.jit
-def fill_keys(k_BTGD, given, shared, at, step, sizes: gl.constexpr):
-    """The keys of a step, and of a key mask what hides them: read before their stage is free, so that nobody waits for it."""
+def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr):
+    """Bring the keys of a step, and what the key mask hides of them: that is read before their stage is free, so nobody waits."""
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
     some = False
-    if given.ceiling is not None:
+    if args.key_mask is not None:
         LINE: gl.constexpr = gl.BlockedLayout([BLOCK_K // 32], [32], [1], [0])
         j = at[1] + gl.arange(0, BLOCK_K, LINE)
-        some = some_hidden(given.hidden, at[0], given.T, at[1], BLOCK_K, 16)
-        ceiling = gl.full([BLOCK_K], float("inf"), gl.float32, LINE)
+        some = some_hidden(args.key_mask_spans, at[0], args.T, at[1], BLOCK_K)
+        most = gl.full([BLOCK_K], float("inf"), gl.float32, LINE)
         if some:
-            ceiling = gl.load(given.ceiling + at[0].to(gl.int64) * given.T + j, mask=j < given.T, other=-float("inf"))
+            most = gl.load(args.key_mask + at[0].to(gl.int64) * args.T + j, mask=j < args.T, other=-float("inf"))
     if step >= sizes.STAGES:
-        acquire(stage, sizes.GROUPS)
-    if given.ceiling is not None:
+        acquire(K_FREE + stage, sizes.GROUPS)
+    if args.key_mask is not None:
         write_number(shared.some_hidden, stage, some.to(gl.int32))
         if some:
-            shared.ceiling.index(stage).store(ceiling)
-        everywhere("bar.warp.sync 0xffffffff;")
+            shared.key_mask.index(stage).store(most)
+        sync_warp()
     mbarrier.expect(shared.k_full.index(stage), 2 * BLOCK_K * sizes.BLOCK_D)
     copy_tile(k_BTGD, at, shared.k_full.index(stage), shared.k.index(stage))
 
 
 @gluon.jit
 def fill_values(v_BTGE, shared, at, step, sizes: gl.constexpr):
-    """The values of a step, once their stage is free."""
+    """Bring the values of a step, once their stage is free."""
     stage = step % sizes.STAGES
     if step >= sizes.STAGES:
-        acquire(sizes.STAGES + stage, sizes.GROUPS)
+        acquire(V_FREE + stage, sizes.GROUPS)
     mbarrier.expect(shared.v_full.index(stage), 2 * sizes.BLOCK_K * sizes.BLOCK_E)
     copy_tile(v_BTGE, at, shared.v_full.index(stage), shared.v.index(stage))

@@ -1,4 +1,12 @@
-"""What the Hopper forward's warpgroups make of a tile's products: scores, their exponentials, probabilities, in Gluon."""
+"""The softmax of a tile in the Hopper forward: from products to scores, exponentials and probabilities, in Gluon.
+
+    s_ij = factor^-1 (score in base 2)          ``factor`` goes into the exponential's multiply-add
+    m_i  = max(m_i so far, factor max_j s_ij)
+    w_ij = exp2(factor s_ij - m_i)              p_ij = w_ij where dropout keeps it, else 0
+
+Shapes     products, s, w, p [64 queries, keys] in the layout of wgmma's results, 64 queries to a warpgroup; m, l [64]
+Precision  f32; p is rounded once to the input dtype
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -11,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..portable.rows import keys_seen, load_row
-from .barriers import VALUES_CLEAN, barrier, barrier_text
+from .barriers import VALUES_CLEAN, among_consumers, sync
 from .dropout import kept_of_tile
 from .instructions import packed_half, special_tanh
 from .register_layouts import accumulator, matrix, rows_by_lines
@@ -19,19 +27,19 @@ from .scheduler import visible
 
 
 @gluon.jit
-def scores(products, given, sizes: gl.constexpr):
-    """Scores in base 2 over ``softmax_step``'s factor, which is positive and goes into the exponential's multiply-add."""
+def scores(products, args, sizes: gl.constexpr):
+    """Return scores in base 2, divided by the factor of ``softmax_step``: it is positive, and goes into the exponential."""
     s = products
-    if given.cap is not None:
-        s = special_tanh(products * given.inner)
+    if args.softcap is not None:
+        s = special_tanh(products * args.inner)
     elif not sizes.FOLDED:
-        s = products * given.inner
+        s = products * args.inner
     return s
 
 
 @gluon.jit
 def row_maximum(x):
-    """The greatest of each row [64] of an accumulator [64, columns]."""
+    """Return the greatest of each row [64] of an accumulator [64, columns]."""
     LAYOUT: gl.constexpr = x.type.layout
     upper, lower = of_thread(x)
     return of_rows(gl.max(maximum_in_order(None, upper), 2), gl.max(maximum_in_order(None, lower), 2), LAYOUT)
@@ -39,7 +47,7 @@ def row_maximum(x):
 
 @gluon.jit
 def row_sum(x):
-    """The sum of each row [64] of an accumulator [64, columns]."""
+    """Return the sum of each row [64] of an accumulator [64, columns]."""
     LAYOUT: gl.constexpr = x.type.layout
     upper, lower = of_thread(x)
     return of_rows(gl.sum(sum_in_order(None, upper), 2), gl.sum(sum_in_order(None, lower), 2), LAYOUT)
@@ -47,7 +55,7 @@ def row_sum(x):
 
 @gluon.jit
 def of_thread(x):
-    """The upper eight rows of every sixteen of an accumulator [64, columns], and the lower ones: a thread has one of each.
+    """Return the upper eight rows of every sixteen of an accumulator [64, columns], and the lower ones: a thread has one of each.
 
     Both are [4, 8, 4, 2, ..., 2]: what a thread holds of its row stands in the last dimensions, the very last one halves it.
     """
@@ -61,7 +69,7 @@ def of_thread(x):
 
 @gluon.jit
 def of_rows(upper, lower, LAYOUT: gl.constexpr):
-    """A number for each row [64] from those of the upper and of the lower rows [4, 8]."""
+    """Return a number for each row [64], from those of the upper and of the lower rows [4, 8]."""
     ROWS: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [4, 8])
     upper = gl.convert_layout(upper, ROWS, assert_trivial=True)
     lower = gl.convert_layout(lower, ROWS, assert_trivial=True)
@@ -71,7 +79,7 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """The greatest of m, where there is one, and of a thread's columns, one after the other.
+    """Return the greatest of m, where there is one, and of a thread's columns, one after the other.
 
     Triton from 3.8 on reduces them by pairs. That takes registers, so ptxas begins with the exponentials of a row behind the
     maximum of both rows, not beside that of the second: 2 to 3 % of the forward.
@@ -88,7 +96,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
-    """The sum of l, where there is one, and of a thread's columns, one after the other."""
+    """Return the sum of l, where there is one, and of a thread's columns, one after the other."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)
@@ -100,23 +108,23 @@ def sum_in_order(l, x):
 
 
 @gluon.jit
-def softmax_step(s, m, run, key, i, given, place, sizes: gl.constexpr, MASKED: gl.constexpr):
-    """exp2 of a tile's ``scores`` less the greatest so far, that one, and the factor for what was summed before."""
+def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.constexpr):
+    """Return exp2 of a tile's ``scores`` less the greatest so far, the greatest, and the factor for what was summed before."""
     columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, s.type.layout))
     factor = 1.0
-    if given.cap is not None:
-        factor = given.cap
+    if args.softcap is not None:
+        factor = args.softcap
     elif sizes.FOLDED:
-        factor = given.inner
-    if given.slopes is not None:
+        factor = args.inner
+    if args.alibi_slopes is not None:
         # How far a key is ahead of a query: as whole numbers in float32, a key's the same in every tile, and exact where near.
         ahead = gl.expand_dims((run.stride * columns).to(gl.float32), 0)
-        ahead -= gl.expand_dims((run.q_start - run.k_start + run.stride * (i - key)).to(gl.float32), 1)
+        ahead -= gl.expand_dims((run.q_start - run.k_start + run.stride * (i - n0)).to(gl.float32), 1)
         s += ahead * (run.slope / factor)
     if MASKED:
-        s = gl.where(visible(columns, run.begin - key, run.end - key), s, -float("inf"))
+        s = gl.where(visible(columns, run.begin - n0, run.end - n0), s, -float("inf"))
     m_new = gl.maximum(m, row_maximum(s) * factor)
-    if MASKED or given.ceiling is not None:
+    if MASKED or args.key_mask is not None:
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     else:
         shift = m_new
@@ -124,47 +132,45 @@ def softmax_step(s, m, run, key, i, given, place, sizes: gl.constexpr, MASKED: g
 
 
 @gluon.jit
-def probabilities(
-    weights, step, run, key, i, shared, given, place, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
-):
-    """The weights as the first factor of a product with the step's values; 0 where dropout drops them."""
-    if given.streams is not None:
-        stream = gl.load(given.streams + place.batch * sizes.H + place.head)
-        first = place.m0 + GROUP * 64
+def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
+    """Return the weights as the first factor of a product with the step's values; 0 where dropout drops them."""
+    if args.dropout is not None:
+        stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
+        first = work.m0 + GROUP * 64
         keep = kept_of_tile(
-            stream, given.threshold, i, first, key, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED
+            stream, args.threshold, i, first, n0, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED
         )
         weights = gl.where(keep, weights, 0.0)
     half = packed_half(weights, shared.q.dtype)
     if MASKED and sizes.CLEAN > 0:
-        hide_unseen(shared, step, run, key, given, place, sizes, GROUP)
+        hide_unseen(shared, step, run, n0, args, work, sizes, GROUP)
     return gl.convert_layout(half, gl.DotOperandLayout(0, accumulator(sizes.BLOCK_E), 2), assert_trivial=True)
 
 
 @gluon.jit
-def hide_unseen(shared, step, run, key, given, place, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Values that no query of the program sees become 0: 0 times NaN would be NaN. Two warpgroups see to half of them each."""
+def hide_unseen(shared, step, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Make values 0 that no query of the program sees, since 0 times NaN is NaN. Two warpgroups see to half of them each."""
     HALF: gl.constexpr = sizes.BLOCK_K // 2
     S_LAYOUT: gl.constexpr = accumulator(HALF)
     LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)
-    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(given.rows, run.pair)
+    row = load_row(args.rows, run.pair)
     mbarrier.wait(shared.v_full.index(step % sizes.STAGES), step // sizes.STAGES & 1)
-    if given.extents is None:
-        seen_end = gl.minimum(gl.minimum(place.m0 + sizes.BLOCK_Q, q_len) - lo, k_len)
-        some_unseen = (key < place.m0 - hi) | (key + sizes.BLOCK_K > seen_end)
+    if args.extents is None:
+        seen_end = gl.minimum(gl.minimum(work.m0 + sizes.BLOCK_Q, row.q_len) - row.lo, row.k_len)
+        some_unseen = (n0 < work.m0 - row.hi) | (n0 + sizes.BLOCK_K > seen_end)
     else:
-        some_unseen = key >= 0
+        some_unseen = n0 >= 0
     if some_unseen:
         if GROUP < 2:
-            first = key + GROUP * HALF
+            first = n0 + GROUP * HALF
             columns = gl.arange(0, HALF, gl.SliceLayout(0, S_LAYOUT))
             seen = gl.zeros([64, HALF], gl.int32, S_LAYOUT)
             for group in gl.static_range(sizes.GROUPS):
-                i = place.m0 + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-                begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
+                i = work.m0 + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+                begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
                 seen |= visible(columns, begin - first, end - first).to(gl.int32)
             seen = gl.convert_layout(gl.max(seen, 0), gl.SliceLayout(1, LINES))
             tile = matrix(shared.v.index(step % sizes.STAGES)).slice(GROUP * HALF, HALF, 0)
             tile.store(gl.where(gl.expand_dims(seen, 1) > 0, tile.load(LINES), 0.0))
             fence_async_shared()
-        barrier(barrier_text("sync", sizes.GROUPS * 128), VALUES_CLEAN, 4)
+        sync(VALUES_CLEAN, among_consumers(sizes.GROUPS), 4)

@@ -32,7 +32,7 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 
 @_core.builtin
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
-    """``warpgroup_mma_wait`` of a warpgroup for its own products, also where a partition has two.
+    """Wait as ``warpgroup_mma_wait`` does, each warpgroup for its own products, also where a partition has two.
 
     Triton 3.9 has all warps of the partition meet behind every wait, unless it is told that nobody else waits for them.
     """
@@ -53,7 +53,7 @@ meet: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noq
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
-    """How a tile lies in shared memory, of elements such as "bf16": swizzled as wgmma reads it, or row after row."""
+    """Return how a tile of elements such as "bf16" lies in shared memory: swizzled as wgmma reads it, or row after row."""
     if not swizzled:
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
     layout_for: Any = gl.NVMMASharedLayout.get_default_for  # Triton 3.9's types do not let it be called
@@ -61,5 +61,5 @@ def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> 
 
 
 def host_descriptor(array: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
-    """What a launch from Python takes for a TMA descriptor."""
+    """Return what a launch from Python takes for a TMA descriptor."""
     return TensorDescriptor(array, list(shape), list(strides), list(block), layout)

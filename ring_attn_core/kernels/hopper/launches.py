@@ -1,4 +1,4 @@
-"""Hopper's kernels as launches: what they are passed instead of what the portable ones are."""
+"""The launches of Hopper's kernels: pure functions from what a call is to ``Launch``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ..call import Call
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
-from ..tile_sizes import HopperConfig, hopper_tiles
+from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import columns
 
 L2_SHARE = 8 * 2**20
@@ -19,8 +19,8 @@ TFLOP/s on one H200 with one head of keys / 8 / 16 / 32 / 64 MiB, causal: 16,384
 
 
 PROGRAMS = 132
-"""Of a forward: one for every multiprocessor of an H100 SXM or an H200. Where there are fewer, or others hold some of them, those
-that start late find no tile left."""
+"""Programs of a forward: one for every multiprocessor of an H100 SXM or an H200. Where there are fewer, or others hold some of
+them, those that start late find no tile left."""
 
 
 KV_HEADS_TOGETHER = 8
@@ -35,7 +35,7 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 
 
 def forward(call: Call, portable: Launch) -> Launch:
-    """The Hopper kernel in place of the portable one, with its arrays and outputs."""
+    """Return the launch of the Hopper forward, with the arrays and outputs of the portable one."""
     d, e = columns(call.head_dim), columns(call.v_dim)
     tiles = hopper_tiles(d, e, call.features)
     given = dict(portable.constants)
@@ -86,29 +86,36 @@ def _descriptors(call: Call, tiles: HopperConfig, d: int, e: int) -> dict[str, A
 
 
 def _heads_together(call: Call) -> int:
-    """How many query heads run at a time: those of as many heads of keys as share the L2 cache."""
+    """Return how many query heads run at a time: those of as many heads of keys as share the L2 cache."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
 
 
-def sums_of_dq(call: Call) -> tuple[int, int]:
-    """The shape of what dq is summed in, 0 at first: of every tile of queries 8,192 sums, then of each a word: whose turn it is.
+SUM_ROWS = 32
+SUM_COLUMNS = 256
+"""The sums of dq of a tile of queries: rows of float32, to all of which TMA adds at once."""
+TURN_SPACING = 8
+"""float32 from the turn of one tile of queries to that of the next."""
 
-    In rows of 256 float32, of which TMA adds to 32 at once. See hopper/backward_dq.py.
+
+def sums_of_dq(call: Call) -> tuple[int, int]:
+    """Return the shape of what dq is summed in, 0 at first: the sums of every tile of queries, then whose turn it is at each.
+
+    See hopper/backward_dq.py.
     """
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
-    return tiles * 32 + -(-tiles // 32), 256
+    return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
 
 
 def queries(call: Call) -> int:
-    """Of a tile of the backward."""
+    """Return the queries of a tile of the backward."""
     return 64 if columns(call.head_dim) == 128 else 128
 
 
 @lru_cache(maxsize=4096)
 def backward(call: Call, first: bool, last: bool) -> Launch:
-    """The sums of dq over ``dq_in``, both shaped ``sums_of_dq``, and the gradients of one shard of keys of ``steps.dkv``."""
+    """Return the launch of a backward step: sums of dq over ``dq_in``, shaped ``sums_of_dq``, and what ``portable.dkv`` gives."""
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
     shape = call.batch, call.kv_local, call.kv_heads
@@ -131,18 +138,18 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
     arguments: dict[str, Argument | None] = {
         "q_BSHD": tile("q", call.seq_local, call.heads, call.head_dim, call.head_dim, block_q),
         "dout_BSHE": tile("dout", call.seq_local, call.heads, call.v_dim, call.v_dim, block_q),
-        "k_BTGD": tile(keys, call.kv_local, call.kv_heads, call.head_dim, key_pitch, 128),
-        "v_BTGE": tile(values, call.kv_local, call.kv_heads, value_pitch, value_pitch, 128),
-        "dq_in_RX": Descriptor("dq_in", "float32", sums_of_dq(call), (32, 256), gluon=True, swizzled=False),
+        "k_BTGD": tile(keys, call.kv_local, call.kv_heads, call.head_dim, key_pitch, HOPPER_BACKWARD_KEYS),
+        "v_BTGE": tile(values, call.kv_local, call.kv_heads, value_pitch, value_pitch, HOPPER_BACKWARD_KEYS),
+        "dq_in_RX": Descriptor("dq_in", "float32", sums_of_dq(call), (SUM_ROWS, SUM_COLUMNS), gluon=True, swizzled=False),
         "lse2_BHS": Array("lse2", "float32"),
         "delta_BHS": Array("delta", "float32"),
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
         "bounds_ptr": call.array("extents", "int32", "bounds"),
-        "ceiling_BT": call.array("ceiling"),
-        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
-        "slopes_ptr": call.array("slopes"),
-        "streams_BH": call.array("streams", "uint32"),
+        "key_mask_BT": call.array("key_mask"),
+        "key_mask_spans_ptr": call.array("key_mask", "int32", "key_mask_spans"),
+        "alibi_slopes_ptr": call.array("alibi_slopes"),
+        "dropout_BH": call.array("dropout_seed", "uint32", "dropout"),
         "dk_in_BTGD": None if first else Array(names["dk"] + "_in", "float32"),
         "dv_in_BTGE": None if first or call.packed else Array("dv_in", "float32"),
         "dq_RX": Array("dq", "float32"),
@@ -172,18 +179,18 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
     }
     given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
     dq = Output("dq", sums_of_dq(call), "float32", "dq_in")
-    grid = call.k_tiles(128) * call.kv_heads * call.batch
+    grid = call.k_tiles(HOPPER_BACKWARD_KEYS) * call.kv_heads * call.batch
     return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
 
 
 def _kv_heads_together(call: Call) -> int:
-    enough = -(-KEY_TILES_TOGETHER // call.k_tiles(128))
+    enough = -(-KEY_TILES_TOGETHER // call.k_tiles(HOPPER_BACKWARD_KEYS))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 
 
 @lru_cache(maxsize=4096)
 def dq(call: Call) -> Launch:
-    """``dq`` in the input dtype of its ``sums``."""
+    """Return the launch that makes ``dq`` in the input dtype of its ``sums``."""
     arguments = {
         "sums_RX": Array("sums", "float32"),
         "dq_BSHD": Array("dq", call.dtype),

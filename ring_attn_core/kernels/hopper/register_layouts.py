@@ -1,4 +1,9 @@
-"""How tiles lie in registers and in shared memory."""
+"""How tiles lie in registers and in shared memory, in Gluon.
+
+accumulator            wgmma's results: 64 rows to a warpgroup, a row in four lanes, two columns at a time
+by_eights              the same registers as [rows, columns / 8, 8]: constant distances between a thread's elements
+rows_by_lines          16 bits an element, whole lines of memory to a warp
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -13,19 +18,19 @@ from .gluon import constexpr_function
 
 @constexpr_function
 def accumulator(width, warps=4):
-    """The layout of wgmma's results [16 * warps, width], 64 rows to a warpgroup."""
+    """Return the layout of wgmma's results [16 * warps, width], 64 rows to a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
 
 
 @gluon.jit
 def matrix(tile):
-    """A tile [1, rows, 1, columns] in shared memory, as TMA brings it, of two dimensions."""
+    """Return a tile [1, rows, 1, columns] in shared memory, as TMA brings it, as one of two dimensions."""
     return tile.reshape([tile.shape[1], tile.shape[3]])
 
 
 @gluon.jit
 def here(x):
-    """The integer x, of which the compiler knows nothing from here on.
+    """Return the integer x, of which the compiler knows nothing from here on.
 
     An address that depends on it is computed here, not far above, from where on it would lie in registers: the backward reloads 0
     registers in a step, not 5, and 0 in all, not 26 (Triton 3.6, heads of 128).
@@ -35,13 +40,13 @@ def here(x):
 
 @gluon.jit
 def column(x, LAYOUT: gl.constexpr):
-    """x [64] against the rows of a matrix."""
+    """Return x [64] broadcast against the rows of a matrix."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
 
 
 @constexpr_function
 def accumulator_by_eights(rows, columns, warps=4):
-    """The layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
+    """Return the layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
 
     Which eights of a row a thread holds is known when compiled, so that it has an address for each of its rows, and constants; as
     [rows, columns] every element has an address of its own, in a pair of registers.
@@ -54,14 +59,14 @@ def accumulator_by_eights(rows, columns, warps=4):
 
 @gluon.jit
 def by_eights(x, WARPS: gl.constexpr = 4):
-    """wgmma's results [rows, columns] as [rows, columns / 8, 8], without moving a register."""
+    """Return wgmma's results [rows, columns] as [rows, columns / 8, 8], without moving a register."""
     LAYOUT: gl.constexpr = accumulator_by_eights(x.shape[0], x.shape[1], WARPS)
     return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] // 8, 8]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """The numbers of rows [rows, 1, 1] and columns [1, columns / 8, 8] of such a layout; int64 keeps constants apart."""
+    """Return the numbers of rows [rows, 1, 1] and columns [1, columns / 8, 8] of such a layout; int64 keeps constants apart."""
     LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
@@ -74,5 +79,5 @@ def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.conste
 
 @constexpr_function
 def rows_by_lines(width, warps=4):
-    """A layout of [rows, width] of 16 bits in which a warp reads and writes whole lines of memory."""
+    """Return a layout of [rows, width] of 16 bits in which a warp reads and writes whole lines of memory."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])

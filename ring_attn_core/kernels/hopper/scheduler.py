@@ -1,4 +1,13 @@
-"""Which queries a program of a Hopper kernel has, and which tiles of keys it walks in which order, in Gluon."""
+"""Which queries a program of the Hopper forward has, and which tiles of keys it walks in which order, in Gluon.
+
+    ticket -> tile of queries     ``together`` heads at a time, of which the heaviest tiles come first
+    walk of a run of keys         the tiles that need a mask, then the whole ones, the last one first
+
+The producer takes tickets and announces each tile of queries; the consumers read the announcement.
+
+Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], alibi_slopes f32 [H]
+Units      local indices of a run; tokens count within a shard
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -12,12 +21,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..portable.rows import keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+from ..portable.rows import (
+    count_partly_seen,
+    keys_seen,
+    load_row,
+    partly_seen,
+    tiles_in_band,
+    tiles_in_extents,
+)
 from ..portable.scores import LOG2E
-from .barriers import everywhere, read_number, write_number
+from .barriers import read_number, sync_warp, write_number
 
 
-class Place(NamedTuple):
+class QueryWork(NamedTuple):
     """A tile of queries, from ``m0`` on of a run: how many tiles of keys it walks (-1: there is no such tile of queries), from
     which run on, and which token comes first."""
 
@@ -30,23 +46,20 @@ class Place(NamedTuple):
     first_token: Any
 
 
-FIELDS = gl.constexpr(8)
-"""Numbers of a Place in shared memory, and some room."""
+NUMBERS = gl.constexpr(8)
+"""Numbers in shared memory for a QueryWork, and some room."""
 
 
-class Run(NamedTuple):
-    """A run of keys: the interval of it that each query of a warpgroup sees, its tiles, and fields of its ``runs.Row``.
+class RunOfKeys(NamedTuple):
+    """A run of keys: the interval of it that each query of a warpgroup sees, its ``rows.Tiles``, and fields of its ``runs.Row``.
 
-    ``slope``: ALiBi's, in base 2.
+    ``pair`` is the number of the row. ``slope``: ALiBi's, in base 2.
     """
 
     pair: Any
     begin: Any
     end: Any
-    first: Any
-    last: Any
-    whole_first: Any
-    whole_last: Any
+    tiles: Any
     q_start: Any
     k_start: Any
     stride: Any
@@ -55,103 +68,96 @@ class Run(NamedTuple):
 
 @gluon.jit
 def visible(column, begin, end):
-    """bool [queries, keys]: begin <= column < end, in one comparison; two take a register a key, and the loop spills."""
+    """Return bool [queries, keys]: begin <= column < end, in one comparison; two take a register a key, and the loop spills."""
     width = gl.expand_dims(gl.maximum(end - begin, 0).to(gl.uint32), 1)
     return (gl.expand_dims(column, 0) - gl.expand_dims(begin, 1)).to(gl.uint32) < width
 
 
 @gluon.jit
-def key_tiles(rows_ptr, extents_ptr, batch, S, pair, m0, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Tiles of a run of keys that a tile of queries visits, and those it sees whole: first, last, whole_first, whole_last."""
-    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(rows_ptr, pair)
-    m1 = gl.minimum(m0 + BLOCK_Q, q_len)
-    first, last, whole_first, whole_last = tiles_in_band(m0, m1, lo, hi, k_len, BLOCK_K)
-    if extents_ptr is not None:
+def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
+    """Return the ``rows.Tiles`` of a run of keys that a tile of queries visits."""
+    row = load_row(args.rows, pair)
+    m1 = gl.minimum(m0 + sizes.BLOCK_Q, row.q_len)
+    tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, sizes.BLOCK_K)
+    if args.extents is not None:
         # Every warp holds all queries: no reduction passes through shared memory.
-        i = m0 + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [gl.num_warps()], [0]))
-        begin, end = keys_seen(i, extents_ptr, batch, S, lo, hi, q_base, q_len, k_len, k_start, stride)
-        first, last, whole_first, whole_last = tiles_in_extents(
-            first, last, whole_first, whole_last, begin, end, i < q_len, BLOCK_K
-        )
-    return first, last, whole_first, whole_last
+        i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.BlockedLayout([sizes.BLOCK_Q // 32], [32], [gl.num_warps()], [0]))
+        begin, end = keys_seen(i, args.extents, batch, args.S, row)
+        tiles = tiles_in_extents(tiles, begin, end, i < row.q_len, sizes.BLOCK_K)
+    return tiles
 
 
 @gluon.jit
-def place_of(ticket, given, sizes: gl.constexpr):
-    """The tile of queries with a number: ``together`` heads at a time, of which the heaviest tiles come first."""
-    tiles_of_run = gl.cdiv(given.S // sizes.Q_RUNS, sizes.BLOCK_Q)
+def work_of(ticket, args, sizes: gl.constexpr):
+    """Return the tile of queries with a number: ``together`` heads at a time, of which the heaviest tiles come first."""
+    tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
-    before = ticket // (given.together * tiles) * given.together
-    heads = gl.maximum(gl.minimum(given.together, given.total // tiles - before), 1)  # 0 behind the last tile
-    place_in_heads = ticket - before * tiles
-    tile = tiles - 1 - place_in_heads // heads
-    head = before + place_in_heads % heads
+    before = ticket // (args.together * tiles) * args.together
+    heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # 0 behind the last tile
+    within = ticket - before * tiles
+    tile = tiles - 1 - within // heads
+    head = before + within % heads
     batch = head // sizes.H
     q_run = tile // tiles_of_run
     m0 = tile % tiles_of_run * sizes.BLOCK_Q
     count = -1
     first_run = 0
     first_token = 0
-    if ticket < given.total:
-        count, first_run, first_token = survey(
-            given.rows, given.extents, batch, given.S, q_run, m0, sizes.K_RUNS, sizes.BLOCK_Q, sizes.BLOCK_K
-        )
-    return Place(batch, head % sizes.H, q_run, m0, count, first_run, first_token)
+    if ticket < args.total:
+        count, first_run, first_token = survey(args, batch, q_run, m0, sizes)
+    return QueryWork(batch, head % sizes.H, q_run, m0, count, first_run, first_token)
 
 
 @gluon.jit
-def tell(place, shared):
-    """The producer's word to the consumers; they have read the one before."""
+def announce(work, shared):
+    """Tell the consumers which tile of queries comes next; they have read the announcement before."""
     for field in gl.static_range(7):
-        write_number(shared.place, field, place[field])
-    everywhere("bar.warp.sync 0xffffffff;")
-    mbarrier.arrive(shared.place_full.index(0), count=1)
+        write_number(shared.work, field, work[field])
+    sync_warp()
+    mbarrier.arrive(shared.work_full.index(0), count=1)
 
 
 @gluon.jit
-def told(taken, shared):
-    """The tile of queries that the producer takes after ``taken`` others; to be released as PLACE_READ."""
-    mbarrier.wait(shared.place_full.index(0), taken & 1)
-    return Place(
-        read_number(shared.place, 0), read_number(shared.place, 1), read_number(shared.place, 2), read_number(shared.place, 3),
-        read_number(shared.place, 4), read_number(shared.place, 5), read_number(shared.place, 6),
+def announced(taken, shared):
+    """Return the tile of queries that the producer takes after ``taken`` others; to be released as WORK_READ."""
+    mbarrier.wait(shared.work_full.index(0), taken & 1)
+    return QueryWork(
+        read_number(shared.work, 0), read_number(shared.work, 1), read_number(shared.work, 2), read_number(shared.work, 3),
+        read_number(shared.work, 4), read_number(shared.work, 5), read_number(shared.work, 6),
     )  # fmt: skip
 
 
 @gluon.jit
-def survey(rows_ptr, extents_ptr, batch, S, q_run, m0, K_RUNS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """How many tiles all runs of keys hold for a tile of queries, the first run that holds any, and its first tile's token."""
-    tiles = 0
+def survey(args, batch, q_run, m0, sizes: gl.constexpr):
+    """Return how many tiles of keys a tile of queries walks, the first run that holds any, and the token of its first tile."""
+    count = 0
     first_run = 0
     first_token = 0
-    for run in range(K_RUNS):
-        pair = q_run * K_RUNS + run
-        first, last, whole_first, whole_last = key_tiles(rows_ptr, extents_ptr, batch, S, pair, m0, BLOCK_Q, BLOCK_K)
-        _, _, _, _, _, k_base, _, _, _ = load_row(rows_ptr, pair)
-        token = k_base + tile_at(0, first, last, whole_first, whole_last) * BLOCK_K
-        first_run = gl.where(tiles == 0, run, first_run)
-        first_token = gl.where(tiles == 0, token, first_token)
-        tiles += last - first
-    return tiles, first_run, first_token
+    for run in range(sizes.K_RUNS):
+        pair = q_run * sizes.K_RUNS + run
+        tiles = key_tiles(args, batch, pair, m0, sizes)
+        token = load_row(args.rows, pair).k_base + tile_at(0, tiles) * sizes.BLOCK_K
+        first_run = gl.where(count == 0, run, first_run)
+        first_token = gl.where(count == 0, token, first_token)
+        count += tiles.last - tiles.first
+    return count, first_run, first_token
 
 
 @gluon.jit
-def tile_at(t, first, last, whole_first, whole_last):
-    """The t-th tile of a run in the order of the walk: those that need a mask, then the whole ones, the last one first."""
-    masked = last - first - (whole_last - whole_first)
-    return gl.where(t < masked, partly_seen(t, first, whole_first, whole_last), whole_last - 1 - (t - masked))
+def tile_at(t, tiles):
+    """Return the t-th tile of a run in the order of the walk: those that need a mask, then the whole ones, the last one first."""
+    masked = count_partly_seen(tiles)
+    return gl.where(t < masked, partly_seen(t, tiles), tiles.whole_last - 1 - (t - masked))
 
 
 @gluon.jit
-def run_of(given, place, sizes: gl.constexpr, number, i):
-    """The number-th run of keys, as the queries ``i`` see it."""
-    pair = place.q_run * sizes.K_RUNS + number
-    lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(given.rows, pair)
-    begin, end = keys_seen(i, given.extents, place.batch, given.S, lo, hi, q_base, q_len, k_len, k_start, stride)
-    first, last, whole_first, whole_last = key_tiles(
-        given.rows, given.extents, place.batch, given.S, pair, place.m0, sizes.BLOCK_Q, sizes.BLOCK_K
-    )
+def run_of(args, work, sizes: gl.constexpr, number, i):
+    """Return the number-th run of keys, as the queries ``i`` see it."""
+    pair = work.q_run * sizes.K_RUNS + number
+    row = load_row(args.rows, pair)
+    begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
+    tiles = key_tiles(args, work.batch, pair, work.m0, sizes)
     slope = 0.0
-    if given.slopes is not None:
-        slope = gl.load(given.slopes + place.head).to(gl.float32) * LOG2E
-    return Run(pair, begin, end, first, last, whole_first, whole_last, q_start, k_start, stride, slope)
+    if args.alibi_slopes is not None:
+        slope = gl.load(args.alibi_slopes + work.head).to(gl.float32) * LOG2E
+    return RunOfKeys(pair, begin, end, tiles, row.q_start, row.k_start, row.stride, slope)

@@ -8,7 +8,7 @@ WIDEST = 256
 
 
 def refusal(call: Call) -> str | None:
-    """Why the Hopper forward does not take a call, in words; None where it does. The portable kernel takes what it refuses."""
+    """Return why the Hopper forward does not take a call, None where it does. The portable kernel takes what it refuses."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
         reason = f"it is for sm_90, and this GPU is sm_{call.capability}"
@@ -20,7 +20,7 @@ def refusal(call: Call) -> str | None:
 
 
 def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
-    """What of it depends on the arrays' dtype and last dimensions only."""
+    """Return the part of ``refusal`` that depends on the arrays' dtype and last dimensions only."""
     if dtype not in ("bfloat16", "float16"):
         return f"its products are of bfloat16 and float16, not {dtype}"
     for name, width in (("head_dim", head_dim), ("v_dim", v_dim)):
@@ -32,17 +32,17 @@ def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
 
 
 def columns(width: int) -> int:
-    """Of the tile that holds rows of ``width``: TMA reads 0 beyond them."""
+    """Return the padded head dimension of a tile; TMA reads 0 beyond ``width``."""
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
 def refusal_of_backward(call: Call) -> str | None:
-    """Why the Hopper backward does not take a call, in words; None where it does. The portable kernels take what it refuses."""
+    """Return why the Hopper backward does not take a call, None where it does. The portable kernels take what it refuses."""
     return refusal(call) or refusal_of_gradients(call.head_dim, call.v_dim)
 
 
 def refusal_of_gradients(head_dim: int, v_dim: int) -> str | None:
-    """What of it depends on the arrays' last dimensions only, beside ``refusal_of_shape``."""
+    """Return the part of ``refusal_of_backward`` that depends on the head dimensions only, beside ``refusal_of_shape``."""
     if max(head_dim, v_dim) > 128:
         return f"its sums for heads of more than 128 do not fit into registers, and these are of {head_dim}"
     if columns(head_dim) != columns(v_dim):

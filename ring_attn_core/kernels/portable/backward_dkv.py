@@ -1,20 +1,56 @@
-"""The gradients of one shard of keys and values from one rank's queries."""
+"""The gradients of one k/v shard from one rank's queries, in Triton (sm_80 and later).
+
+    dv_j = sum_i z_ij p_ij dout_i                                  p, dp, ds, z as in backward_dq.py
+    dk_j = scale sum_i ds_ij q_i
+
+One pass over the queries that see a tile of keys, of every query head of the group (FlashAttention-2, arXiv:2307.08691,
+algorithm 2).
+
+Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
+           other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
+Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
+Q tiles    those that the band touches, and with extents by their bounds; those that see all of the k tile need no mask
+State      FIRST: no gradients have come yet; else dk_in and dv_in f32, which dk and dv may overwrite in place
+Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .dropout import kept
+from .dropout import kept_of_tile
 from .loads import add_product, load_own_tile, load_tile
-from .rows import NOTHING_BEGINS, ROW_FIELDS, keys_seen, load_row, partly_seen, tiles_in_band
+from .records import Arguments, Columns, KeyTile, Sizes
+from .rows import (
+    K_LEN,
+    NOTHING_BEGINS,
+    ROW_FIELDS,
+    Tiles,
+    count_partly_seen,
+    keys_seen,
+    load_row,
+    partly_seen,
+    tiles_in_band,
+)
 from .scores import scores
 
-K_LEN = tl.constexpr(6)
 SCAN = tl.constexpr(64)
+"""Tiles of queries whose bounds are read at a time."""
+
+
+class Queries(NamedTuple):
+    """The arrays of the queries: ``q`` and ``dout`` are pointers or TMA descriptors, ``lse2`` and ``delta`` f32 [B, H, S]."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
 
 
 @triton.jit
@@ -27,9 +63,9 @@ def dkv(
     delta_BHS,
     rows_ptr,
     extents_ptr,
-    ceiling_BT,
-    slopes_ptr,
-    streams_BH,
+    key_mask_BT,
+    alibi_slopes_ptr,
+    dropout_BH,
     bounds_ptr,
     dk_in_BTGD,
     dv_in_BTGE,
@@ -37,7 +73,7 @@ def dkv(
     dv_BTGE,
     scale,
     inner,
-    cap,
+    softcap,
     threshold,
     rescale,
     S,
@@ -60,59 +96,60 @@ def dkv(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv of a tile of keys: one pass over the queries that see them, of every query head of the group."""
-    slot = T // K_RUNS
-    tiles = tl.cdiv(slot, BLOCK_K)
+    """dk and dv of a tile of keys."""
+    sizes: tl.constexpr = Sizes(
+        H, G, BLOCK_Q, BLOCK_K,
+        Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
+        Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
+        None, None, ALIGNED, PRECISION,
+    )  # fmt: skip
+    queries = Queries(q_BSHD, dout_BSHE, lse2_BHS, delta_BHS)
+    args = Arguments(
+        None, None, extents_ptr, key_mask_BT, None, alibi_slopes_ptr, dropout_BH,
+        inner, softcap, threshold, rescale, S, T,
+    )  # fmt: skip
+    k_slot = T // K_RUNS
+    tiles_of_run = tl.cdiv(k_slot, BLOCK_K)
     program = tl.program_id(0)
-    tile = program % (K_RUNS * tiles)
-    group = program // (K_RUNS * tiles) % G
-    batch = program // (K_RUNS * tiles) // G
-    k_run = tile // tiles
-    n0 = tile % tiles * BLOCK_K
+    number = program % (K_RUNS * tiles_of_run)
+    group = program // (K_RUNS * tiles_of_run) % G
+    batch = program // (K_RUNS * tiles_of_run) // G
+    k_run = number // tiles_of_run
+    n0 = number % tiles_of_run * BLOCK_K
     j = n0 + tl.arange(0, BLOCK_K)
-    token = k_run * slot + n0
+    token = k_run * k_slot + n0
 
-    k_tile = load_own_tile(k_BTGD, batch, T, token, group, slot - n0, G, K_STRIDE, 0, D, BLOCK_K, BLOCK_D, TMA)
-    v_tile = load_own_tile(v_BTGE, batch, T, token, group, slot - n0, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, TMA)
+    k_tile = load_own_tile(k_BTGD, batch, T, token, group, k_slot - n0, sizes.K, BLOCK_K)
+    v_tile = load_own_tile(v_BTGE, batch, T, token, group, k_slot - n0, sizes.V, BLOCK_K)
+    tile = KeyTile(batch, n0, k_tile, v_tile)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_E], tl.float32)
     q_slot = S // Q_RUNS
     for q_run in range(Q_RUNS):
-        lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(rows_ptr, q_run * K_RUNS + k_run)
-        n1 = tl.minimum(n0 + BLOCK_K, k_len)
-        first, last, whole_first, whole_last = tiles_in_band(n0, n1, -hi, -lo, q_len, BLOCK_Q)
+        row = load_row(rows_ptr, q_run * K_RUNS + k_run)
+        n1 = tl.minimum(n0 + BLOCK_K, row.k_len)
+        tiles = tiles_in_band(n0, n1, -row.hi, -row.lo, row.q_len, BLOCK_Q)
         if extents_ptr is not None:
-            first, last, whole_first, whole_last = within_extents(
-                first, last, whole_first, whole_last, bounds_ptr, batch, Q_RUNS, q_run, tl.cdiv(q_slot, BLOCK_Q),
-                k_start + stride * n0, k_start + stride * (n1 - 1), stride
-            )  # fmt: skip
-        parts = last - first - (whole_last - whole_first)
+            tiles_of_q_run = tl.cdiv(q_slot, BLOCK_Q)
+            k_first, k_last = row.k_start + row.stride * n0, row.k_start + row.stride * (n1 - 1)
+            tiles = tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_q_run, k_first, k_last, Q_RUNS)
+        parts = count_partly_seen(tiles)
         for t in range(parts * (H // G)):
-            dk, dv = visit_queries(
-                dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, streams_BH,
-                inner, cap, threshold, rescale,
-                partly_seen(t % parts, first, whole_first, whole_last) * BLOCK_Q, n0, batch, group * (H // G) + t // parts,
-                S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
-                H, D, E, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, True, ALIGNED, TMA, PRECISION,
-            )  # fmt: skip
-        wholes = whole_last - whole_first
+            m0, head = partly_seen(t % parts, tiles) * BLOCK_Q, group * (H // G) + t // parts
+            dk, dv = visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes, True)
+        wholes = tiles.whole_last - tiles.whole_first
         for t in range(wholes * (H // G)):
-            dk, dv = visit_queries(
-                dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, streams_BH,
-                inner, cap, threshold, rescale,
-                (whole_first + t % wholes) * BLOCK_Q, n0, batch, group * (H // G) + t // wholes,
-                S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
-                H, D, E, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, False, ALIGNED, TMA, PRECISION,
-            )  # fmt: skip
+            m0, head = (tiles.whole_first + t % wholes) * BLOCK_Q, group * (H // G) + t // wholes
+            dk, dv = visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes, False)
 
     dk *= scale
     dv *= rescale
-    inside = j < slot
+    inside = j < k_slot
     seen = j < tl.load(rows_ptr + k_run * ROW_FIELDS + K_LEN)
-    if ceiling_BT is not None:
-        seen &= tl.load(ceiling_BT + batch.to(tl.int64) * T + k_run * slot + j, mask=seen, other=0.0) > 0.0
+    if key_mask_BT is not None:
+        seen &= tl.load(key_mask_BT + batch.to(tl.int64) * T + k_run * k_slot + j, mask=seen, other=0.0) > 0.0
     dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
-    at = (batch.to(tl.int64) * T + k_run * slot + j)[:, None] * G + group
+    at = (batch.to(tl.int64) * T + k_run * k_slot + j)[:, None] * G + group
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
     at_dk, at_dv = at * K_STRIDE + d, at * V_STRIDE + V_COLUMN + e
     inside_dk, inside_dv = inside[:, None] & (d < D), inside[:, None] & (e < E)
@@ -126,67 +163,57 @@ def dkv(
 
 
 @triton.jit
-def visit_queries(
-    dk, dv, k_tile, v_tile, q_BSHD, dout_BSHE, lse2_BHS, delta_BHS, extents_ptr, slopes_ptr, streams_BH,
-    inner, cap, threshold, rescale,
-    query, key, batch, head, S, lo, hi, q_base, q_len, q_start, k_len, k_start, stride,
-    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    MASKED: tl.constexpr, ALIGNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dk and dv with the part of the queries of one tile, from query ``query`` of the run on."""
-    ACCURATE: tl.constexpr = k_tile.dtype == tl.float32
-    i = query + tl.arange(0, BLOCK_Q)
-    j = key + tl.arange(0, BLOCK_K)
-    limit = q_len - query
-    q_tile = load_tile(q_BSHD, batch, S, q_base + query, head, limit, H, D, 0, D, BLOCK_Q, BLOCK_D, MASKED, TMA)
-    dout_tile = load_tile(dout_BSHE, batch, S, q_base + query, head, limit, H, E, 0, E, BLOCK_Q, BLOCK_E, MASKED, TMA)
-    at_sums = (batch * H + head).to(tl.int64) * S + q_base + i
-    lse2 = tl.load(lse2_BHS + at_sums, mask=i < q_len, other=float("inf"))
-    delta_tile = tl.load(delta_BHS + at_sums, mask=i < q_len, other=0.0)
-    slope = None if slopes_ptr is None else tl.load(slopes_ptr + head).to(tl.float32)
-    products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-    s, t = scores(products, i[None, :], j[:, None], slope, inner, cap, q_start, k_start, stride, ACCURATE)
+def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
+    """Return dk and dv with the part of the queries of one tile, from query ``m0`` of the run on."""
+    ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
+    i = m0 + tl.arange(0, sizes.BLOCK_Q)
+    j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
+    limit = row.q_len - m0
+    q_tile = load_tile(queries.q, tile.batch, args.S, row.q_base + m0, head, limit, sizes.Q, sizes.BLOCK_Q, MASKED)
+    dout_tile = load_tile(queries.dout, tile.batch, args.S, row.q_base + m0, head, limit, sizes.DOUT, sizes.BLOCK_Q, MASKED)
+    at_sums = (tile.batch * sizes.H + head).to(tl.int64) * args.S + row.q_base + i
+    lse2 = tl.load(queries.lse2 + at_sums, mask=i < row.q_len, other=float("inf"))
+    delta = tl.load(queries.delta + at_sums, mask=i < row.q_len, other=0.0)
+    slope = None if args.alibi_slopes is None else tl.load(args.alibi_slopes + head).to(tl.float32)
+    products = tl.dot(tile.k, tl.trans(q_tile), input_precision=sizes.PRECISION)
+    s, t = scores(products, i[None, :], j[:, None], slope, row, args, ACCURATE)
     p = tl.exp2(s - lse2[None, :])
     if MASKED:
-        begin, end = keys_seen(i, extents_ptr, batch, S, lo, hi, q_base, q_len, k_len, k_start, stride)
+        begin, end = keys_seen(i, args.extents, tile.batch, args.S, row)
         visible = (j[:, None] >= begin[None, :]) & (j[:, None] < end[None, :])
         p = tl.where(visible, p, 0.0)
     dropped = p
-    if streams_BH is not None:
-        q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        q_first, k_first = q_start + stride * query, k_start + stride * key
-        stream = tl.load(streams_BH + batch * H + head)
-        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, True)
+    if args.dropout is not None:
+        keep = kept_of_tile(args, tile.batch, head, row, i, j, m0, tile.n0, sizes, True)
         dropped, p = tl.where(keep, p, 0.0), tl.where(keep, p, -p)  # its sign goes on saying what is kept
-    dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, S, PRECISION)
-    dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
-    if streams_BH is not None:
-        dp = tl.where(p > 0, dp * rescale, 0.0)
+    dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, args.S, sizes.PRECISION)
+    dp = tl.dot(tile.v, tl.trans(dout_tile), input_precision=sizes.PRECISION)
+    if args.dropout is not None:
+        dp = tl.where(p > 0, dp * args.rescale, 0.0)
         p = tl.abs(p)
-    ds = p * (dp - delta_tile[None, :])
-    if cap is not None:
+    ds = p * (dp - delta[None, :])
+    if args.softcap is not None:
         ds *= 1.0 - t * t
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
-    dk = add_product(dk, ds.to(q_tile.dtype), q_tile, S, PRECISION)
+    dk = add_product(dk, ds.to(q_tile.dtype), q_tile, args.S, sizes.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def within_extents(
-    first, last, whole_first, whole_last, bounds_ptr, batch, RUNS: tl.constexpr, run, tiles, k_first, k_last, stride
-):
-    """The part of a range of query tiles of which some query may see the keys k_first .. k_last, and of which all see all.
+def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
+    """Return those of the query tiles in which some query may see the keys at k_first .. k_last, and in which all see all.
 
-    ``bounds``: see ``extent_bounds``. Where the whole tiles have gaps between them, all are taken for partly seen.
+    ``bounds`` are those of ``extent_bounds``; k_first and k_last are token positions. Where the whole tiles have gaps between
+    them, all are taken for partly seen.
     """
+    first, last = tiles.first, tiles.last
     lowest, highest = last, first
     whole_lowest, whole_highest, wholes = last, first, 0
     for at in range(first, last, SCAN):
         tile = at + tl.arange(0, SCAN)
         inside = tile < last
-        bounds = bounds_ptr + ((batch.to(tl.int64) * RUNS + run) * tiles + tile) * 4
+        bounds = bounds_ptr + ((batch.to(tl.int64) * Q_RUNS + q_run) * tiles_of_run + tile) * 4
         least = tl.load(bounds, mask=inside, other=NOTHING_BEGINS)
         greatest = tl.load(bounds + 1, mask=inside, other=0)
         all_least = tl.load(bounds + 2, mask=inside, other=NOTHING_BEGINS)
@@ -194,7 +221,7 @@ def within_extents(
         some = inside & (least <= k_last) & (greatest > k_first)
         lowest = tl.minimum(lowest, tl.min(tl.where(some, tile, last), 0))
         highest = tl.maximum(highest, tl.max(tl.where(some, tile + 1, first), 0))
-        whole = (tile >= whole_first) & (tile < whole_last) & (all_least <= k_first) & (all_greatest > k_last)
+        whole = (tile >= tiles.whole_first) & (tile < tiles.whole_last) & (all_least <= k_first) & (all_greatest > k_last)
         whole_lowest = tl.minimum(whole_lowest, tl.min(tl.where(whole, tile, last), 0))
         whole_highest = tl.maximum(whole_highest, tl.max(tl.where(whole, tile + 1, first), 0))
         wholes += tl.sum(whole.to(tl.int32), 0)
@@ -202,4 +229,4 @@ def within_extents(
     gaps = whole_highest - whole_lowest != wholes
     whole_lowest = tl.where(gaps | (wholes == 0), lowest, whole_lowest)
     whole_highest = tl.where(gaps | (wholes == 0), lowest, whole_highest)
-    return lowest, highest, whole_lowest, whole_highest
+    return Tiles(lowest, highest, whole_lowest, whole_highest)

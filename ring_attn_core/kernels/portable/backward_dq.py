@@ -1,17 +1,45 @@
-"""The gradient of the queries of one rank over one shard of keys."""
+"""The gradient of one rank's queries over one k/v shard, in Triton (sm_80 and later).
+
+    p_ij  = exp2(s_ij - lse2_i)                                    s_ij: scores in base 2, as in forward.py
+    dp_ij = z_ij dout_i . v_j                                      z_ij = kept / (1 - dropout_rate)
+    ds_ij = p_ij (dp_ij - delta_i) (1 - t_ij^2)                    t_ij: the tanh of softcap; without it the last factor is 1
+    dq_i  = scale sum_j ds_ij k_j                                  delta_i = out_i . dout_i - dlse_i
+
+One pass over the keys that a tile of queries sees, with probabilities computed again from lse (FlashAttention-2,
+arXiv:2307.08691, algorithm 2).
+
+Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32 (backward_sums.py), the other arrays as in forward.py
+           -> dq_BSHD
+Program    one (q tile, query head, batch row), as in forward.py
+State      FIRST: no part of dq is there yet; else dq_in f32, which dq may overwrite in place. A q tile that sees nothing here
+           writes only at the first step and at the LAST, where dq gets the input's dtype
+Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .dropout import kept
-from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_ceiling
-from .rows import keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+from .dropout import kept_of_tile
+from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
+from .records import Arguments, Columns, KeyRun, QueryTile, Sizes
+from .rows import count_partly_seen, keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
 from .scores import scores
+
+
+class Loaded(NamedTuple):
+    """What a tile of queries needs at every tile of keys: q, dout, and of each query ``lse2`` and ``delta``."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
 
 
 @triton.jit
@@ -24,15 +52,15 @@ def dq(
     delta_BHS,
     rows_ptr,
     extents_ptr,
-    ceiling_BT,
-    slopes_ptr,
-    streams_BH,
-    hidden_ptr,
+    key_mask_BT,
+    alibi_slopes_ptr,
+    dropout_BH,
+    key_mask_spans_ptr,
     dq_in_BSHD,
     dq_BSHD,
     scale,
     inner,
-    cap,
+    softcap,
     threshold,
     rescale,
     S,
@@ -57,59 +85,55 @@ def dq(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq of a tile of queries: one pass over the keys that they see."""
-    slot = S // Q_RUNS
-    tiles = tl.cdiv(slot, BLOCK_Q)
+    """dq of a tile of queries."""
+    sizes: tl.constexpr = Sizes(
+        H, G, BLOCK_Q, BLOCK_K,
+        Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
+        Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
+        None, CLEAN, ALIGNED, PRECISION,
+    )  # fmt: skip
+    args = Arguments(
+        k_BTGD, v_BTGE, extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
+        inner, softcap, threshold, rescale, S, T,
+    )  # fmt: skip
+    q_slot = S // Q_RUNS
+    tiles_of_run = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0)
-    tile = Q_RUNS * tiles - 1 - program % (Q_RUNS * tiles)
-    head = program // (Q_RUNS * tiles) % H
-    batch = program // (Q_RUNS * tiles) // H
-    q_run = tile // tiles
-    m0 = tile % tiles * BLOCK_Q
+    number = Q_RUNS * tiles_of_run - 1 - program % (Q_RUNS * tiles_of_run)
+    head = program // (Q_RUNS * tiles_of_run) % H
+    batch = program // (Q_RUNS * tiles_of_run) // H
+    q_run = number // tiles_of_run
+    m0 = number % tiles_of_run * BLOCK_Q
     i = m0 + tl.arange(0, BLOCK_Q)
-    q_token = q_run * slot + m0
+    token = q_run * q_slot + m0
 
-    q_tile = load_own_tile(q_BSHD, batch, S, q_token, head, slot - m0, H, D, 0, D, BLOCK_Q, BLOCK_D, TMA)
-    dout_tile = load_own_tile(dout_BSHE, batch, S, q_token, head, slot - m0, H, E, 0, E, BLOCK_Q, BLOCK_E, TMA)
-    at_sums = (batch * H + head).to(tl.int64) * S + q_run * slot + i
-    lse2 = tl.load(lse2_BHS + at_sums, mask=i < slot, other=float("inf"))
-    delta_tile = tl.load(delta_BHS + at_sums, mask=i < slot, other=0.0)
-    slope = None if slopes_ptr is None else tl.load(slopes_ptr + head).to(tl.float32)
+    q_tile = load_own_tile(q_BSHD, batch, S, token, head, q_slot - m0, sizes.Q, BLOCK_Q)
+    dout_tile = load_own_tile(dout_BSHE, batch, S, token, head, q_slot - m0, sizes.DOUT, BLOCK_Q)
+    at_sums = (batch * H + head).to(tl.int64) * S + q_run * q_slot + i
+    lse2 = tl.load(lse2_BHS + at_sums, mask=i < q_slot, other=float("inf"))
+    delta = tl.load(delta_BHS + at_sums, mask=i < q_slot, other=0.0)
+    slope = None if alibi_slopes_ptr is None else tl.load(alibi_slopes_ptr + head).to(tl.float32)
+    loaded = Loaded(q_tile, dout_tile, lse2, delta)
+    tile = QueryTile(batch, head, m0, i, slope)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     visited = 0
     for k_run in range(K_RUNS):
-        lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(rows_ptr, q_run * K_RUNS + k_run)
-        begin, end = keys_seen(i, extents_ptr, batch, S, lo, hi, q_base, q_len, k_len, k_start, stride)
-        m1 = tl.minimum(m0 + BLOCK_Q, q_len)
-        first, last, whole_first, whole_last = tiles_in_band(m0, m1, lo, hi, k_len, BLOCK_K)
+        row = load_row(rows_ptr, q_run * K_RUNS + k_run)
+        begin, end = keys_seen(i, extents_ptr, batch, S, row)
+        tiles = tiles_in_band(m0, tl.minimum(m0 + BLOCK_Q, row.q_len), row.lo, row.hi, row.k_len, BLOCK_K)
         if extents_ptr is not None:
-            first, last, whole_first, whole_last = tiles_in_extents(
-                first, last, whole_first, whole_last, begin, end, i < q_len, BLOCK_K
-            )
-        visited += last - first
-        for t in range(last - first - (whole_last - whole_first)):
-            acc = visit_keys(
-                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH,
-                slope, inner, cap, threshold, rescale,
-                partly_seen(t, first, whole_first, whole_last) * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
-                q_start, k_base, k_start, stride,
-                H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
-                BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, True, CLEAN, ALIGNED, TMA, PRECISION,
-            )  # fmt: skip
-        for t in range(whole_first, whole_last):
-            acc = visit_keys(
-                acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH,
-                slope, inner, cap, threshold, rescale,
-                t * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
-                q_start, k_base, k_start, stride,
-                H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
-                BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, False, CLEAN, ALIGNED, TMA, PRECISION,
-            )  # fmt: skip
+            tiles = tiles_in_extents(tiles, begin, end, i < row.q_len, BLOCK_K)
+        run = KeyRun(row, begin, end)
+        visited += tiles.last - tiles.first
+        for t in range(count_partly_seen(tiles)):
+            acc = visit_keys(acc, loaded, partly_seen(t, tiles) * BLOCK_K, run, tile, args, sizes, True)
+        for t in range(tiles.whole_first, tiles.whole_last):
+            acc = visit_keys(acc, loaded, t * BLOCK_K, run, tile, args, sizes, False)
 
     if FIRST or LAST or visited > 0:
         d = tl.arange(0, BLOCK_D)
-        at = ((batch.to(tl.int64) * S + q_run * slot + i) * H + head)[:, None] * D + d[None, :]
-        inside = (i < slot)[:, None] & (d[None, :] < D)
+        at = ((batch.to(tl.int64) * S + q_run * q_slot + i) * H + head)[:, None] * D + d[None, :]
+        inside = (i < q_slot)[:, None] & (d[None, :] < D)
         acc *= scale
         if not FIRST:
             acc += tl.load(dq_in_BSHD + at, mask=inside, other=0.0)
@@ -117,42 +141,30 @@ def dq(
 
 
 @triton.jit
-def visit_keys(
-    acc, q_tile, dout_tile, lse2, delta_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH,
-    slope, inner, cap, threshold, rescale,
-    key, query, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    MASKED: tl.constexpr, CLEAN: tl.constexpr, ALIGNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc with the part of the keys of one tile, from key ``key`` of the run on; the tile's first query is ``query``."""
-    ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
-    j = key + tl.arange(0, BLOCK_K)
-    group = head // (H // G)
-    k_tile = load_tile(k_BTGD, batch, T, k_base + key, group, k_len - key, G, K_STRIDE, 0, D, BLOCK_K, BLOCK_D, MASKED, TMA)
-    v_tile = load_tile(
-        v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
-    )
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    s, t = scores(products, i[:, None], j[None, :], slope, inner, cap, q_start, k_start, stride, ACCURATE)
-    if ceiling_BT is not None:  # noqa: SIM102 (known when compiled)
-        if MASKED or some_hidden(hidden_ptr, batch, T, k_base + key, BLOCK_K, 16):
-            s = under_ceiling(s, ceiling_BT, batch, T, k_base, j, k_len)
-    p = tl.exp2(s - lse2[:, None])
-    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-    if streams_BH is not None:
-        q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        q_first, k_first = q_start + stride * query, k_start + stride * key
-        stream = tl.load(streams_BH + batch * H + head)
-        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
-        dp = tl.where(keep, dp * rescale, 0.0)
-    ds = p * (dp - delta_tile[:, None])
-    if cap is not None:
+def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
+    """Return acc with the part of the keys of one tile, from key ``n0`` of the run on."""
+    ACCURATE: tl.constexpr = loaded.q.dtype == tl.float32
+    row = run.row
+    j = n0 + tl.arange(0, sizes.BLOCK_K)
+    group = tile.head // (sizes.H // sizes.G)
+    k_tile = load_tile(args.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K, sizes.BLOCK_K, MASKED)
+    v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)
+    products = tl.dot(loaded.q, tl.trans(k_tile), input_precision=sizes.PRECISION)
+    s, t = scores(products, tile.i[:, None], j[None, :], tile.slope, row, args, ACCURATE)
+    if args.key_mask is not None:  # noqa: SIM102 (known when compiled)
+        if MASKED or some_hidden(args.key_mask_spans, tile.batch, args.T, row.k_base + n0, sizes.BLOCK_K):
+            s = under_key_mask(s, args.key_mask, tile.batch, args.T, row.k_base, j, row.k_len)
+    p = tl.exp2(s - loaded.lse2[:, None])
+    dp = tl.dot(loaded.dout, tl.trans(v_tile), input_precision=sizes.PRECISION)
+    if args.dropout is not None:
+        keep = kept_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False)
+        dp = tl.where(keep, dp * args.rescale, 0.0)
+    ds = p * (dp - loaded.delta[:, None])
+    if args.softcap is not None:
         ds *= 1.0 - t * t
     if MASKED:
-        visible = (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
+        visible = (j[None, :] >= run.begin[:, None]) & (j[None, :] < run.end[:, None])
         ds = tl.where(visible, ds, 0.0)
-        if CLEAN > 0:
-            k_tile = keep_seen(k_tile, visible, CLEAN == 2)
-    return add_product(acc, ds.to(k_tile.dtype), k_tile, T, PRECISION)
+        if sizes.CLEAN > 0:
+            k_tile = keep_seen(k_tile, visible, sizes.CLEAN == 2)
+    return add_product(acc, ds.to(k_tile.dtype), k_tile, args.T, sizes.PRECISION)

@@ -1,4 +1,14 @@
-"""What the backward needs of every query, and of the extents of a tile of queries."""
+"""What the backward needs of every query, and of the extents of every tile of queries, in Triton.
+
+    lse2_i  = log2(e) lse_i                     +inf where the query sees nothing: its probabilities become 0
+    delta_i = out_i . dout_i - dlse_i           0 where the query sees nothing
+    bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
+
+Shapes     out_BSHE, lse_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS f32; extents int32 [B, S, 2],
+           rows int32 [q_runs, k_runs, fields] -> bounds int32 [B, q tiles, 4]
+Program    of ``delta`` one (tile of tokens, head, batch row); of ``extent_bounds`` one (q tile, batch row), a q tile in one run
+Precision  f32
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -8,10 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import NOTHING_BEGINS, ROW_FIELDS
+from .rows import NOTHING_BEGINS, Q_LEN, ROW_FIELDS
 from .scores import LOG2E
-
-Q_LEN = tl.constexpr(3)
 
 
 @triton.jit
@@ -28,7 +36,7 @@ def delta(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """lse in base 2 and delta, heads before tokens; +inf and 0 for a query that sees nothing: its probabilities become 0."""
+    """Store lse in base 2 and delta of a tile of tokens."""
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
     head = program // tiles % H
@@ -50,15 +58,15 @@ def delta(
 
 @triton.jit
 def extent_bounds(extents_ptr, rows_ptr, bounds_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """For every q tile: least first and greatest end of its queries' extents, and greatest first and least end."""
-    slot = S // Q_RUNS
-    tiles = tl.cdiv(slot, BLOCK_Q)
+    """Store the bounds of a tile of queries. An empty extent counts as one that begins behind all keys and ends before them."""
+    q_slot = S // Q_RUNS
+    tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0)
     run = program // tiles % Q_RUNS
     batch = (program // tiles // Q_RUNS).to(tl.int64)
     i = program % tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = i < tl.load(rows_ptr + run * K_RUNS * ROW_FIELDS + Q_LEN)
-    at = extents_ptr + (batch * S + run * slot + i) * 2
+    at = extents_ptr + (batch * S + run * q_slot + i) * 2
     first = tl.load(at, mask=valid, other=0)
     end = tl.load(at + 1, mask=valid, other=0)
     some = valid & (first < end)

@@ -1,4 +1,14 @@
-"""Which probabilities dropout keeps, drawn with Philox from global positions."""
+"""Which probabilities dropout keeps, drawn with Philox from global positions (ring_attn_core.dropout has the formulas).
+
+    dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     the stream of a batch row and head, global indices
+    words            = philox2x32((of_q, of_k), stream)             one counter serves eight probabilities
+    kept where a word's 16 bits >= threshold                        the share ``dropout_rate`` of them is below it
+
+Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
+           -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
+Program    of ``dropout_streams``: BLOCK batch rows and heads
+Units      positions are token positions of the whole sequence; ``threshold`` stands in the upper half of a word
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -16,18 +26,30 @@ WEYL = tl.constexpr(dropout.WEYL[0])
 
 
 @triton.jit
-def streams(draw_ptr, streams_BH, B, H, BLOCK: tl.constexpr):
-    """The key by which dropout draws for every batch row and head (ring_attn_core.dropout)."""
+def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
+    """Store the stream by which dropout draws for every batch row and head."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    seed = tl.load(draw_ptr).to(tl.uint64) | (tl.load(draw_ptr + 1).to(tl.uint64) << 32)
-    batch, head = (tl.load(draw_ptr + 2) + at // H).to(tl.uint32), (tl.load(draw_ptr + 3) + at % H).to(tl.uint32)
+    seed = tl.load(dropout_seed_ptr).to(tl.uint64) | (tl.load(dropout_seed_ptr + 1).to(tl.uint64) << 32)
+    batch = (tl.load(dropout_seed_ptr + 2) + at // H).to(tl.uint32)
+    head = (tl.load(dropout_seed_ptr + 3) + at % H).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, head * 0, head * 0, head, batch)  # pyright: ignore[reportGeneralTypeIssues]
-    tl.store(streams_BH + at, word, mask=at < B * H)
+    tl.store(dropout_BH + at, word, mask=at < B * H)
+
+
+@triton.jit
+def kept_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Return which probabilities of queries ``i`` from ``m0`` on and keys ``j`` from ``n0`` on dropout keeps."""
+    q_pos, k_pos = row.q_start + row.stride * i, row.k_start + row.stride * j
+    q_first, k_first = row.q_start + row.stride * m0, row.k_start + row.stride * n0
+    stream = tl.load(args.dropout + batch * sizes.H + head)
+    return kept(
+        stream, args.threshold, q_pos, k_pos, q_first, k_first, sizes.BLOCK_Q, sizes.BLOCK_K, sizes.ALIGNED, BY_KEYS
+    )  # fmt: skip
 
 
 @triton.jit
 def kept(
-    key,
+    stream,
     threshold,
     q_pos,
     k_pos,
@@ -38,57 +60,57 @@ def kept(
     ALIGNED: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS: which probabilities dropout keeps (ring_attn_core.dropout).
+    """Return bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS: which probabilities dropout keeps.
 
-    ``key``: of the batch row and head; ``threshold`` in the upper half of a word; positions ``q_pos`` [QUERIES] and ``k_pos``
-    [KEYS], the first ones ``q_first`` and ``k_first``. ALIGNED: they are consecutive from multiples of 16 on, so that one counter
-    serves the probabilities that a thread has side by side, eight, or four of the eight BY_KEYS; else each pays for a counter.
+    Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], the first ones ``q_first`` and ``k_first``. ALIGNED says that they are
+    consecutive from multiples of 16 on, so that one counter serves the probabilities that a thread has side by side: eight, or
+    four of the eight BY_KEYS. Else each probability pays for a counter.
     """
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
         of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
-        a, b = philox2x32(of_q[None, :], of_k, key)  # pyright: ignore[reportGeneralTypeIssues]
+        a, b = philox2x32(of_q[None, :], of_k, stream)  # pyright: ignore[reportGeneralTypeIssues]
         keep = tl.join(halves_kept(turned(a, j % 2), threshold), halves_kept(turned(b, j % 2), threshold))
         keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
         keep = tl.reshape(keep, [KEYS, QUERIES])
     elif ALIGNED:
         of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + tl.arange(0, KEYS // 4)
-        a, b = philox2x32(of_q[:, None], of_k[None, :], key)  # pyright: ignore[reportGeneralTypeIssues]
+        a, b = philox2x32(of_q[:, None], of_k[None, :], stream)  # pyright: ignore[reportGeneralTypeIssues]
         keep = tl.join(quarters_kept(a, threshold), quarters_kept(b, threshold))
         keep = tl.permute(tl.reshape(keep, [QUERIES // 16, 8, KEYS // 16, 4, 2, 2, 2]), (0, 6, 1, 2, 4, 3, 5))
         keep = tl.reshape(keep, [QUERIES, KEYS])
     else:
         q, k = (q_pos[None, :], k_pos[:, None]) if BY_KEYS else (q_pos[:, None], k_pos[None, :])
-        a, b = philox2x32(q // 16 * 8 + q % 8, k // 16 * 4 + k % 8 // 2, key)  # pyright: ignore[reportGeneralTypeIssues]
+        a, b = philox2x32(q // 16 * 8 + q % 8, k // 16 * 4 + k % 8 // 2, stream)  # pyright: ignore[reportGeneralTypeIssues]
         keep = turned(tl.where(q // 8 % 2 == 0, a, b), k // 8 % 2 * 2 + k % 2) >= threshold
     return keep
 
 
 @triton.jit
-def philox2x32(of_q, of_k, key):
-    """Two uint32 words of counters of int32 words, broadcast against each other."""
+def philox2x32(of_q, of_k, stream):
+    """Return the two uint32 words of counters of int32 words, broadcast against each other; the key of Philox is the stream."""
     a, b = tl.broadcast(of_q.to(tl.uint32), of_k.to(tl.uint32))
     for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
         product = a.to(tl.uint64) * MULTIPLIER
-        a, b = (product >> 32).to(tl.uint32) ^ key ^ b, product.to(tl.uint32)
-        key += WEYL
+        a, b = (product >> 32).to(tl.uint32) ^ stream ^ b, product.to(tl.uint32)
+        stream += WEYL
     return a, b
 
 
 @triton.jit
 def turned(word, turn):
-    """Words rotated left by ``turn`` bytes."""
+    """Return words rotated left by ``turn`` bytes."""
     left = (turn * 8).to(tl.uint32)
     return (word << left) | (word >> (32 - left) % 32)
 
 
 @triton.jit
 def halves_kept(word, threshold):
-    """bool [..., 2] of words turned by 0 and by 2 bytes."""
+    """Return bool [..., 2] of words turned by 0 and by 2 bytes."""
     return tl.join(word >= threshold, (word << 16) >= threshold)
 
 
 @triton.jit
 def quarters_kept(word, threshold):
-    """bool [..., 2, 2] of words turned by 0 and 2 bytes, and by 1 and 3: keys k and k + 8, k + 1 and k + 9."""
+    """Return bool [..., 2, 2] of words turned by 0 and 2 bytes, and by 1 and 3: for keys k and k + 8, k + 1 and k + 9."""
     return tl.join(halves_kept(word, threshold), halves_kept((word << 8) | (word >> 24), threshold))

@@ -8,8 +8,8 @@ One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.0
 epilogue, with the (out, lse) of the keys seen so far: with weights exp(lse - lse_both) it is exactly what one softmax over all of
 them would give.
 
-Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], ceiling_BT f32 of the
-           key mask, sinks, slopes f32 [H], streams uint32 [B, H] -> out_BSHE, lse_BSH f32
+Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_mask_BT f32
+           (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
            heaviest; a q tile lies within one run
@@ -28,12 +28,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dropout import kept
-from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_ceiling
-from .rows import keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
-from .scores import scores
-
-LN2 = tl.constexpr(0.6931471805599453)
+from .dropout import kept_of_tile
+from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
+from .records import Arguments, Columns, KeyRun, QueryTile, Sizes
+from .rows import count_partly_seen, keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+from .scores import LN2, scores
 
 
 @triton.jit
@@ -43,17 +42,17 @@ def forward(
     v_BTGE,
     rows_ptr,
     extents_ptr,
-    ceiling_BT,
-    hidden_ptr,
+    key_mask_BT,
+    key_mask_spans_ptr,
     sinks_ptr,
-    slopes_ptr,
-    streams_BH,
+    alibi_slopes_ptr,
+    dropout_BH,
     out_in_BSHE,
     lse_in_BSH,
     out_BSHE,
     lse_BSH,
     inner,
-    cap,
+    softcap,
     threshold,
     rescale,
     S,
@@ -79,60 +78,57 @@ def forward(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    slot = S // Q_RUNS
-    tiles = tl.cdiv(slot, BLOCK_Q)
+    sizes: tl.constexpr = Sizes(
+        H, G, BLOCK_Q, BLOCK_K,
+        Columns(H, D, 0, D, BLOCK_D, TMA), None,
+        Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
+        FOLDED, CLEAN, ALIGNED, PRECISION,
+    )  # fmt: skip
+    args = Arguments(
+        k_BTGD, v_BTGE, extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
+        inner, softcap, threshold, rescale, S, T,
+    )  # fmt: skip
+    q_slot = S // Q_RUNS
+    tiles_of_run = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0)
-    tile = Q_RUNS * tiles - 1 - program % (Q_RUNS * tiles)
-    head = program // (Q_RUNS * tiles) % H
-    batch = program // (Q_RUNS * tiles) // H
-    q_run = tile // tiles
-    m0 = tile % tiles * BLOCK_Q
+    number = Q_RUNS * tiles_of_run - 1 - program % (Q_RUNS * tiles_of_run)
+    head = program // (Q_RUNS * tiles_of_run) % H
+    batch = program // (Q_RUNS * tiles_of_run) // H
+    q_run = number // tiles_of_run
+    m0 = number % tiles_of_run * BLOCK_Q
     i = m0 + tl.arange(0, BLOCK_Q)
 
-    q_token = q_run * slot + m0
-    q_tile = load_own_tile(q_BSHD, batch, S, q_token, head, slot - m0, H, D, 0, D, BLOCK_Q, BLOCK_D, TMA)
-    slope = None if slopes_ptr is None else tl.load(slopes_ptr + head).to(tl.float32)
+    q_tile = load_own_tile(q_BSHD, batch, S, q_run * q_slot + m0, head, q_slot - m0, sizes.Q, BLOCK_Q)
+    slope = None if alibi_slopes_ptr is None else tl.load(alibi_slopes_ptr + head).to(tl.float32)
+    tile = QueryTile(batch, head, m0, i, slope)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_E], tl.float32)
     visited = 0
     q_len = 0
     for k_run in range(K_RUNS):
-        lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride = load_row(rows_ptr, q_run * K_RUNS + k_run)
-        begin, end = keys_seen(i, extents_ptr, batch, S, lo, hi, q_base, q_len, k_len, k_start, stride)
-        m1 = tl.minimum(m0 + BLOCK_Q, q_len)
-        first, last, whole_first, whole_last = tiles_in_band(m0, m1, lo, hi, k_len, BLOCK_K)
+        row = load_row(rows_ptr, q_run * K_RUNS + k_run)
+        q_len = row.q_len
+        begin, end = keys_seen(i, extents_ptr, batch, S, row)
+        tiles = tiles_in_band(m0, tl.minimum(m0 + BLOCK_Q, q_len), row.lo, row.hi, row.k_len, BLOCK_K)
         if extents_ptr is not None:
-            first, last, whole_first, whole_last = tiles_in_extents(
-                first, last, whole_first, whole_last, begin, end, i < q_len, BLOCK_K
-            )
-        visited += last - first
-        for t in range(last - first - (whole_last - whole_first)):
-            acc, m, l = visit(
-                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH, slope, inner, cap, threshold,
-                partly_seen(t, first, whole_first, whole_last) * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
-                q_start, k_base, k_start, stride,
-                H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
-                BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, True, FOLDED, CLEAN, ALIGNED, TMA, PRECISION,
-            )  # fmt: skip
-        for t in range(whole_first, whole_last):
-            acc, m, l = visit(
-                acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH, slope, inner, cap, threshold,
-                t * BLOCK_K, m0, begin, end, k_len, i, batch, head, T,
-                q_start, k_base, k_start, stride,
-                H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN,
-                BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, False, FOLDED, CLEAN, ALIGNED, TMA, PRECISION,
-            )  # fmt: skip
+            tiles = tiles_in_extents(tiles, begin, end, i < q_len, BLOCK_K)
+        run = KeyRun(row, begin, end)
+        visited += tiles.last - tiles.first
+        for t in range(count_partly_seen(tiles)):
+            acc, m, l = visit_keys(acc, m, l, q_tile, partly_seen(t, tiles) * BLOCK_K, run, tile, args, sizes, True)
+        for t in range(tiles.whole_first, tiles.whole_last):
+            acc, m, l = visit_keys(acc, m, l, q_tile, t * BLOCK_K, run, tile, args, sizes, False)
 
     if FIRST or LAST or visited > 0:
         valid = i < q_len
         l = tl.where(valid, l, 0.0)
         acc = tl.where(valid[:, None], acc, 0.0)
-        if streams_BH is not None:
+        if dropout_BH is not None:
             acc *= rescale
         e = tl.arange(0, BLOCK_E)
-        inside = i < slot
-        at_lse = (batch.to(tl.int64) * S + q_run * slot + i) * H + head
+        inside = i < q_slot
+        at_lse = (batch.to(tl.int64) * S + q_run * q_slot + i) * H + head
         at_out = at_lse[:, None] * E + e[None, :]
         inside_out = inside[:, None] & (e[None, :] < E)
         here = m * LN2 + tl.log(tl.where(l > 0, l, 1.0))
@@ -159,35 +155,28 @@ def forward(
 
 
 @triton.jit
-def visit(
-    acc, m, l, q_tile, k_BTGD, v_BTGE, ceiling_BT, hidden_ptr, streams_BH, slope, inner, cap, threshold,
-    key, query, begin, end, k_len, i, batch, head, T, q_start, k_base, k_start, stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    MASKED: tl.constexpr, FOLDED: tl.constexpr, CLEAN: tl.constexpr,
-    ALIGNED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc, m (in base 2) and l with the keys of one tile, from key ``key`` of the run on; the tile's first query is ``query``."""
+def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
+    """Return acc, m (in base 2) and l with the keys of one tile, from key ``n0`` of the run on."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
-    j = key + tl.arange(0, BLOCK_K)
-    group = head // (H // G)
-    k_tile = load_tile(k_BTGD, batch, T, k_base + key, group, k_len - key, G, K_STRIDE, 0, D, BLOCK_K, BLOCK_D, MASKED, TMA)
-    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    row = run.row
+    j = n0 + tl.arange(0, sizes.BLOCK_K)
+    group = tile.head // (sizes.H // sizes.G)
+    k_tile = load_tile(args.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K, sizes.BLOCK_K, MASKED)
+    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=sizes.PRECISION)
     # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
-    if FOLDED and cap is None and slope is None:
-        s, factor = products, inner
+    if sizes.FOLDED and args.softcap is None and tile.slope is None:
+        s, factor = products, args.inner
     else:
-        s, _ = scores(products, i[:, None], j[None, :], slope, inner, cap, q_start, k_start, stride, ACCURATE)
+        s, _ = scores(products, tile.i[:, None], j[None, :], tile.slope, row, args, ACCURATE)
         factor = 1.0
     if MASKED:
-        visible = (j[None, :] >= begin[:, None]) & (j[None, :] < end[:, None])
+        visible = (j[None, :] >= run.begin[:, None]) & (j[None, :] < run.end[:, None])
         s = tl.where(visible, s, float("-inf"))
-    if ceiling_BT is not None:  # noqa: SIM102 (known when compiled)
-        if MASKED or some_hidden(hidden_ptr, batch, T, k_base + key, BLOCK_K, 16):
-            s = under_ceiling(s, ceiling_BT, batch, T, k_base, j, k_len)
+    if args.key_mask is not None:  # noqa: SIM102 (known when compiled)
+        if MASKED or some_hidden(args.key_mask_spans, tile.batch, args.T, row.k_base + n0, sizes.BLOCK_K):
+            s = under_key_mask(s, args.key_mask, tile.batch, args.T, row.k_base, j, row.k_len)
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
-    if MASKED or ceiling_BT is not None:
+    if MASKED or args.key_mask is not None:
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         shift = m_new
@@ -195,16 +184,10 @@ def visit(
     decay = tl.exp2(m - shift)
     l = l * decay + tl.sum(p, 1)
     # Not before the product, though it knows nothing of the scores: booleans would be packed until here, by 250 instructions.
-    if streams_BH is not None:
-        q_pos, k_pos = q_start + stride * i, k_start + stride * j
-        q_first, k_first = q_start + stride * query, k_start + stride * key
-        stream = tl.load(streams_BH + batch * H + head)
-        keep = kept(stream, threshold, q_pos, k_pos, q_first, k_first, BLOCK_Q, BLOCK_K, ALIGNED, False)
-        p = tl.where(keep, p, 0.0)
-    v_tile = load_tile(
-        v_BTGE, batch, T, k_base + key, group, k_len - key, G, V_STRIDE, V_COLUMN, E, BLOCK_K, BLOCK_E, MASKED, TMA
-    )
-    if MASKED and CLEAN > 0:
-        v_tile = keep_seen(v_tile, visible, CLEAN == 2)
-    acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, T, PRECISION)
+    if args.dropout is not None:
+        p = tl.where(kept_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False), p, 0.0)
+    v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)
+    if MASKED and sizes.CLEAN > 0:
+        v_tile = keep_seen(v_tile, visible, sizes.CLEAN == 2)
+    acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, args.T, sizes.PRECISION)
     return acc, m_new, l

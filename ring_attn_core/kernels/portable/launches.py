@@ -1,4 +1,4 @@
-"""The launches that a step of the ring is made of: pure functions from what a call is to ``Launch``."""
+"""The launches of the portable kernels: pure functions from what a call is to ``Launch``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..call import Call
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
-from ..tile_sizes import TileConfig, padded
+from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 
 LEAST_FOLDED = 1e-20
 """A scale above it goes into the exponential's multiply-add: what is added to scores may be divided by it, in float32."""
@@ -15,7 +15,7 @@ LEAST_FOLDED = 1e-20
 
 @lru_cache(maxsize=4096)
 def forward(call: Call, first: bool, last: bool) -> Launch:
-    """(out, lse) with the keys of one shard: outputs ``out``, ``lse``, over the given ones where these stay in float32."""
+    """Return the launch that merges one shard of keys: outputs ``out``, ``lse``, over ``out_in``, ``lse_in`` where in float32."""
     tiles = call.tiles("forward")
     out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
     lse = Output("lse", (call.batch, call.seq_local, call.heads), "float32")
@@ -26,11 +26,11 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
         **_inputs(call, tiles, "q", "q_BSHD"),
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
-        "ceiling_BT": call.array("ceiling"),
-        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
+        "key_mask_BT": call.array("key_mask"),
+        "key_mask_spans_ptr": call.array("key_mask", "int32", "key_mask_spans"),
         "sinks_ptr": call.array("sinks") if first else None,
-        "slopes_ptr": call.array("slopes"),
-        "streams_BH": call.array("streams", "uint32"),
+        "alibi_slopes_ptr": call.array("alibi_slopes"),
+        "dropout_BH": call.array("dropout_seed", "uint32", "dropout"),
         "out_in_BSHE": None if first else Array("out_in", "float32"),
         "lse_in_BSH": None if first else Array("lse_in", "float32"),
         "out_BSHE": Array("out", out.dtype),
@@ -50,7 +50,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def delta(call: Call, out_dtype: str) -> Launch:
-    """The sums over a query that the backward needs: outputs ``lse2`` and ``delta`` [b h s], from out in that dtype."""
+    """Return the launch of what the backward needs of a query: outputs ``lse2`` and ``delta`` [b h s], from out in a dtype."""
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
     arguments = {
@@ -70,7 +70,7 @@ def delta(call: Call, out_dtype: str) -> Launch:
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: Call, block_q: int) -> Launch:
-    """What a tile of ``block_q`` queries may see by its extents: output ``bounds`` int32 [b, q tiles, 4]."""
+    """Return the launch of what tiles of ``block_q`` queries may see by extents: output ``bounds`` int32 [b, q tiles, 4]."""
     arguments = {
         "extents_ptr": Array("extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
@@ -84,35 +84,37 @@ def extent_bounds(call: Call, block_q: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def key_ceiling(batch: int, kv_local: int) -> Launch:
-    """The key mask as kernels take it, from ``bits``: outputs ``ceiling`` [b t] in float32 and ``hidden`` [b spans] int32."""
+def unpack_key_mask(batch: int, kv_local: int) -> Launch:
+    """Return the launch that unpacks ``key_mask_bits``: outputs ``key_mask`` [b t] f32 and ``key_mask_spans`` [b spans] int32."""
     arguments = {
-        "bits_ptr": Array("bits", "uint8"),
-        "ceiling_BT": Array("ceiling", "float32"),
-        "hidden_ptr": Array("hidden", "int32"),
+        "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
+        "key_mask_BT": Array("key_mask", "float32"),
+        "key_mask_spans_ptr": Array("key_mask_spans", "int32"),
         "T": Scalar(kv_local, "i32"),
     }
-    tiles = -(-kv_local // 1024)
-    outputs = Output("ceiling", (batch, kv_local), "float32"), Output("hidden", (batch, tiles * 16), "int32")
-    return _launch("key_ceiling", tiles * batch, arguments, {"BLOCK_K": 1024}, outputs, TileConfig(0, 1024, 4, 1))
+    tiles = -(-kv_local // MASK_BLOCK)
+    spans = Output("key_mask_spans", (batch, tiles * (MASK_BLOCK // MASK_SPAN)), "int32")
+    outputs = Output("key_mask", (batch, kv_local), "float32"), spans
+    constants, config = {"BLOCK_K": MASK_BLOCK}, TileConfig(0, MASK_BLOCK, 4, 1)
+    return _launch("unpack_key_mask", tiles * batch, arguments, constants, outputs, config)
 
 
 @lru_cache(maxsize=4096)
-def streams(batch: int, heads: int) -> Launch:
-    """By what dropout draws for every batch row and head: output ``streams`` [b h], from ``draw``."""
+def dropout_streams(batch: int, heads: int) -> Launch:
+    """Return the launch of the streams that dropout draws by: output ``dropout`` [b h], from ``dropout_seed``."""
     arguments = {
-        "draw_ptr": Array("draw", "uint32"),
-        "streams_BH": Array("streams", "uint32"),
+        "dropout_seed_ptr": Array("dropout_seed", "uint32"),
+        "dropout_BH": Array("dropout", "uint32"),
         "B": Scalar(batch, "i32"),
         "H": Scalar(heads, "i32"),
     }
-    outputs = (Output("streams", (batch, heads), "uint32"),)
-    return _launch("streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
+    outputs = (Output("dropout", (batch, heads), "uint32"),)
+    return _launch("dropout_streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
 
 
 @lru_cache(maxsize=4096)
 def dq(call: Call, first: bool, last: bool) -> Launch:
-    """dq with the part of one shard of keys: output ``dq``, over the given one where it stays in float32."""
+    """Return the launch that adds one shard of keys to dq: output ``dq``, over ``dq_in`` where it stays in float32."""
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
     if not first and out.dtype == "float32":
@@ -120,7 +122,7 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
     arguments = {
         **_inputs(call, tiles, "q", "q_BSHD", "dout_BSHE"),
         **_backward_inputs(call),
-        "hidden_ptr": call.array("ceiling", "int32", "hidden"),
+        "key_mask_spans_ptr": call.array("key_mask", "int32", "key_mask_spans"),
         "dq_in_BSHD": None if first else Array("dq_in", "float32"),
         "dq_BSHD": Array("dq", out.dtype),
         "scale": Scalar(call.scale, "fp32"),
@@ -133,9 +135,10 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: Call, first: bool, last: bool) -> Launch:
-    """The gradients of one shard of keys: ``dkv`` packed like k/v, else ``dk`` and ``dv``, over the given ones where there are.
+    """Return the launch of the gradients of one shard of keys: ``dkv`` packed like k/v, else ``dk`` and ``dv``.
 
-    ``last``: nothing will be added to them, so they come in the input's dtype.
+    They are added to ``dkv_in``, or ``dk_in`` and ``dv_in``, and overwrite these. ``last``: nothing will be added to them, so
+    they come in the input's dtype.
     """
     tiles = call.tiles("dkv")
     dtype = call.dtype if last else "float32"
@@ -168,7 +171,7 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """q, and dout, by tiles of queries; k and v by tiles of keys. ``own``: "q" or "kv", of which a program has one tile."""
+    """Return q, and dout, by tiles of queries, k and v by tiles of keys. ``own``: "q" or "kv", what a program has one tile of."""
     together = call.head_dim + call.v_dim
     by_tma = tiles.tma and tma_fits(call)
 
@@ -190,7 +193,7 @@ def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[s
 
 
 def tma_fits(call: Call) -> bool:
-    """Whether the arrays can be read by TMA: whole powers of two of columns, rows of whole 16 bytes."""
+    """Return whether the arrays can be read by TMA: whole powers of two of columns, rows of whole 16 bytes."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
@@ -203,9 +206,9 @@ def _backward_inputs(call: Call) -> dict[str, Argument | None]:
         "delta_BHS": Array("delta", "float32"),
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
-        "ceiling_BT": call.array("ceiling"),
-        "slopes_ptr": call.array("slopes"),
-        "streams_BH": call.array("streams", "uint32"),
+        "key_mask_BT": call.array("key_mask"),
+        "alibi_slopes_ptr": call.array("alibi_slopes"),
+        "dropout_BH": call.array("dropout_seed", "uint32", "dropout"),
     }
 
 
@@ -232,7 +235,7 @@ def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _clean(call: Call) -> int:
-    """Whether kernels look for keys that nobody sees: 0 not, 1 by truth values, 2 by bits (loads.keep_seen)."""
+    """Return whether kernels look for keys that nobody sees: 0 not, 1 by truth values, 2 by bits (loads.keep_seen)."""
     return 0 if not call.clean else 1 if call.capability >= 90 else 2
 
 

@@ -1,7 +1,13 @@
-"""The row of a pair of runs: which keys a query sees, and which tiles the band and the extents touch.
+"""Which keys a query sees, and which tiles of keys or queries a program visits.
 
-Index tensors come broadcast, ``i`` of queries and ``j`` of keys against each other, so that every function here serves tiles of
-scores in either orientation, [queries, keys] and [keys, queries].
+    lo <= i - j <= hi            the band of a pair of runs, in local indices: query i and key j of their runs
+    begin_i <= j < end_i         the keys of a run that query i sees: one interval, whatever the band, extent and length
+
+Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] in token positions
+           i of queries and j of keys come broadcast against each other, so that every function here serves tiles of scores in
+           either orientation, [queries, keys] and [keys, queries]
+Tiles      a program visits the tiles ``first .. last - 1`` of a run; those in ``whole_first .. whole_last - 1`` need no mask
+Units      local indices, but for extents and ``*_start``, which are token positions
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -9,18 +15,34 @@ scores in either orientation, [queries, keys] and [keys, queries].
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-ROW_FIELDS = tl.constexpr(10)
+from ...runs import Row
+
+ROW_FIELDS = tl.constexpr(len(Row._fields))
+Q_BASE = tl.constexpr(Row._fields.index("q_base"))
+Q_LEN = tl.constexpr(Row._fields.index("q_len"))
+K_LEN = tl.constexpr(Row._fields.index("k_len"))
 NOTHING_BEGINS = tl.constexpr(2**30)
+
+
+class Tiles(NamedTuple):
+    """A range of tiles of a run, and within it the range of tiles in which every query sees every key. Ends are exclusive."""
+
+    first: Any
+    last: Any
+    whole_first: Any
+    whole_last: Any
 
 
 @triton.jit
 def load_row(rows_ptr, pair):
-    """lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride of a pair of runs: the fields of ``runs.Row``."""
+    """Return the ``runs.Row`` of a pair of runs."""
     at = rows_ptr + pair * ROW_FIELDS
-    return (
+    return Row(
         tl.load(at),
         tl.load(at + 1),
         tl.load(at + 2),
@@ -30,34 +52,34 @@ def load_row(rows_ptr, pair):
         tl.load(at + 6),
         tl.load(at + 7),
         tl.load(at + 8),
+        tl.load(at + 9),
     )
 
 
 @triton.jit
-def keys_seen(i, extents_ptr, batch, q_tokens, lo, hi, q_base, q_len, k_len, k_start, stride):
-    """begin, end of the keys j of a run that each query i of a run sees: band, extent and length make one interval.
+def keys_seen(i, extents_ptr, batch, q_tokens, row):
+    """Return begin and end of the keys of a run that each query i of a run sees.
 
     begin = max(0, i - hi, ceil((first - k_start) / stride)); end = min(k_len, i - lo + 1, ceil((end - k_start) / stride)).
     A query that sees nothing, or is padding, has begin >= end.
     """
-    begin = tl.maximum(i - hi, 0)
-    end = tl.minimum(i - lo + 1, k_len)
+    begin = tl.maximum(i - row.hi, 0)
+    end = tl.minimum(i - row.lo + 1, row.k_len)
     if extents_ptr is not None:
-        at = extents_ptr + (batch.to(tl.int64) * q_tokens + q_base + i) * 2
-        first = tl.load(at, mask=i < q_len, other=0)
-        last = tl.load(at + 1, mask=i < q_len, other=0)
-        begin = tl.maximum(begin, (tl.maximum(first - k_start, 0) + stride - 1) // stride)
-        end = tl.minimum(end, (tl.maximum(last - k_start, 0) + stride - 1) // stride)
-    nothing = (i >= q_len) | (begin >= end)
+        at = extents_ptr + (batch.to(tl.int64) * q_tokens + row.q_base + i) * 2
+        first = tl.load(at, mask=i < row.q_len, other=0)
+        last = tl.load(at + 1, mask=i < row.q_len, other=0)
+        begin = tl.maximum(begin, (tl.maximum(first - row.k_start, 0) + row.stride - 1) // row.stride)
+        end = tl.minimum(end, (tl.maximum(last - row.k_start, 0) + row.stride - 1) // row.stride)
+    nothing = (i >= row.q_len) | (begin >= end)
     return tl.where(nothing, NOTHING_BEGINS, begin), tl.where(nothing, 0, end)
 
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Tiles of y in 0 .. others - 1 that x0 .. x1 - 1 meet by lo <= x - y <= hi: first, last, whole_first, whole_last.
+    """Return the ``Tiles`` of y in 0 .. others - 1 that x0 .. x1 - 1 meet by lo <= x - y <= hi.
 
-    Ends are exclusive. The whole ones are those of which every x meets every y. x are queries and y keys, or with (-hi, -lo) the
-    other way round.
+    x are queries and y keys, or with (-hi, -lo) the other way round.
     """
     some = (x0 < x1) & (lo <= hi)
     first = tl.maximum(x0 - hi, 0) // BLOCK
@@ -68,26 +90,32 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tiles_in_extents(first, last, whole_first, whole_last, begin, end, valid, BLOCK: tl.constexpr):
-    """The part of such a range of key tiles that the intervals of a tile of queries meet, and that all of them cover."""
-    first = tl.maximum(first, tl.min(begin, 0) // BLOCK)
-    last = tl.minimum(last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
-    whole_first = tl.maximum(whole_first, (tl.max(tl.where(valid, begin, 0), 0) + BLOCK - 1) // BLOCK)
-    whole_last = tl.minimum(whole_last, tl.min(tl.where(valid, end, NOTHING_BEGINS), 0) // BLOCK)
+def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
+    """Return those of the key tiles that the intervals of a tile of queries meet, and that all of them cover."""
+    first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
+    last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
+    whole_first = tl.maximum(tiles.whole_first, (tl.max(tl.where(valid, begin, 0), 0) + BLOCK - 1) // BLOCK)
+    whole_last = tl.minimum(tiles.whole_last, tl.min(tl.where(valid, end, NOTHING_BEGINS), 0) // BLOCK)
     return in_order(first, last, whole_first, whole_last)
 
 
 @triton.jit
 def in_order(first, last, whole_first, whole_last):
-    """The same with first <= whole_first <= whole_last <= last."""
+    """Return these ``Tiles`` with first <= whole_first <= whole_last <= last."""
     last = tl.maximum(last, first)
     whole_first = tl.minimum(tl.maximum(whole_first, first), last)
     whole_last = tl.minimum(tl.maximum(whole_last, whole_first), last)
-    return first, last, whole_first, whole_last
+    return Tiles(first, last, whole_first, whole_last)
 
 
 @triton.jit
-def partly_seen(t, first, whole_first, whole_last):
-    """The t-th tile of those that need a mask: the ones before the whole tiles, then the ones behind them."""
-    before = whole_first - first
-    return tl.where(t < before, first + t, whole_last + t - before)
+def count_partly_seen(tiles):
+    """Return how many of the tiles need a mask."""
+    return tiles.last - tiles.first - (tiles.whole_last - tiles.whole_first)
+
+
+@triton.jit
+def partly_seen(t, tiles):
+    """Return the t-th tile of those that need a mask: the ones before the whole tiles come first, then those behind them."""
+    before = tiles.whole_first - tiles.first
+    return tl.where(t < before, tiles.first + t, tiles.whole_last + t - before)

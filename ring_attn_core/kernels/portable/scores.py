@@ -1,4 +1,12 @@
-"""Scores of a tile: scale, softcap, ALiBi, in base 2."""
+"""Scores of a tile, in base 2.
+
+    s_ij = log2(e) (softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos))
+         = args.softcap t_ij + slope log2(e) (k_pos - q_pos)        t_ij = tanh(args.inner q_i . k_j)
+    s_ij = args.inner q_i . k_j + slope log2(e) (k_pos - q_pos)      without softcap
+
+Shapes     products, s and t [queries, keys] or [keys, queries]; i, j broadcast against them
+Precision  f32; tanh within 1e-7, ACCURATE to a rounding
+"""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -12,13 +20,13 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
 
-
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    """Accurate to 1e-7 absolutely; ACCURATE to a rounding, near 0 too.
+    """Return tanh(x), right to 1e-7 absolutely; ACCURATE to a rounding, near 0 too.
 
     Special functions are made 16 a cycle. So eight scores of at most 0.625, which is how a softcap is used, go through a
     polynomial, and only else through an exponential and a reciprocal.
@@ -37,7 +45,7 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 
 def _tanh_of_8() -> str:
-    """PTX of eight tanh, $8 to $15 -> $0 to $7. The polynomial: of least error within 0.625, 3.1e-8."""
+    """Return PTX of eight tanh, $8 to $15 -> $0 to $7. Its polynomial has the least error within 0.625, 3.1e-8."""
     each = lambda *lines: [line.format(y=f"y{n}", x=f"${8 + n}", to=f"${n}") for n in range(8) for line in lines]
     hexadecimal = lambda x: "0f" + struct.pack(">f", x).hex()
     c0, c1, c2, c3, c4 = map(hexadecimal, (0.99999946, -0.33330483, 0.13291034, -0.05136296, 0.01453019))
@@ -64,18 +72,19 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 
 @triton.jit
-def scores(products, i, j, slope, inner, cap, q_start, k_start, stride, ACCURATE: tl.constexpr):
-    """(scores in base 2, the tanh in them or without softcap the scores again) of products q . k.
+def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
+    """Return the scores in base 2 of products q . k, and the tanh in them, or without softcap the scores again.
 
-    ``inner`` is scale log2(e), or under softcap scale / softcap with ``cap`` softcap log2(e): rounded once, on the host.
+    ``args.inner`` is scale log2(e), or under softcap scale / softcap with ``args.softcap`` softcap log2(e): rounded once, on the
+    host. ``slope`` is None without ALiBi.
     """
-    if cap is None:
-        s = products * inner
+    if args.softcap is None:
+        s = products * args.inner
         t = s
     else:
-        t = tanh(products * inner, ACCURATE)
-        s = t * cap
+        t = tanh(products * args.inner, ACCURATE)
+        s = t * args.softcap
     if slope is not None:
-        ahead = (k_start - q_start - stride * i).to(tl.float32) + (stride * j).to(tl.float32)
+        ahead = (row.k_start - row.q_start - row.stride * i).to(tl.float32) + (row.stride * j).to(tl.float32)
         s += (slope * LOG2E) * ahead
     return s, t

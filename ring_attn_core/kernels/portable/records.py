@@ -1,0 +1,98 @@
+"""The records in which a portable kernel hands its parameters to its helpers.
+
+Kernels keep flat parameters, since a launch passes them by name; everything that they call takes these. A field is a number of
+the device, a pointer, a constant, or None for an array or a feature that the call does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Columns(NamedTuple):
+    """Which columns of an array [batch, tokens, HEADS, STRIDE] a tile holds: WIDTH from COLUMN on, padded to COLUMNS.
+
+    ``TMA``: the array is read through a TMA descriptor, and WIDTH is COLUMNS; else through a pointer.
+    """
+
+    HEADS: Any
+    STRIDE: Any
+    COLUMN: Any
+    WIDTH: Any
+    COLUMNS: Any
+    TMA: Any
+
+
+class Sizes(NamedTuple):
+    """The constants of a kernel that its helpers read; None for what a kernel does not have.
+
+    ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale goes
+    into the exponential. ``CLEAN``: keys that no query sees may hold NaN (0 no, 1 and 2 as in ``loads.keep_seen``). ``ALIGNED``:
+    dropout draws eight probabilities at a time. ``PRECISION`` of products in float32.
+    """
+
+    H: Any
+    G: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    Q: Any
+    DOUT: Any
+    K: Any
+    V: Any
+    FOLDED: Any
+    CLEAN: Any
+    ALIGNED: Any
+    PRECISION: Any
+
+
+class Arguments(NamedTuple):
+    """The arguments of a kernel that its helpers read; None for what the call does not have.
+
+    ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``
+    come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.dropout_streams``. ``inner``, ``softcap``: see
+    ``scores.scores``. ``S``, ``T``: tokens of the q and the k/v shard.
+    """
+
+    k: Any
+    v: Any
+    extents: Any
+    key_mask: Any
+    key_mask_spans: Any
+    alibi_slopes: Any
+    dropout: Any
+    inner: Any
+    softcap: Any
+    threshold: Any
+    rescale: Any
+    S: Any
+    T: Any
+
+
+class QueryTile(NamedTuple):
+    """The tile of a program of ``forward`` or ``dq``: queries ``i`` of a run from ``m0`` on, of one batch row and head.
+
+    ``slope``: ALiBi's, of the head.
+    """
+
+    batch: Any
+    head: Any
+    m0: Any
+    i: Any
+    slope: Any
+
+
+class KeyRun(NamedTuple):
+    """A run of keys as a tile of queries sees it: each query sees the keys ``begin .. end - 1``."""
+
+    row: Any
+    begin: Any
+    end: Any
+
+
+class KeyTile(NamedTuple):
+    """The tile of keys of a program of ``dkv``: keys ``n0 ..`` of a run, of one batch row, as loaded."""
+
+    batch: Any
+    n0: Any
+    k: Any
+    v: Any
