@@ -188,3 +188,68 @@ def test_mistakes_are_refused_in_the_same_words(message, package, array):
     mine = lambda x: array(x) if isinstance(x, np.ndarray) else x
     with pytest.raises(ValueError, match=message):
         getattr(package, call)(*map(mine, arguments), **{name: mine(x) for name, x in named.items()})
+
+
+X, PAIR = np.zeros((2, 8, 3), np.float32), (np.zeros((1, 4, 2, 3), np.float32), np.zeros((1, 4, 2), np.float32))
+NONE, TEXT, LIST = (None, "3", [[1.0, 2.0]])
+WRONG: list[tuple[str, tuple, dict, str]] = [
+    *(("to_layout", (x, "zigzag", 2), {}, r"x must be an? .*, got (None|'3'|list|5)") for x in (NONE, TEXT, LIST, 5)),
+    *(("to_layout", (X, layout, 2), {}, "unknown layout") for layout in (NONE, ["zigzag"], 5)),
+    *(
+        ("to_layout", (X, "zigzag", ranks), {}, "ranks must be an int, how many members")
+        for ranks in (NONE, TEXT, [2], 2.0, True, X)
+    ),
+    ("to_layout", (X, "zigzag", 0), {}, "a ring needs at least 1 rank, got 0"),
+    *(("to_layout", (X, "zigzag", 2), {"dim": dim}, "is no dimension of x") for dim in (NONE, TEXT, [1], 3, -4, 1.0)),
+    *(("to_layout", (X, "zigzag", 2), {"pad_value": x}, "pad_value must be one number") for x in (NONE, TEXT, [0], X)),
+    *(("from_layout", (x, "zigzag", 2, 8), {}, r"x must be an? .*, got (None|'3'|list|5)") for x in (NONE, TEXT, LIST, 5)),
+    *(
+        ("from_layout", (X, "zigzag", 2, length), {}, "length is the true global number")
+        for length in (NONE, TEXT, [8], 8.0, -1, X)
+    ),
+    *(("from_layout", (X, "zigzag", 2, 8), {"dim": dim}, "is no dimension of x") for dim in (NONE, TEXT, [1], 3)),
+    *(("positions", ("zigzag", 2, 8, rank), {}, "rank must be an int, 0 to 1, got") for rank in (NONE, TEXT, [0], 0.5, True, X)),
+    *(
+        ("positions", ("zigzag", 2, length, 0), {}, "length is the true global number")
+        for length in (NONE, TEXT, [8], 0.5, -1, X)
+    ),
+    *(("positions", ("zigzag", ranks, 8, 0), {}, "ranks must be an int") for ranks in (NONE, TEXT, [2], 2.0)),
+    *(
+        ("merge", (pair, PAIR), {}, r"merge takes two pairs \(out, lse\)")
+        for pair in (NONE, TEXT, 5, [1.0, 2.0], (1, 2), X, (X,))
+    ),
+    *(("merge", (PAIR, pair), {}, r"merge takes two pairs \(out, lse\)") for pair in (NONE, TEXT, 5, LIST, (None, X), (X, "3"))),
+    *(("merge", (PAIR, pair), {}, "lse .* of the same queries") for pair in ((X, X), (PAIR[0], X), (PAIR[0][..., :2], PAIR[1]))),
+    *(("shard_batch", (ids, "zigzag", 2), {}, "ids must be") for ids in (NONE, TEXT, 5, [[1, 2], [3]], {}, object())),
+    *(("shard_batch", (IDS, layout, 2), {}, "unknown layout") for layout in (NONE, ["zigzag"], 5)),
+    *(("shard_batch", (IDS, "zigzag", ranks), {}, "ranks must be an int") for ranks in (NONE, TEXT, [2], 2.0)),
+    *(("shard_batch", (IDS, "zigzag", 2, rank), {}, "rank must be an int, 0 to 1, got") for rank in (TEXT, [0], 0.5, False, X)),
+    *(("shard_batch", (IDS, "zigzag", 2), {"labels": x}, "labels must") for x in (TEXT, 5, [[1], [2, 3]])),
+    *(("shard_batch", (IDS, "zigzag", 2), {"documents": x}, "documents must") for x in (TEXT, 5, [[1], [2, 3]])),
+    *(("shard_batch", (IDS, "zigzag", 2), {"key_mask": x}, "key_mask must") for x in (TEXT, 5, [[1], [2, 3]])),
+    *(("shard_batch", (IDS, "zigzag", 2), {"ignore_index": x}, "ignore_index must be one number") for x in (NONE, TEXT, [1])),
+    *(("prefix_extents", (prefix, 8), {}, "prefix must be") for prefix in (NONE, TEXT, [[1], [2, 3]])),
+    *(("prefix_extents", (3, length), {}, "length is the true global number") for length in (NONE, TEXT, [8], -1, 8.5)),
+    ("document_extents", (), {"cu_seqlens": np.array([0, 3]), "length": 3.5}, "length is the true global number"),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("call", "arguments", "named", "message"), WRONG, ids=[f"{call}-{i}" for i, (call, *_) in enumerate(WRONG)]
+)
+def test_a_wrong_type_is_a_value_error_that_says_what_was_expected(call, arguments, named, message, package, array):
+    def mine(x):
+        return array(x) if isinstance(x, np.ndarray) else tuple(map(mine, x)) if isinstance(x, tuple) else x
+
+    with pytest.raises(ValueError, match=message) as raised:
+        getattr(package, call)(*map(mine, arguments), **{name: mine(x) for name, x in named.items()})
+    assert "\n" not in str(raised.value)
+
+
+def test_numpy_arrays_are_no_tensors_and_the_error_says_so():
+    for call in (torch_package.to_layout, lambda *x: torch_package.from_layout(*x, 8)):
+        with pytest.raises(ValueError, match=r"x must be a torch.Tensor, got ndarray of shape \[2, 8, 3\]: convert it first"):
+            call(X, "zigzag", 2)
+    with pytest.raises(ValueError, match=r"out must be a torch.Tensor, got ndarray of shape \[1, 4, 2, 3\]"):
+        torch_package.merge(PAIR, PAIR)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from numbers import Integral
 
+from .mistakes import in_words, is_integer
 from .runs import Run
 
 Layout = Callable[[int, int, int], tuple[Run, ...]]
@@ -45,13 +46,32 @@ def slots(layout: str) -> int:
 def padded_local(layout: str, ranks: int, length: int) -> int:
     """The least number of tokens a rank must hold so that ``ranks`` equal shards hold ``length`` tokens."""
     runs = slots(layout)
-    if ranks < 1:
-        raise ValueError(f"a ring needs at least 1 rank, got {ranks}")
+    check_ranks(ranks)
+    check_length(length)
     return -(-length // (ranks * runs)) * runs
 
 
+def check_ranks(ranks: object) -> None:
+    """ValueError for what does not count the members of a ring."""
+    if not is_integer(ranks):
+        raise ValueError(f"ranks must be an int, how many members the ring has, got {in_words(ranks)}")
+    if ranks < 1:  # type: ignore[operator]
+        raise ValueError(f"a ring needs at least 1 rank, got {ranks}")
+
+
+def check_length(length: object) -> None:
+    """ValueError for what counts no tokens."""
+    if not is_integer(length) or length < 0:  # type: ignore[operator]
+        raise ValueError(
+            "length is the true global number of tokens, an int of at least 0 (static under jit), got " + in_words(length)
+        )
+
+
 def check_rank(rank: object, ranks: int) -> None:
-    """ValueError for an int that is no rank; a traced rank cannot be checked and passes."""
+    """ValueError for what is no rank; of a traced rank only the type can be checked."""
+    check_ranks(ranks)
+    if not is_integer(rank):
+        raise ValueError(f"rank must be an int, 0 to {ranks - 1}, got {in_words(rank)}")
     if isinstance(rank, Integral) and not 0 <= int(rank) < ranks:
         raise ValueError(f"rank={rank} is not one of {ranks} ranks: pass 0 to {ranks - 1}")
 

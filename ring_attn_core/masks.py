@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .mistakes import in_words
 from .runs import Band
 
 
@@ -54,14 +55,9 @@ def check_mask(mask: Any) -> None:
     """ValueError for what is no band. Of an array the message gives type and shape, and where it belongs."""
     if isinstance(mask, Band):
         return
-    got = repr(mask)
-    if hasattr(mask, "shape"):
-        got = f"{type(mask).__name__} of shape {list(mask.shape)}"
-    elif not isinstance(mask, str | int | float | None):
-        got = type(mask).__name__
     raise ValueError(
-        f"mask must be full(), causal(...) or sliding_window(...), got {got}: pass which keys are no padding as key_mask=, a "
-        "bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents"
+        f"mask must be full(), causal(...) or sliding_window(...), got {in_words(mask)}: pass which keys are no padding as "
+        "key_mask=, a bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents"
     )
 
 

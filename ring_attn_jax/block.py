@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_dropout_rate, check_runs
+from ring_attn_core.problem.checks import FARTHEST, check_dropout_rate, check_pairs, check_runs
 from ring_attn_core.runs import Band, Run, row
 
 from .arguments import checked
@@ -76,8 +76,9 @@ def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw nothing, out 0 and lse -inf, changes nothing.
+    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
     """
+    check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     (out_a, lse_a), (out_b, lse_b) = a, b
     top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
     top = jnp.where(top == -jnp.inf, 0, top)

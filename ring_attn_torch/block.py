@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_extents, check_runs
+from ring_attn_core.problem.checks import FARTHEST, check_extents, check_pairs, check_runs
 from ring_attn_core.runs import Band, Row, Run, row
 
 from .arguments import check_inputs, checked, problem_of, refuse_transforms
@@ -76,8 +76,9 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw nothing, out 0 and lse -inf, changes nothing.
+    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
     """
+    check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     (out_a, lse_a), (out_b, lse_b) = a, b
     top = torch.maximum(lse_a, lse_b).detach()
     top = top.masked_fill(top == -math.inf, 0)

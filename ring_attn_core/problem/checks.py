@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from ..mistakes import in_words, is_integer
 from ..runs import Run
 
 LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
@@ -132,6 +134,37 @@ def _number(name: str, field: str, x: Any) -> Any:
         if "int" in str(getattr(x, "dtype", "")):
             return x
         raise ValueError(f"the {field} of {name} must be an int, got {x!r}") from error
+
+
+def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
+    """ValueError for an ``x`` that is not ``expected``, and for a ``dim`` that it does not have."""
+    if not is_array:
+        raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")
+    if not is_integer(dim) or not -len(x.shape) <= dim < len(x.shape):
+        raise ValueError(f"dim={in_words(dim)} is no dimension of x {list(x.shape)}: pass the one that counts tokens")
+
+
+def check_number(name: str, x: Any) -> None:
+    """ValueError for what is no number and no 0-d array."""
+    if not isinstance(x, int | float | complex) and getattr(x, "shape", None) != ():
+        raise ValueError(f"{name} must be one number, got {in_words(x)}")
+
+
+def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> None:
+    """ValueError for what are no two pairs (out, lse) of arrays whose shapes go together."""
+    for pair in (a, b):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"merge takes two pairs (out, lse), as attend_block returns them, got {in_words(pair)} for a pair")
+        for name, x in zip(("out", "lse"), pair, strict=True):
+            if not is_array(x):
+                raise ValueError(f"{name} must be {expected}, got {in_words(x)}: merge takes two pairs (out, lse)")
+    shapes = [tuple(shape) for out, lse in (a, b) for shape in (out.shape, (*lse.shape, 1))]
+    sizes = [set(dims) - {1} for dims in zip_longest(*map(reversed, shapes), fillvalue=1)]
+    if any(len(given) > 1 for given in sizes[1:]) or len({shapes[0][-1:], shapes[2][-1:]} - {(1,)}) > 1:
+        raise ValueError(
+            "merge takes pairs of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads] of the same queries, got out "
+            f"{list(shapes[0])} and lse {list(shapes[1][:-1])}, out {list(shapes[2])} and lse {list(shapes[3][:-1])}"
+        )
 
 
 FARTHEST = 2**30

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ring_attn_core.layouts import check_rank
+from ring_attn_core.problem.checks import check_number
 
-from .extents import document_extents, integers, whole
+from .extents import converted, document_extents, integers, whole
 from .layout import _order, positions, to_layout
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def shard_batch(
     Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
     :func:`document_extents` refuses.
     """
-    check_rank(rank, ranks)
+    if rank is not None:
+        check_rank(rank, ranks)
+    check_number("ignore_index", ignore_index)
     ids = whole(integers("ids", ids, "batch", "length"), 1)
     owner, extents = jnp.zeros_like(ids), None  # the document of every token, negative where it is padding
     if documents is not None:
@@ -98,7 +101,7 @@ def _shaped_like(ids: jax.Array, **given: jax.Array) -> jax.Array:
 
 
 def _boolean(key_mask: Any) -> jax.Array:
-    key_mask = jnp.asarray(key_mask)
+    key_mask = converted("key_mask", key_mask)
     if key_mask.dtype != bool:
         raise ValueError(
             f"key_mask must be bool, True where a key may be attended, got {key_mask.dtype}: pass key_mask != 0 for zeros and "

@@ -20,6 +20,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ring_attn_core.layouts import check_length
+from ring_attn_core.mistakes import in_words
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
@@ -56,7 +59,8 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
     ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
     Raises ValueError unless 0 <= prefix <= length; a traced prefix cannot be checked.
     """
-    first = integers("prefix", prefix, *(["batch"] if jnp.ndim(prefix) else []))
+    check_length(length)
+    first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
     values = on_host(first)
     if values is not None and ((values < 0) | (values > length)).any():
         raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
@@ -66,7 +70,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
     """``x`` as int32 or int64; ValueError unless it holds integers that fit, with one dimension for each name in ``dims``."""
-    array = jnp.asarray(x)
+    array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
     if array.dtype not in (jnp.int32, jnp.int64):
@@ -75,6 +79,14 @@ def integers(name: str, x: Any, *dims: str) -> jax.Array:
     if values is not None and values.dtype != array.dtype and (values.astype(array.dtype) != values).any():
         raise ValueError(f"{name} must fit {array.dtype}, got {values.min()} to {values.max()}")
     return array
+
+
+def converted(name: str, x: Any) -> jax.Array:
+    """``x`` as an array; ValueError for what cannot be one."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be an array or nested lists of equal length, got {in_words(x)}") from error
 
 
 def on_host(x: Any) -> np.ndarray | None:
@@ -120,6 +132,8 @@ def _check_ids(ids: np.ndarray | None) -> None:
 
 
 def _extents_of_ends(ends: jax.Array, length: int | None) -> jax.Array:
+    if length is not None:
+        check_length(length)
     values = on_host(ends)
     if values is None and length is None:
         raise ValueError("document_extents needs length=... for a traced cu_seqlens: no shape can depend on its values")

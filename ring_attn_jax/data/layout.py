@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.layouts import check_rank, named, padded_local
+from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
+from ring_attn_core.problem.checks import check_along, check_number
 
 from .extents import whole
 
@@ -19,12 +20,14 @@ def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: An
     """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
-    the layout can cut equally. Raises ValueError for an unknown layout.
+    the layout can cut equally. Raises ValueError for an unknown layout, and for what is no array, dimension or number of ranks.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
     length: put the whole longer array into the layout again.
     """
+    check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
+    check_number("pad_value", pad_value)
     order = _order(layout, ranks, x.shape[dim])
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, len(order) - x.shape[dim])
@@ -34,8 +37,9 @@ def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: An
 def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1) -> jax.Array:
     """The inverse of :func:`to_layout`: the shards' tokens in natural order, padding cut off at ``length``.
 
-    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens.
+    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens, and what ``to_layout`` raises.
     """
+    check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     order = _order(layout, ranks, length)
     if x.shape[dim] != len(order):
         raise ValueError(
@@ -64,4 +68,5 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> In
 
 def _order(layout: str, ranks: int, length: int) -> jax.Array:
     """The natural position of every token of the padded array in layout order."""
+    check_ranks(ranks)
     return jnp.concatenate([positions(layout, ranks, length, rank) for rank in range(ranks)])

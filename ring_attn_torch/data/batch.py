@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.layouts import check_rank
+from ring_attn_core.problem.checks import check_number
 
-from .extents import document_extents, integers
+from .extents import converted, document_extents, integers
 from .layout import _order, positions, to_layout
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def shard_batch(
     Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
     :func:`document_extents` refuses.
     """
-    check_rank(rank, ranks)
+    if rank is not None:
+        check_rank(rank, ranks)
+    check_number("ignore_index", ignore_index)
     ids = integers("ids", ids, "batch", "length")
     owner, extents = torch.zeros_like(ids), None  # the document of every token, negative where it is padding
     if documents is not None:
@@ -98,7 +101,7 @@ def _shaped_like(ids: Tensor, **given: Tensor) -> Tensor:
 
 
 def _boolean(key_mask: Any) -> Tensor:
-    key_mask = torch.as_tensor(key_mask)
+    key_mask = converted("key_mask", key_mask)
     if key_mask.dtype != torch.bool:
         raise ValueError(
             f"key_mask must be bool, True where a key may be attended, got {key_mask.dtype}: pass key_mask != 0 for zeros and "

@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ring_attn_core.layouts import check_length
+from ring_attn_core.mistakes import in_words
+
 if TYPE_CHECKING:
     from jaxtyping import Int
 
@@ -53,7 +56,8 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
     ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
     Raises ValueError unless 0 <= prefix <= length; under torch.compile a tensor cannot be checked.
     """
-    first = integers("prefix", prefix, *(["batch"] if torch.as_tensor(prefix).ndim else []))
+    check_length(length)
+    first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
     values = on_host(first)
     if values is not None and ((values < 0) | (values > length)).any():
         raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
@@ -63,10 +67,18 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
     """``x`` as int64; ValueError unless it holds integers, with one dimension for each name in ``dims``."""
-    array = torch.as_tensor(x)
+    array = converted(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
     return array.long()
+
+
+def converted(name: str, x: Any) -> Tensor:
+    """``x`` as a tensor; ValueError for what cannot be one."""
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a tensor or nested lists of equal length, got {in_words(x)}") from error
 
 
 def on_host(x: Tensor) -> np.ndarray | None:
@@ -102,6 +114,8 @@ def _check_ids(ids: np.ndarray | None) -> None:
 
 
 def _extents_of_ends(ends: Tensor, length: int | None) -> Tensor:
+    if length is not None:
+        check_length(length)
     values = on_host(ends)
     if values is None and length is None:
         raise ValueError("document_extents needs length=... under torch.compile: no shape can depend on the values of cu_seqlens")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.layouts import check_rank, named, padded_local
+from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
+from ring_attn_core.problem.checks import check_along, check_number
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -17,12 +18,14 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
     """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
-    the layout can cut equally. Raises ValueError for an unknown layout.
+    the layout can cut equally. Raises ValueError for an unknown layout, and for what is no array, dimension or number of ranks.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
     length: put the whole longer array into the layout again.
     """
+    check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
+    check_number("pad_value", pad_value)
     order = _order(layout, ranks, x.shape[dim])
     padding = list(x.shape)
     padding[dim] = len(order) - x.shape[dim]
@@ -33,8 +36,9 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
 def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -> Tensor:
     """The inverse of :func:`to_layout`: the shards' tokens in natural order, padding cut off at ``length``.
 
-    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens.
+    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens, and what ``to_layout`` raises.
     """
+    check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
     if x.shape[dim] != len(order):
         raise ValueError(
@@ -60,4 +64,5 @@ def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " 
 
 def _order(layout: str, ranks: int, length: int) -> Tensor:
     """The natural position of every token of the padded array in layout order."""
+    check_ranks(ranks)
     return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])
