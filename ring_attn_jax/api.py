@@ -87,6 +87,8 @@ def ring_attention(
 
     Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative. out and lse carry
     the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring runs once.
+    Inside ``jax.shard_map(check_vma=False)`` the gradients of shards are right; those of replicated arrays, sinks too, are each
+    rank's part, as JAX leaves them there: psum them, or leave check_vma at its default.
     """
     check_strategy(strategy)
     arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}

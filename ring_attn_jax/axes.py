@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from ring_attn_core.problem.checks import Given
 
@@ -65,3 +67,26 @@ def axes_of(x: Any) -> frozenset[str]:
     """The mesh axes that ``x`` varies over (jax 0.10 and 0.12 keep them in different places)."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+def checks_are_off(axis_name: str) -> bool:
+    """Whether the shard_map over the axis was made with ``check_vma=False``: then not even a rank's index varies over it."""
+    return axis_name not in axes_of(lax.axis_index(axis_name))
+
+
+def sharded_like(x: Any) -> PartitionSpec:
+    """How ``x`` is sharded over the Explicit mesh axes, a name or None for each of its dimensions."""
+    return jax.typeof(x).sharding.spec
+
+
+def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    """``function`` where XLA shards over the mesh axes that are Explicit outside; ``out_specs``: over which its results come out.
+
+    A partially manual shard_map leaves Explicit axes in the types of its arrays, and loops that carry zeros of their own refuse
+    to exchange them for arrays of such a type. Without Explicit axes it is ``function`` itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    if not explicit:
+        return function
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_specs)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
 from ring_attn_core.reference.tolerance import relative_error
@@ -204,3 +204,28 @@ def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
     (out, lse), vjp = jax.vjp(ring, *arrays())
     cotangents = out / (lse > -jnp.inf)[..., None], jnp.square(lse)
     assert all(jnp.isfinite(gradient).all() for gradient in vjp(cotangents))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_shard_map_over_the_ring_alone_equals_one_device(kind):
+    """Batch and heads stay outside of it: sharded over Auto axes by XLA, over Explicit ones by their types."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(kind,) * 3)
+    call = partial(ring_attention, layout="contiguous", dropout_rate=0.25, dropout_seed=3)
+    ring = jax.shard_map(
+        lambda q, k, v, sinks: call(q, k, v, sinks=sinks),
+        mesh=mesh,
+        in_specs=(SEQ, SEQ, SEQ, PartitionSpec()),
+        out_specs=SEQ,
+        axis_names={"seq"},
+    )
+    loss = lambda attention: lambda *inputs: jnp.sum(jnp.sin(attention(*inputs)))
+    inputs = *arrays(kv_heads=1), jnp.linspace(-1, 1, 4)
+    one = partial(sharded_ring_attention, mesh=mesh_of(1), layout="contiguous", dropout_rate=0.25, dropout_seed=3)
+    truth = jax.grad(loss(lambda q, k, v, sinks: one(q, k, v, sinks=sinks)), (0, 1, 2, 3))(*inputs)
+    over = *("data", "seq", "tensor"), *("data", "seq", None) * 2, "tensor"
+    specs = PartitionSpec(*over[:3]), PartitionSpec(*over[3:6]), PartitionSpec(*over[6:9]), PartitionSpec("tensor")
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(inputs, specs, strict=True)]
+        mine = jax.jit(jax.grad(loss(ring), (0, 1, 2, 3)))(*placed)
+    for a, b in zip(mine, truth, strict=True):
+        assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-6

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..axes import axes_of
+from ..axes import axes_of, checks_are_off
 
 
 def loss(
@@ -22,7 +23,9 @@ def loss(
     all mesh axes over which ranks hold different tokens, data parallel ones included; None outside shard_map, on whole arrays.
 
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are one device's on every
-    rank. Raises ValueError for shapes that do not fit and outside shard_map; labels outside the vocabulary give NaN.
+    rank. Under check_vma=False the loss is right, but JAX sums no gradient over the ranks, and multiplies each by their number:
+    there its derivative is refused. Raises ValueError for that, for shapes that do not fit and outside shard_map; labels outside
+    the vocabulary give NaN.
     """
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
@@ -48,6 +51,21 @@ def _sum(axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array,
             f"axis_name={axis_name!r} is no mesh axis here: call loss inside jax.shard_map over a mesh with that axis, or pass "
             "axis_name=None for whole arrays"
         ) from error
+    if lax.axis_size(names) > 1 and any(map(checks_are_off, names)):
+        values = tuple(map(_without_derivative, values))
     missing = ([name for name in names if name not in axes_of(x)] for x in values)
     varying = (lax.pcast(x, tuple(axes), to="varying") if axes else x for x, axes in zip(values, missing, strict=True))
     return tuple(lax.psum(x, names) for x in varying)
+
+
+@jax.custom_jvp
+def _without_derivative(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_without_derivative.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "loss has no derivative inside jax.shard_map(check_vma=False): there JAX does not sum the gradients of replicated "
+        "weights over the ranks, and each rank would train on its own part, times their number. Leave check_vma at its default"
+    )

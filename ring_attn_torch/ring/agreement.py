@@ -9,6 +9,7 @@ ranks of a group make the same calls in the same order, as for any collective; a
 from __future__ import annotations
 
 import json
+import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,6 +23,9 @@ from .groups import Group, rank_in, ranks_of
 
 GRACE = timedelta(seconds=5)
 """How long a rank that is about to raise anyway waits to hear whether a lower rank has something to say."""
+
+LONGEST_NAP = 0.25
+"""Seconds between two looks into the store, once the wait is long."""
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
 
@@ -103,12 +107,26 @@ def _exchange(verdict: dict[str, Any], call: str, group: dist.ProcessGroup, pati
     store = _store(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
     store.set(keys[rank_in(group)], json.dumps(verdict))
-    try:
-        store.wait(keys, patience)
-    except (RuntimeError, dist.DistStoreError):
+    if not _all_there(store, keys, patience):
         store.set(keys[rank_in(group)], json.dumps(verdict | {"gave_up": True}))  # for whoever comes after this
         keys = [key if store.check([key]) else None for key in keys]
     return [json.loads(store.get(key)) if key else None for key in keys]
+
+
+def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
+    """Wait until the store has all keys; False once ``patience`` is over.
+
+    Asks again and again, each time after an eighth of what it has waited, since an interrupt (Ctrl-C) does not reach a thread
+    inside ``store.wait``, which also warns of every timeout.
+    """
+    began = time.monotonic()
+    for key in keys:
+        while not store.check([key]):
+            waited = time.monotonic() - began
+            if waited > patience.total_seconds():
+                return False
+            time.sleep(min(1e-4 + waited / 8, LONGEST_NAP))
+    return True
 
 
 def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) -> None:
