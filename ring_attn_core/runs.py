@@ -126,5 +126,10 @@ def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, slot: int 
 
 def clamp(x: Any, low: int, high: int) -> Any:
     """``min(max(x, low), high)`` in operators that ints and arrays share."""
-    x = x + (low - x) * (x < low)
-    return x + (high - x) * (x > high)
+    x = x + only_where(x < low, low - x)
+    return x + only_where(x > high, high - x)
+
+
+def only_where(condition: Any, x: Any) -> Any:
+    """``x`` where ``condition`` is true, else 0, of ints and arrays: JAX's strict promotion multiplies no bool by an integer."""
+    return x * (condition.astype(x.dtype) if hasattr(condition, "astype") and hasattr(x, "dtype") else condition)

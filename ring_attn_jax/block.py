@@ -61,7 +61,7 @@ def attend_block(
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
     where = 1, "contiguous", mask, None, None
     _, score, backend_ = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend, anywhere=True)
-    of_q, of_k = ((0, run.length, run.start, run.stride) for run in (q_run, k_run))
+    of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     return _attention(*vary_alike((), q, k, v, key_mask, score, rows), backend_)
@@ -88,6 +88,11 @@ def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
     z = jnp.where(nothing, 1, z)
     out = (z_a / z)[..., None] * out_a + (z_b / z)[..., None] * out_b
     return out, jnp.where(nothing, -jnp.inf, top + jnp.log(z))
+
+
+def _int32(x: Any) -> Any:
+    """A traced number in the dtype of rows; an int as it is."""
+    return x if isinstance(x, int) else jnp.asarray(x, jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..runs import clamp
+from ..runs import clamp, only_where
 
 MASK_BLOCK = 1024
 """Keys of which a program unpacks the key mask."""
@@ -146,4 +146,4 @@ def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, bloc
     first = clamp(m0 - hi, begin, end) // block_k
     last = -(-clamp(m1 - lo, begin, end) // block_k)
     something = (lo <= hi) & (m0 < m1) & (begin < end) & (m0 - hi < end) & (m1 - lo > begin)
-    return first, last * something
+    return first, only_where(something, last)

@@ -56,5 +56,5 @@ def sink_gradient(score: Score, lse: jax.Array, delta: jax.Array) -> jax.Array |
         return None
     if lse.size == 0:  # zeros, made of the sinks: XLA (jax 0.10, 0.11) fails on a shard_map that uses only empty arrays
         return jnp.where(score.sinks == 0, score.sinks, 0)
-    p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype) - lse))
+    p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype)[None, None] - lse))
     return -jnp.sum(p * delta, (0, 1))

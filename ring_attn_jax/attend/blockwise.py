@@ -77,7 +77,7 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
     out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
     lse = jnp.full_like(q, -jnp.inf, shape=(b, s, h), dtype=dtype)
     if score.sinks is not None:
-        lse = jnp.where(valid_queries(rows, s)[:, None], score.sinks.astype(dtype), lse)
+        lse = jnp.where(valid_queries(rows, s)[None, :, None], score.sinks.astype(dtype)[None, None], lse)
     return out, lse
 
 

@@ -45,7 +45,7 @@ class Kernels:
             unseen = (lse == -jnp.inf)[..., None]
             q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
             if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
-                q = jnp.where((lse == score.sinks.astype(lse.dtype))[..., None] & ~jnp.isfinite(q), 0, q)
+                q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
         arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
         lse2, delta = launch(portable.delta(self.call, str(out.dtype)), arrays)
         bounds = None

@@ -122,6 +122,7 @@ class Call:
         return self.q.shape[0] // self.batch_rows * self.rows.shape[0] * -(-self.slots[0] // self.blocks[0])
 
     def query_tile(self, index: jax.Array) -> Tile:
+        index = jnp.asarray(index, jnp.int32)  # 64 bits of a loop's counter under x64 go with no row
         tiles = -(-self.slots[0] // self.blocks[0])
         batch, run, tile = index // (tiles * self.rows.shape[0]), index // tiles % self.rows.shape[0], index % tiles
         row = self.row(run, 0)
@@ -135,6 +136,7 @@ class Call:
         block_k = self.blocks[1]
 
         def key_run(k_run: jax.Array, state):  # type: ignore[no-untyped-def]
+            k_run = jnp.asarray(k_run, jnp.int32)
             row = self.row(queries.run, k_run)
             begin, end = self.keys_within_extents(queries, row)
             first, last = visible_tiles(queries.first, queries.end, row.lo, row.hi, begin, end, block_k)
@@ -152,7 +154,7 @@ class Call:
         if self.score.extents is None:
             return 0, row.k_len
         first, end = self.extents(queries)
-        some = queries.valid & (first < end)
+        some = queries.valid[None] & (first < end)
         least = jnp.where(some, first, jnp.iinfo(jnp.int32).max).min()
         greatest = jnp.where(some, end, 0).max()
         begin, end = (jnp.clip(-((row.k_start - x) // row.stride), 0, row.k_len) for x in (least, greatest))
@@ -195,8 +197,9 @@ class Pair:
             tanh = jnp.tanh(scores / self.call.score.softcap)
             scores = tanh * self.call.score.softcap
         if self.call.score.slopes is not None:
-            slopes = self.call.score.slopes.astype(scores.dtype).reshape(self.call.groups, -1, 1, 1)
-            scores = scores + slopes * (self.k_pos - self.q_pos[:, None])
+            slopes = self.call.score.slopes.astype(scores.dtype).reshape(1, self.call.groups, -1, 1, 1)
+            lag = (self.k_pos[None] - self.q_pos[:, None]).astype(scores.dtype)
+            scores = scores + slopes * lag[None, None, None]
         return scores, tanh
 
     def drop(self, p: jax.Array) -> jax.Array:
@@ -216,12 +219,13 @@ class Pair:
     @cached_property
     def visible(self) -> jax.Array:
         """bool [b or 1, 1, 1, block_q, block_k]: which keys each query sees, among the tokens that are these tiles' own."""
-        lag = self.queries.index[:, None] - self.keys.index
-        visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[:, None] & self.keys.valid
+        lag = self.queries.index[:, None] - self.keys.index[None]
+        visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[:, None] & self.keys.valid[None]
         visible = visible[None]
         if self.call.score.extents is not None:
             first, end = (x[..., None] for x in self.call.extents(self.queries))
-            visible &= (self.k_pos >= first) & (self.k_pos < end)
+            k_pos = self.k_pos[None, None]
+            visible &= (k_pos >= first) & (k_pos < end)
         if self.call.seen is not None:
             visible &= self.keys.tokens_of(self.call.seen)[:, None]
         return visible[:, None, None]
@@ -240,7 +244,7 @@ class Pair:
 def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
     """bool [tokens]: which slots of the query shard are no padding."""
     row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
-    index = jnp.arange(tokens)
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
     return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
 
 
@@ -255,4 +259,4 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """float64 for float64, float32 for everything else."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

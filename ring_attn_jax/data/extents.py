@@ -64,7 +64,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
     values = on_host(first)
     if values is not None and ((values < 0) | (values > length)).any():
         raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
-    end = jnp.maximum(first.reshape(-1, 1), jnp.arange(1, length + 1)).astype(jnp.int32)
+    end = jnp.maximum(first.reshape(-1, 1), jnp.arange(1, length + 1, dtype=first.dtype)[None]).astype(jnp.int32)
     return jnp.stack([jnp.zeros_like(end), end], -1)
 
 
@@ -107,7 +107,7 @@ def whole(x: jax.Array, dim: int) -> jax.Array:
 def _extents_of_ids(ids: jax.Array) -> jax.Array:
     _check_ids(on_host(ids))
     ids, length = whole(ids, 1), ids.shape[1]
-    position = jnp.arange(length, dtype=jnp.int32)
+    position = jnp.arange(length, dtype=jnp.int32)[None]
     change, edge = ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)
     starts, ends = jnp.concatenate([edge, change], 1), jnp.concatenate([change, edge], 1)
     first = lax.cummax(jnp.where(starts, position, 0), axis=1)

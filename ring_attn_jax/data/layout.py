@@ -63,7 +63,7 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> In
     starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
     slot = named(layout)(0, ranks, local)[0]
     start = jnp.asarray(starts, jnp.int32)[rank]
-    return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)).reshape(-1)
+    return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)[None]).reshape(-1)
 
 
 def _order(layout: str, ranks: int, length: int) -> jax.Array:

@@ -11,6 +11,8 @@ from flax import nnx
 
 from ring_attn_core.model.rotary import check_rotary
 
+from ..attend.tiles import accumulation_dtype
+
 COARSE = 1024
 """Tokens between two coarse angles of RotaryEmbedding."""
 
@@ -40,18 +42,19 @@ class RotaryEmbedding(nnx.Module):
         Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
         """
         self._check(x, positions)
-        cos, sin = (t[..., None, :].astype(jnp.promote_types(x.dtype, jnp.float32)) for t in self._turns(positions))
+        cos, sin = (t[..., None, :].astype(accumulation_dtype(x.dtype)) for t in self._turns(positions))
         low, high = jnp.split(x.astype(cos.dtype), 2, -1)
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
     def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin, float32 [..., head_dim / 2]."""
+        """cos and sin, float32 [b or 1, s, head_dim / 2]."""
         exponents = np.arange(0, self.head_dim, 2) / self.head_dim
         fine = self.base**-exponents
         coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
+        positions = positions if positions.ndim == 2 else positions[None]
         positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 fits no int8
         quotient, rest = (t[..., None].astype(jnp.float32) for t in (positions // COARSE, positions % COARSE))
-        angles = quotient * coarse.astype(np.float32) + rest * fine.astype(np.float32)
+        angles = quotient * coarse.astype(np.float32)[None, None] + rest * fine.astype(np.float32)[None, None]
         return jnp.cos(angles), jnp.sin(angles)
 
     def _check(self, x: jax.Array, positions: jax.Array) -> None:

@@ -16,6 +16,7 @@ from ring_attn_core.model.config import check_sizes, hidden_size
 from ring_attn_core.model.masks import layer_masks, layer_offset
 from ring_attn_core.runs import Band
 
+from ..attend.tiles import accumulation_dtype
 from .attention import Linear, RingAttention
 
 
@@ -27,9 +28,10 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(accumulation_dtype(x.dtype))
         scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return (wide * scale * self.weight[...].astype(x.dtype)).astype(x.dtype)
+        weight = self.weight[...].astype(x.dtype).astype(wide.dtype)
+        return (wide * scale * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):

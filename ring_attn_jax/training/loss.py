@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+<<<<<<< HEAD
 from ..axes import axes_of, checks_are_off
+=======
+from ..attend.tiles import accumulation_dtype
+from ..axes import axes_of
+>>>>>>> fa3eea6 (JAX: the package promotes nothing by itself, so that it works under strict dtype promotion and raising rank promotion)
 
 
 def loss(
@@ -29,7 +34,7 @@ def loss(
     """
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(accumulation_dtype(logits.dtype))
     labels = labels.astype(jnp.int32)  # unsigned ones have no place for ignore_index
     kept = labels != ignore_index
     index = jnp.where(kept, jnp.where(labels < 0, wide.shape[-1], labels), 0)  # a negative index would count from the end
@@ -38,7 +43,7 @@ def loss(
     total, count = part, kept.sum()
     if axis_name is not None:
         total, count = _sum(axis_name, total, count)
-    return total / jnp.maximum(count, 1)
+    return total / jnp.maximum(count, 1).astype(total.dtype)
 
 
 def _sum(axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:

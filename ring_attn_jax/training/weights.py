@@ -11,6 +11,8 @@ from flax import nnx
 
 from ring_attn_core.model.weight_names import check_state
 
+from ..attend.tiles import accumulation_dtype
+
 Module = TypeVar("Module", bound=nnx.Module)
 
 
@@ -21,7 +23,7 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
     """
     state = {}
     for name, (path, p) in _parameters(module).items():
-        state[name] = _turned(path, np.array(p[...], jnp.promote_types(p.dtype, jnp.float32)))
+        state[name] = _turned(path, np.array(p[...], accumulation_dtype(p.dtype)))
     return state
 
 

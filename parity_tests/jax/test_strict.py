@@ -1,0 +1,153 @@
+"""The package where JAX promotes neither dtypes (``strict``) nor ranks (``raise``) by itself, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+
+from ring_attn_core import Run, causal, sliding_window
+from ring_attn_jax import (
+    attend_block,
+    document_extents,
+    from_layout,
+    merge,
+    prefix_extents,
+    shard_batch,
+    sharded_ring_attention,
+    to_layout,
+)
+from ring_attn_jax.layers.rotary import RotaryEmbedding
+from ring_attn_jax.layers.transformer import RingTransformer
+from ring_attn_jax.training.loss import loss
+from ring_attn_jax.training.weights import from_numpy, to_numpy
+
+from ..support.cases import Case, check
+from ..support.combinations import EVERYTHING
+from .ring import QUICK, REPLICATED, mesh_of, run
+
+
+@contextmanager
+def promoting(dtypes: str, ranks: str) -> Iterator[None]:
+    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_promoted() -> Iterator[None]:
+    with promoting("strict", "raise"):
+        yield
+
+
+def check_as_usual(program: Callable[..., Any], *arguments: Any) -> None:
+    """Jitted here, where nothing is promoted, ``program`` gives what it gives elsewhere, to the bit."""
+    here = jax.jit(program, compiler_options=QUICK)(*arguments)
+    with promoting("standard", "allow"):
+        usual = jax.jit(program, compiler_options=QUICK)(*arguments)
+    jax.tree.map(np.testing.assert_array_equal, here, usual)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(here) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("case", [Case(), EVERYTHING[-1]], ids=["plain", "every_feature"])
+def test_the_ring_is_exact(case, dtype):
+    case = replace(case, ranks=2, dtype=dtype)
+    check(case, run.__wrapped__(case))
+
+
+def test_sharded_ring_attention_with_every_feature():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    arrays = {
+        "extents": document_extents(jnp.asarray([[0, 0, 0, 1, 1, 1, 2, -1]] * 2)),
+        "key_mask": jnp.asarray(rng.random((2, 8)) < 0.9),
+        "alibi_slopes": jnp.asarray([0.1, 0.2, 0.3, 0.4]),
+    }
+    options = {"mesh": mesh, "batch_axes": "data", "head_axis": "tensor", "mask": causal(), "softcap": 5.0, "layout": "striped"}
+    options |= {"dropout_rate": 0.2, "dropout_seed": 3, "dropout_offset": (2, 4), "length": 7, "return_lse": True}
+
+    def program(q, k, v, sinks):
+        def objective(q, k, v, sinks):
+            out, lse = sharded_ring_attention(q, k, v, sinks=sinks, **arrays, **options)
+            return jnp.square(out).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
+
+        return jax.value_and_grad(objective, (0, 1, 2, 3))(q, k, v, sinks)
+
+    check_as_usual(program, q, k, v, jnp.ones(4))
+
+
+def test_blocks_and_their_merge_with_every_feature():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+    extents, key_mask = prefix_extents(3, 8), jnp.asarray(rng.random((2, 8)) < 0.7)
+    options = {"softcap": 5.0, "alibi_slopes": jnp.asarray([0.1, 0.2, 0.3, 0.4]), "dropout_rate": 0.2, "dropout_seed": 3}
+
+    def program(start, length, q, k, v):
+        def objective(q, k, v):
+            pairs = [
+                attend_block(
+                    *(q, k[:, first : first + 4], v[:, first : first + 4]),
+                    mask=sliding_window(6, 1),
+                    q_run=Run(start, length),
+                    k_run=Run(first, 4),
+                    extents=jnp.repeat(extents, 2, axis=0),
+                    key_mask=key_mask[:, first : first + 4],
+                    **options,
+                )
+                for first in (0, 4)
+            ]
+            out, lse = merge(*pairs)
+            return jnp.square(out).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
+
+        return jax.value_and_grad(objective, (0, 1, 2))(q, k, v)
+
+    check_as_usual(program, jnp.uint32(1), jnp.int32(7), q, k, v)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"alibi": True, "sinks": True, "softcap": 5.0, "dropout_rate": 0.2}], ids=["plain", "all"]
+)
+def test_a_transformer_and_its_loss(options):
+    model = RingTransformer(
+        vocab=11, dim=16, depth=1, heads=2, kv_heads=1, compute_dtype=jnp.bfloat16, windows=[5], tied=not options, **options,
+        rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    graph, parameters = nnx.split(from_numpy(model, to_numpy(model)), nnx.Param)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 9)))
+    seed = {"dropout_seed": jnp.uint32(5)} if options else {}
+
+    def step(parameters, ids):
+        documents = jnp.asarray([[0] * 4 + [1] * 5] * 2)
+        rank = lax.axis_index("seq")
+        shard = shard_batch(ids, "zigzag", 2, rank, documents=documents, key_mask=ids > 0, restart_positions=True)
+
+        def objective(parameters):
+            extra = {"extents": shard.extents, "key_mask": shard.key_mask}
+            logits = nnx.merge(graph, parameters)(shard.ids, shard.positions, shard.length, **extra, **seed)
+            return loss(logits, shard.labels)
+
+        return jax.value_and_grad(objective)(parameters)
+
+    check_as_usual(jax.shard_map(step, mesh=mesh_of(2), in_specs=REPLICATED, out_specs=REPLICATED), parameters, ids)
+
+
+def test_layouts_positions_and_extents():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 9, 2, 8)), jnp.bfloat16)
+
+    def program(x, prefix, ends):
+        there = to_layout(x, "zigzag", 2)
+        turned = RotaryEmbedding(8)(from_layout(there, "zigzag", 2, 9), jnp.arange(9, dtype=jnp.uint8))
+        mask = to_layout(jnp.ones((2, 9), bool), "striped", 2, pad_value=False)
+        return there, turned, mask, prefix_extents(prefix, 9), document_extents(cu_seqlens=ends, length=9)
+
+    check_as_usual(program, x, jnp.asarray([2, 5]), jnp.asarray([0, 4, 9]))
