@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
-from ring_attn_jax import from_layout, positions, shard_batch, to_layout
+from ring_attn_core import Band, causal, full, sliding_window
+from ring_attn_jax import from_layout, shard_batch, to_layout
 from ring_attn_jax.layers.attention import RingAttention
 from ring_attn_jax.layers.rotary import RotaryEmbedding
 from ring_attn_jax.layers.transformer import RingTransformer
@@ -32,7 +32,6 @@ from ..support.models import (
     layer_data,
     layer_pair,
     layer_weights,
-    rotate,
     token_ids,
     token_pair,
     transformer_weights,
@@ -64,43 +63,6 @@ def test_every_argument_of_attention_over_a_ring_is_exact(name, ranks, whole):
     x, dout = layer_data()
     weights = layer_weights(sinks="sinks" in ARGUMENTS[name])
     check_layer(run_layer(weights, x, dout, ranks, ARGUMENTS[name], whole), weights, x, dout, **ARGUMENTS[name])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rotary_of_every_shard_is_the_shard_of_the_rotated_whole(layout):
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 8)).astype(np.float32)
-    shards = np.split(np.asarray(to_layout(jnp.asarray(x), layout, 4)), 4, 1)
-    rotary = RotaryEmbedding(8)
-    turned = [rotary(jnp.asarray(shard), positions(layout, 4, LENGTH, rank)) for rank, shard in enumerate(shards)]
-    whole = from_layout(jnp.concatenate(turned, 1), layout, 4, LENGTH)
-    np.testing.assert_allclose(whole, rotate(x.astype(np.float64), np.arange(LENGTH)), atol=1e-5)
-
-
-def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
-    where = np.stack([np.arange(LENGTH), 2**20 - 1 - 513 * np.arange(LENGTH)]).astype(np.int32)
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 64)).astype(np.float32)
-    turned = RotaryEmbedding(64, base=500000.0)(jnp.asarray(x), jnp.asarray(where))
-    for row in range(2):
-        exact = rotate(x[row : row + 1].astype(np.float64), where[row], base=500000.0)
-        np.testing.assert_allclose(turned[row : row + 1], exact, atol=2e-3)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
-def test_rotary_takes_positions_of_every_integer_dtype(dtype):
-    where = np.linspace(0, min(np.iinfo(dtype).max, 2**20), LENGTH).astype(dtype)
-    x = np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16)).astype(np.float32)
-    turned = RotaryEmbedding(16)(jnp.asarray(x), jnp.asarray(where))
-    np.testing.assert_allclose(turned, rotate(x.astype(np.float64), where.astype(np.int64)), atol=2e-3)
-
-
-def test_rotary_of_bfloat16_does_not_round_positions():
-    where = np.arange(250, 250 + LENGTH, dtype=np.int32)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, LENGTH, 2, 16)), jnp.bfloat16)
-    turned = RotaryEmbedding(16)(x, jnp.asarray(where))
-    assert turned.dtype == jnp.bfloat16
-    exact = jnp.asarray(rotate(np.asarray(x, np.float64), where), jnp.bfloat16)
-    assert (turned == exact).mean() > 0.99
-    np.testing.assert_allclose(np.asarray(turned, np.float32), np.asarray(exact, np.float32), atol=2**-6)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 10, 1), (0, 0, 0, 0)])
@@ -224,6 +186,25 @@ def test_weights_go_to_numpy_and_back(tied, sinks):
     assert {name: x.shape for name, x in to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
     for name, x in to_numpy(from_numpy(model, weights)).items():
         np.testing.assert_array_equal(x, weights[name])
+
+
+def test_weights_in_numpy_are_copies():
+    layer = RingAttention(24, 4, kv_heads=2, head_dim=8, rngs=nnx.Rngs(0))
+    state = to_numpy(layer)
+    kept = {name: x.copy() for name, x in state.items()}
+    for x in state.values():
+        x[:] = 7
+    for name, x in to_numpy(layer).items():
+        np.testing.assert_array_equal(x, kept[name])
+
+
+def test_a_state_with_one_name_too_many_changes_nothing():
+    layer = RingAttention(24, 4, kv_heads=2, head_dim=8, rngs=nnx.Rngs(0))
+    state = to_numpy(layer)
+    with pytest.raises(ValueError, match=r"w\.weight is unexpected"):
+        from_numpy(layer, {name: x + 1 for name, x in state.items()} | {"w.weight": state["o.weight"]})
+    for name, x in to_numpy(layer).items():
+        np.testing.assert_array_equal(x, state[name])
 
 
 def test_a_state_that_does_not_fit_is_refused_with_every_reason():

@@ -124,7 +124,7 @@ def test_a_transformer_and_its_loss(options):
     )  # fmt: skip
     graph, parameters = nnx.split(from_numpy(model, to_numpy(model)), nnx.Param)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 9)))
-    seed = {"dropout_seed": jnp.uint32(5)} if options else {}
+    seed: dict[str, Any] = {"dropout_seed": jnp.uint32(5)} if options else {}
 
     def step(parameters, ids):
         documents = jnp.asarray([[0] * 4 + [1] * 5] * 2)

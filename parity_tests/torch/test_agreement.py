@@ -135,6 +135,15 @@ def wrong_at_the_second_call(group, dtype):
     return ring_attention(**shards(), group=group, extents=wrong if dist.get_rank() == 1 else right)
 
 
+@pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
+def test_an_objection_is_raised_everywhere_as_what_it_was(kind):
+    problem = object()
+    heard = [agreement._verdict(problem, kind("of rank 0")), agreement._verdict(problem, kind("of rank 1"))]
+    for own in (kind("of rank 0"), kind("of rank 1"), None):
+        with pytest.raises(kind, match=r"^rank 0: of rank 0$"):
+            agreement._conclude(heard, own)
+
+
 def test_the_lowest_rank_speaks_when_several_are_wrong(gloo):
     errors = gloo.outcomes(RANKS, two_wrong)
     assert {str(error) for error in errors} == {"rank 1: unknown layout 'one': choose one of contiguous, striped, zigzag"}

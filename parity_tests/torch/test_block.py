@@ -66,6 +66,14 @@ def test_what_a_block_holds_beyond_its_runs_is_never_read():
         assert (gradient[:, length:] == 0).all()
 
 
+@pytest.mark.parametrize("wrong", [[5, 2], [-1, 3], [3, 2**30 + 1]], ids=["reversed", "negative", "too far"])
+def test_wrong_extents_are_found_in_a_block_too(wrong):
+    q, extents = torch.randn(1, 8, 2, 4), torch.tensor([[0, 8]] * 8)[None]
+    extents[0, 6] = torch.tensor(wrong)
+    with pytest.raises(ValueError, match=r"extents must be 0 <= first <= end .* for the query at position 16 of batch row 0"):
+        attend_block(q, q, q, extents=extents, q_run=Run(10, 8), k_run=Run(0, 8), mask=full())
+
+
 def test_merging_with_nothing_changes_nothing_and_gives_no_nan():
     out, lse = torch.randn(1, 3, 2, 4, requires_grad=True), torch.randn(1, 3, 2, requires_grad=True)
     nothing = torch.zeros_like(out), torch.full_like(lse, -math.inf)

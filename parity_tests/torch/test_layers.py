@@ -212,6 +212,25 @@ def test_weights_go_to_numpy_and_back(tied, sinks):
         np.testing.assert_array_equal(x, weights[name])
 
 
+def test_weights_in_numpy_are_copies():
+    layer = RingAttention(24, 4, kv_heads=2, head_dim=8)
+    state = to_numpy(layer)
+    kept = {name: x.copy() for name, x in state.items()}
+    for x in state.values():
+        x[:] = 7
+    for name, x in to_numpy(layer).items():
+        np.testing.assert_array_equal(x, kept[name])
+
+
+def test_a_state_with_one_name_too_many_changes_nothing():
+    layer = RingAttention(24, 4, kv_heads=2, head_dim=8)
+    state = to_numpy(layer)
+    with pytest.raises(ValueError, match=r"w\.weight is unexpected"):
+        from_numpy(layer, {name: x + 1 for name, x in state.items()} | {"w.weight": state["o.weight"]})
+    for name, x in to_numpy(layer).items():
+        np.testing.assert_array_equal(x, state[name])
+
+
 def test_a_state_that_does_not_fit_is_refused_with_every_reason():
     layer = RingAttention(24, 4, kv_heads=2, head_dim=8)
     state = to_numpy(layer)
