@@ -9,12 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-<<<<<<< HEAD
-from ..axes import axes_of, checks_are_off
-=======
 from ..attend.tiles import accumulation_dtype
-from ..axes import axes_of
->>>>>>> fa3eea6 (JAX: the package promotes nothing by itself, so that it works under strict dtype promotion and raising rank promotion)
+from ..axes import axes_of, checks_are_off
 
 
 def loss(
