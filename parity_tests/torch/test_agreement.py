@@ -224,3 +224,18 @@ def one_comes_late(group):
     time.sleep(4.0 * dist.get_rank())
     with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=1)):
         return ring_attention(**shards(), group=group)
+
+
+def test_calls_leave_no_keys_in_the_store(gloo):
+    """With extents on a CPU every call asks the others; a rank keeps what it told them last, and what they may still read."""
+    assert all(left <= 2 * 2 for left in gloo(2, keys_after_many_calls))
+
+
+def keys_after_many_calls(group):
+    extents = torch.tensor([[[0, 12]] * 6])
+    store = agreement._store(group)
+    ring_attention(**shards(), group=group, extents=extents)
+    before = store.num_keys()
+    for _ in range(20):
+        ring_attention(**shards(), group=group, extents=extents)
+    return store.num_keys() - before

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,12 +38,16 @@ class _Unknown(NamedTuple):
 
 
 class _History:
-    """What this rank knows of a group. ``era`` tells a group from one of the same name that was destroyed on the same store."""
+    """What this rank knows of a group. ``era`` tells a group from one of the same name that was destroyed on the same store.
+
+    ``told``: the keys of its verdicts that may still be in the store.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
         self.agreed: set[Problem] = set()
+        self.told: list[str] = []
 
 
 _seen_alone: set[Problem] = set()
@@ -70,7 +75,8 @@ def agree(problem: Problem, group: Group, error: Exception | None = None, again:
     if error is None and problem in history.agreed and not again:
         return
     patience = GRACE if error else timeout(group, problem.device)
-    _conclude(_exchange(_verdict(problem, error), f"ring_attn/{history.era}/{history.calls}", group, patience), error)
+    call = f"ring_attn/{history.era}/{history.calls}"
+    _conclude(_exchange(_verdict(problem, error), call, group, patience, history.told), error)
     history.agreed.add(problem)
 
 
@@ -102,14 +108,27 @@ def _verdict(problem: Problem, error: Exception | None) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def _exchange(verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta) -> list[dict[str, Any] | None]:
-    """Every rank's verdict, None for a rank that did not give one in time."""
+def _exchange(
+    verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, told: list[str]
+) -> list[dict[str, Any] | None]:
+    """Every rank's verdict, None for a rank that did not give one in time.
+
+    Once all ranks are here, this one deletes what it ``told`` them before: a rank comes to an exchange after it has read all of
+    the one before. So the store holds at most two keys of a rank, except after calls to which not everybody came.
+    """
     store = _store(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
-    store.set(keys[rank_in(group)], json.dumps(verdict))
-    if not _all_there(store, keys, patience):
-        store.set(keys[rank_in(group)], json.dumps(verdict | {"gave_up": True}))  # for whoever comes after this
+    mine = keys[rank_in(group)]
+    store.set(mine, json.dumps(verdict))
+    if _all_there(store, keys, patience):
+        with suppress(RuntimeError):  # a store that deletes nothing, as some of other libraries
+            for key in told:
+                store.delete_key(key)
+        told.clear()
+    else:
+        store.set(mine, json.dumps(verdict | {"gave_up": True}))  # for whoever comes after this
         keys = [key if store.check([key]) else None for key in keys]
+    told.append(mine)
     return [json.loads(store.get(key)) if key else None for key in keys]
 
 
