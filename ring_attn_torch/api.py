@@ -80,7 +80,9 @@ def ring_attention(
             scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
             ranks and layout, and in JAX, the same.
         dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
-        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too.
+        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too: the same on
+            every rank of a ring, which all hold the same rows and heads. Ranks compare ints, once for every new pair of them;
+            the values of tensors are on the device, where nobody looks at them.
         length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
         backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
@@ -109,9 +111,10 @@ def ring_attention(
         differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         check_vendor(backend, deterministic, return_lse and differentiates)
         draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None
+        offset = None if draw is None else [-1 if isinstance(x, Tensor) else int(x) for x in dropout_offset]
     except Exception as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
     out, lse = torch.ops.ring_attn.forward(
-        q, k, v, *arrays.values(), draw, name, layout, mask.lo, mask.hi, length, kv_length, *numbers.values(), backend
+        q, k, v, *arrays.values(), draw, name, layout, mask.lo, mask.hi, length, kv_length, *numbers.values(), backend, offset
     )
     return (out, lse) if return_lse else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ def problem_of(
     softcap: float | None,
     dropout_rate: float,
     backend: str,
+    dropout_offset: Sequence[int] | None = None,
 ) -> Problem:
     name = lambda x: str(x.dtype).removeprefix("torch.")
     *optional, draw = arrays
@@ -69,6 +71,7 @@ def problem_of(
         backend,
         capability(q.device),
         "torch",
+        dropout_offset=None if dropout_offset is None else tuple(dropout_offset),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +40,12 @@ def _forward(
     softcap: float | None,
     dropout_rate: float,
     backend: str,
+    dropout_offset: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     group = group_of(group_name)
     arrays = extents, key_mask, sinks, alibi_slopes, draw
-    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
+    numbers = scale, softcap, dropout_rate, backend, dropout_offset
+    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, *numbers)
     try:
         plan, score, backend_ = checked(problem)
         look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
@@ -89,10 +92,12 @@ def _backward(
     softcap: float | None,
     dropout_rate: float,
     backend: str,
+    dropout_offset: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     group = group_of(group_name)
     arrays = extents, key_mask, sinks, alibi_slopes, draw
-    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, scale, softcap, dropout_rate, backend)
+    numbers = scale, softcap, dropout_rate, backend, dropout_offset
+    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, *numbers)
     plan, score, backend_ = checked(problem)
     score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(q.device.type, enabled=False):

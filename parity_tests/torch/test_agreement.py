@@ -85,6 +85,10 @@ WRONG: dict[str, Any] = {
         lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 1, "dropout_offset": (0, -1)},
         "rank 2: dropout_offset holds the global index of the first head",
     ),
+    "disagree on dropout_offset": (
+        lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 1, "dropout_offset": (0, 4)},
+        r"disagree on dropout_offset: \[0, 0\] on rank 0, \[0, 4\] on rank 2",
+    ),
     "sinks of key heads": (lambda n: shards(n) | {"sinks": torch.ones(2)}, r"rank 2: sinks must be \[heads\] = \[4\]"),
     "slopes to be learned": (
         lambda n: shards(n) | {"alibi_slopes": torch.ones(4, requires_grad=True)},
@@ -112,7 +116,10 @@ def call(group, wrong_rank, problem, after_a_good_one):
     if after_a_good_one:
         ring_attention(**shards(), group=group)
     tokens = 10 if after_a_good_one else 6
-    return ring_attention(**(WRONG[problem][0](tokens) if dist.get_rank() == wrong_rank else shards(tokens)), group=group).shape
+    right = shards(tokens)
+    if problem == "disagree on dropout_offset":
+        right |= {"dropout_rate": 0.1, "dropout_seed": 1}
+    return ring_attention(**(WRONG[problem][0](tokens) if dist.get_rank() == wrong_rank else right), group=group).shape
 
 
 def forget(group):
@@ -180,6 +187,18 @@ def repeated(group):
     ring_attention(**shards(), group=group, scale=0.123)
     with patch.object(agreement, "_exchange", side_effect=AssertionError("asked")):
         ring_attention(**shards(), group=group, scale=0.123)
+
+
+def test_repeated_offsets_ask_nobody_and_those_on_the_device_are_not_compared(gloo):
+    gloo(2, offsets)
+
+
+def offsets(group):
+    dropout = {"dropout_rate": 0.1, "dropout_seed": 1, "group": group}
+    ring_attention(**shards(), **dropout, dropout_offset=(8, 0))
+    ring_attention(**shards(), **dropout, dropout_offset=(0, torch.tensor(dist.get_rank())))
+    with patch.object(agreement, "_exchange", side_effect=AssertionError("asked")):
+        ring_attention(**shards(), **dropout, dropout_offset=(8, 0))
 
 
 def test_a_ring_of_one_needs_no_torch_distributed():

@@ -19,6 +19,7 @@ class Problem:
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
     ``arrays``: the optional ones that were given, in the order of the signature. ``capability``: of the NVIDIA GPU, such as 90,
     0 where there is none. ``framework``: "jax" or "torch". ``tma``: it can launch kernels with TMA descriptors.
+    ``dropout_offset``: where ranks compare it, as PyTorch's do: the two ints, -1 for one that a device holds.
     """
 
     q_shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Problem:
     capability: int = 0
     framework: str = "jax"
     tma: bool = True
+    dropout_offset: tuple[int, ...] | None = None
 
     @cached_property
     def plan(self) -> RingPlan:
