@@ -11,6 +11,7 @@ from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.transformer import RingTransformer
+from .ring.agreement import check_every_call
 from .training.gradients import sum_gradients
 from .training.loss import loss
 from .training.weights import from_numpy, to_numpy
@@ -24,6 +25,7 @@ __all__ = [
     "Run",
     "attend_block",
     "causal",
+    "check_every_call",
     "document_extents",
     "from_layout",
     "from_numpy",

@@ -96,10 +96,13 @@ def ring_attention(
     heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf (or its sink), zero gradients.
 
     Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, and for ones that the ranks
-    disagree on, where none of them has seen its own before; RuntimeError after the group's timeout where a rank does not come, or
-    makes another call than those that repeat one. No second derivative, no forward mode, no torch.func.grad. An op of
-    torch.library, so it works under torch.compile(fullgraph=True) and selective checkpointing (the op to save is
-    ``torch.ops.ring_attn.forward.default``); autocast leaves it alone.
+    disagree on, where none of them has run its own before; RuntimeError after the group's timeout where a rank does not come. To
+    compare a call that a rank has run before would cost an exchange each time, so nobody does: where ranks make different calls
+    and each has run its own before, causal on one and full on another give wrong numbers, a skipped call shifts all later ones,
+    and shards of other sizes hang, or end a process of gloo. ``check_every_call`` finds these.
+    No second derivative, no forward mode, no torch.func.grad. An op of torch.library, so it works under
+    torch.compile(fullgraph=True) and selective checkpointing (the op to save is ``torch.ops.ring_attn.forward.default``);
+    autocast leaves it alone.
     """
     name = group_name(group)
     try:

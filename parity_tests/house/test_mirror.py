@@ -19,6 +19,7 @@ ONLY_IN_TORCH = {
     "training/gradients.py": "where sum_gradients lives",
     "sum_gradients": "in JAX shard_map sums the gradients of replicated parameters",
     "ring/agreement.py": "JAX is one program, checked when it is traced",
+    "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
