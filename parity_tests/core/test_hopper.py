@@ -76,6 +76,9 @@ def test_keys_beside_their_values_end_where_the_values_begin():
 SHORT_OF_REGISTERS = "backward 64", ("softcap", "everything")
 """Whose products wait for each other with Triton 3.9, by ptxas for want of registers: right, and how slow is not measured yet."""
 
+STACK_BY_CHANCE, RELOADS_BY_CHANCE = 8, 1
+"""ptxas orders instructions by the table of source lines too: one PTX with other line numbers (3.6, dropout) had 4 for 3."""
+
 EXHAUSTIVE = ("2 runs", "first step", "last step", "everything")
 
 
@@ -96,8 +99,9 @@ def test_no_launch_loses_more_registers_than_were_measured(name):
     assert stack <= MOST_STACK[launch.kernel], '"auto" passes over it'
     release = ".".join(map(str, triton_release()))
     if release in MEASURED[name]:
-        assert [stack, reloads] <= MEASURED[name][release], "more bytes of stack, or more reloads in a step without a mask"
-        assert reloads <= MEASURED[name][release][1]
+        most_stack, most_reloads = MEASURED[name][release]
+        assert stack <= most_stack + STACK_BY_CHANCE, "more bytes of stack"
+        assert reloads <= most_reloads + RELOADS_BY_CHANCE, "more reloads in a step without a mask"
     assert products > 0, "no wgmma in the binary"
     assert kernel.metadata.shared <= shared_memory(90)
     assert kernel.asm["ptx"].count("setmaxnreg") >= 3, "registers are moved from the producer to the consumers"
