@@ -38,15 +38,15 @@ BREAKS = [
     Break(
         "torch: dk and dv swapped",
         "ring_attn_torch/op.py",
-        "    return dq, dk, dv, *of_arrays",
-        "    return dq, dv, dk, *of_arrays",
+        "    return dq, dk, dv, of_given",
+        "    return dq, dv, dk, of_given",
         TORCH,
     ),
     Break(
         "jax: dk and dv swapped",
         "ring_attn_jax/op.py",
-        "dk.astype(k.dtype), dv.astype(v.dtype)",
-        "dv.astype(k.dtype), dk.astype(v.dtype)",
+        "dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype)",
+        "dv.astype(inputs.k.dtype), dk.astype(inputs.v.dtype)",
         JAX,
     ),
     Break(
@@ -73,8 +73,8 @@ BREAKS = [
     Break(
         "jax: a zero gradient",
         "ring_attn_jax/op.py",
-        "return dq.astype(q.dtype), dk",
-        "return jnp.zeros_like(q), dk",
+        "return dq.astype(inputs.q.dtype), dk",
+        "return jnp.zeros_like(inputs.q), dk",
         JAX,
     ),
     Break(
@@ -215,7 +215,7 @@ BREAKS = [
     Break(
         "torch: extents of a block unchecked",
         "ring_attn_torch/block.py",
-        'if extents is not None and extents.device.type == "cpu":',
+        'if block.score.extents is not None and q.device.type == "cpu":',
         "if False:",
         "parity_tests/torch/test_block.py::test_wrong_extents_are_found_in_a_block_too",
     ),
@@ -229,8 +229,8 @@ BREAKS = [
     Break(
         "jax: a block's arrays left to vary as they do",
         "ring_attn_jax/block.py",
-        "*vary_alike((), q, k, v, key_mask, score, rows)",
-        "q, k, v, key_mask, score, rows",
+        "vary_alike((), Inputs(q, k, v, key_mask, prepared.scored(arrays)), rows)",
+        "(Inputs(q, k, v, key_mask, prepared.scored(arrays)), rows)",
         "parity_tests/jax/test_block.py::test_gradients_of_what_every_rank_holds_alike_are_summed_over_blocks_elsewhere",
     ),
     Break(

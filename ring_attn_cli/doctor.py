@@ -14,7 +14,6 @@ from rich.console import Group
 from rich.table import Table
 
 from ring_attn_core import __version__
-from ring_attn_core.masks import causal
 
 if TYPE_CHECKING:
     from ring_attn_core.problem.problem import Problem
@@ -64,7 +63,7 @@ def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
     from ring_attn_core.problem.problem import Problem
 
     q, k, v = (1, 4096, 16, head_dim), (1, 4096, 4, head_dim), (1, 4096, 4, head_dim if v_dim is None else v_dim)
-    problem = Problem(q, k, v, (dtype, dtype, dtype), "cpu", 1, "zigzag", causal(), None, None, None, None, 0.0, (), "auto")
+    problem = Problem(q, k, v, (dtype, dtype, dtype), "cpu", ranks=1)
     problem.check()
     return problem
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import check_dropout_rate
-from ring_attn_core.problem.strategies import check_strategy
+from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from .arguments import checked
+from .arguments import Arrays, checked, problem_of
 from .attend.dropout import draw_of
 from .axes import ring_size, vary_alike
-from .op import _attention
-from .ring.step import Ring
+from .op import Inputs, _attention
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -90,12 +90,27 @@ def ring_attention(
     Inside ``jax.shard_map(check_vma=False)`` the gradients of shards are right; those of replicated arrays, sinks too, are each
     rank's part, as JAX leaves them there: psum them, or leave check_vma at its default.
     """
-    check_strategy(strategy)
-    arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    check_dropout_rate(dropout_rate)
+    options = Options(
+        layout=layout,
+        mask=mask,
+        length=length,
+        kv_length=kv_length,
+        scale=scale,
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        strategy=strategy,
+        backend=backend,
+        deterministic=deterministic,
+    )
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
-    where = ring_size(axis_name), layout, mask, length, kv_length
-    plan, score, backend_ = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend)
-    trees = vary_alike((axis_name,), q, k, v, key_mask, score)
-    out, lse = _attention(*trees, Ring(plan, axis_name), backend_)  # type: ignore[misc]
+    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw), options, axis_name)
     return (out, lse) if return_lse else out
+
+
+def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    """``ring_attention`` of a record: (out, lse)."""
+    prepared = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options))
+    if not q.size:  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
+        arrays = arrays._replace(dropout_seed=None)
+    (inputs,) = vary_alike((axis_name,), Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays)))
+    return _attention(inputs, prepared.ring(axis_name), prepared.backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,9 @@ from jax import lax
 from ring_attn_core.kernels.backends import runnable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.runs import Band
+from ring_attn_core.problem.strategies import chosen
 
 from .attend.backend import Backend
 from .attend.blockwise import Blockwise
@@ -20,65 +22,69 @@ from .attend.kernels import Kernels
 from .attend.launch import capability, makes_descriptors
 from .attend.score import Score
 from .axes import described, dtype_names
+from .ring.step import Ring
+
+
+class Arrays(NamedTuple):
+    """The optional arrays of a call under their public names, None where not given; ``dropout_seed`` as ``draw_of`` makes it."""
+
+    extents: jax.Array | None = None
+    key_mask: jax.Array | None = None
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    dropout_seed: Draw | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return those that were given, by name."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+
+
+def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
+    """The call as plain data; ValueError for what is no array."""
+    given = arrays.given
+    of_seed = (Given("dropout_seed", (), "uint32"),) if given.pop("dropout_seed", None) is not None else ()
+    return Problem(
+        q.shape,
+        k.shape,
+        v.shape,
+        dtype_names(q, k, v),
+        jax.default_backend(),
+        ranks,
+        options,
+        described(given) + of_seed,
+        capability(),
+        tma=makes_descriptors(),
+    )
 
 
 class Prepared(NamedTuple):
-    """A call that passed every check: its plan, its score, and who computes it."""
+    """A problem that passed every check: its plan, its score without the arrays, who computes it, and how keys travel."""
 
     plan: RingPlan
     score: Score
     backend: Backend
+    strategy: str
+
+    def scored(self, arrays: Arrays) -> Score:
+        """Return the score with the arrays that stay with the queries."""
+        given = {name: x for name, x in arrays.given.items() if name != "key_mask"}
+        if arrays.alibi_slopes is not None:
+            given["alibi_slopes"] = lax.stop_gradient(arrays.alibi_slopes)
+        return replace(self.score, **given)
+
+    def ring(self, axis_name: str) -> Ring:
+        """Return the ring over that mesh axis."""
+        return Ring(self.plan, axis_name, self.strategy)
 
 
-def checked(
-    q: Any,
-    k: Any,
-    v: Any,
-    arrays: dict[str, Any],
-    draw: Draw | None,
-    ranks: int,
-    layout: str,
-    mask: Band,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-    anywhere: bool = False,
-) -> Prepared:
-    """What a call needs to run, once every check has passed. ``arrays``: the optional ones by name, None where not given.
+def checked(problem: Problem, anywhere: bool = False) -> Prepared:
+    """What a problem needs to run, checked, and its kernels compiled.
 
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
     """
-    dtypes = dtype_names(q, k, v)
-    given = described(arrays) + (() if draw is None else (Given("dropout_seed", (), "uint32"),))
-    problem = Problem(
-        q.shape,
-        k.shape,
-        v.shape,
-        dtypes,
-        jax.default_backend(),
-        ranks,
-        layout,
-        mask,
-        length,
-        kv_length,
-        scale,
-        softcap,
-        dropout_rate,
-        given,
-        backend,
-        capability(),
-        tma=makes_descriptors(),
-    )
-    plan = problem.check()
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    cap = None if softcap is None else float(softcap)
-    slopes = arrays["alibi_slopes"]
-    slopes = None if slopes is None else lax.stop_gradient(slopes)
-    extents, sinks = arrays["extents"], arrays.get("sinks")
-    draw = draw if q.size else None  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
+    plan, options = problem.check(), problem.options
+    cap = None if options.softcap is None else float(options.softcap)
     call = runnable(problem, anywhere)
-    backend_ = Blockwise() if call is None else Kernels(call, problem.blanks or anywhere)
-    return Prepared(plan, Score(factor, cap, float(dropout_rate), extents, sinks, slopes, draw), backend_)
+    backend = Blockwise() if call is None else Kernels(call, problem.blanks or anywhere)
+    return Prepared(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, chosen(options.strategy))

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_dropout_rate, check_pairs, check_runs
+from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs
+from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
-from .arguments import checked
+from .arguments import Arrays, checked, problem_of
+from .attend.backend import Backend
 from .attend.dropout import draw_of
-from .attend.keys import pack
+from .attend.keys import Keys, pack
+from .attend.state import State
 from .axes import dtype_names, vary_alike
-from .op import refuse_second_derivative
+from .op import Inputs, refuse_second_derivative
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -54,17 +57,19 @@ def attend_block(
 
     Raises ValueError for inputs that do not fit. No second derivative.
     """
+    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=dropout_rate, backend=backend)
     dtype_names(q, k, v)
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
-    arrays = {"extents": extents, "key_mask": key_mask, "alibi_slopes": alibi_slopes}
-    check_dropout_rate(dropout_rate)
     draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
-    where = 1, "contiguous", mask, None, None
-    _, score, backend_ = checked(q, k, v, arrays, draw, *where, scale, softcap, dropout_rate, backend, anywhere=True)
+    arrays = Arrays(extents, key_mask, None, alibi_slopes, draw)
+    prepared = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
-    return _attention(*vary_alike((), q, k, v, key_mask, score, rows), backend_)
+    if not q.size:  # of nothing nothing is dropped
+        arrays = arrays._replace(dropout_seed=None)
+    inputs, rows = vary_alike((), Inputs(q, k, v, key_mask, prepared.scored(arrays)), rows)
+    return _attention(inputs, rows, prepared.backend)
 
 
 def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -95,24 +100,30 @@ def _int32(x: Any) -> Any:
     return x if isinstance(x, int) else jnp.asarray(x, jnp.int32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q, k, v, key_mask, score, rows, backend):  # type: ignore[no-untyped-def]
-    return backend.attend(q, pack(k, v, key_mask, backend.apart), rows, score, None, last=False)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attention(inputs: Inputs, rows: jax.Array, backend: Backend) -> State:
+    return backend.attend(inputs.q, _keys(inputs, backend), rows, inputs.score, None, last=False)
 
 
-def _forward(q, k, v, key_mask, score, rows, backend):  # type: ignore[no-untyped-def]
-    out, lse = _attention(q, k, v, key_mask, score, rows, backend)
-    return (out, lse), (q, k, v, key_mask, score, rows, out, lse)
+def _keys(inputs: Inputs, backend: Backend) -> Keys:
+    return pack(inputs.k, inputs.v, inputs.key_mask, backend.apart)
 
 
-def _backward(backend, residuals, cotangents):  # type: ignore[no-untyped-def]
-    return *_gradients(*residuals, *cotangents, backend), None, None, None
+def _forward(inputs: Inputs, rows: jax.Array, backend: Backend) -> tuple[State, tuple[Inputs, jax.Array, State]]:
+    total = _attention(inputs, rows, backend)
+    return total, (inputs, rows, total)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(10,))
-def _gradients(q, k, v, key_mask, score, rows, out, lse, dout, dlse, backend):  # type: ignore[no-untyped-def]
-    keys = pack(k, v, key_mask, backend.apart)
-    of_q = backend.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
+def _backward(backend: Backend, residuals: tuple[Inputs, jax.Array, State], dtotal: State) -> tuple[Inputs, None]:
+    inputs, rows, total = residuals
+    dq, dk, dv = _gradients(inputs, rows, total, dtotal, backend)
+    return inputs.gradients._replace(q=dq, k=dk, v=dv), None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _gradients(inputs: Inputs, rows: jax.Array, total: State, dtotal: State, backend: Backend) -> Any:
+    (q, k, v, _, score), keys = inputs, _keys(inputs, backend)
+    of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
     dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
     dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

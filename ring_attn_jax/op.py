@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 
 from .attend.backend import Backend
 from .attend.keys import Keys, pack
+from .attend.score import Score
+from .attend.state import State
 from .axes import on_auto_axes, sharded_like
 from .ring import loop
 from .ring.step import Ring
@@ -21,46 +23,62 @@ OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q, k, v, key_mask, score, ring, backend):  # type: ignore[no-untyped-def]
-    return _round_the_ring(q, k, v, key_mask, score, ring, backend)
+class Inputs(NamedTuple):
+    """The arrays of a call: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None, and those that the score has."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    key_mask: jax.Array | None
+    score: Score
+
+    @property
+    def gradients(self) -> Inputs:
+        """Return the tree of their gradients, with none in it yet."""
+        return Inputs(*(None,) * 4, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
 
 
-def _round_the_ring(q, k, v, key_mask, score, ring, backend):  # type: ignore[no-untyped-def]
-    def forward(q, k, v, key_mask, score):  # type: ignore[no-untyped-def]
-        return loop.forward(q, _keys(k, v, key_mask, ring, backend), score, ring, backend)
-
-    rows, of_v = sharded_like(q)[:3], sharded_like(v)
-    return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(q, k, v, key_mask, score)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _attention(inputs: Inputs, ring: Ring, backend: Backend) -> State:
+    return _round_the_ring(inputs, ring, backend)
 
 
-def _keys(k: jax.Array, v: jax.Array, key_mask: jax.Array | None, ring: Ring, backend: Backend) -> Keys:
-    return pack(k, v, key_mask, apart=backend.apart and not ring.plan.hops)
+def _round_the_ring(inputs: Inputs, ring: Ring, backend: Backend) -> State:
+    def forward(inputs: Inputs) -> State:
+        return loop.forward(inputs.q, _keys(inputs, ring, backend), inputs.score, ring, backend)
+
+    rows, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
+    return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(inputs)
 
 
-def _forward(q, k, v, key_mask, score, ring, backend):  # type: ignore[no-untyped-def]
-    out, lse = _round_the_ring(q, k, v, key_mask, score, ring, backend)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (q, k, v, key_mask, score, out, lse)
+def _keys(inputs: Inputs, ring: Ring, backend: Backend) -> Keys:
+    return pack(inputs.k, inputs.v, inputs.key_mask, apart=backend.apart and not ring.plan.hops)
 
 
-def _backward(ring, backend, residuals, cotangents):  # type: ignore[no-untyped-def]
-    dq, dk, dv, dsinks = _gradients(*residuals, *cotangents, ring, backend)  # type: ignore[misc]
-    score = residuals[4]
-    return dq, dk, dv, None, replace(score, extents=None, sinks=dsinks, slopes=None, draw=None)
+def _forward(inputs: Inputs, ring: Ring, backend: Backend) -> tuple[State, tuple[Inputs, State]]:
+    out, lse = _round_the_ring(inputs, ring, backend)
+    total = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return total, (inputs, total)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(9, 10))
-def _gradients(q, k, v, key_mask, score, out, lse, dout, dlse, ring, backend):  # type: ignore[no-untyped-def]
-    def backward(q, k, v, key_mask, score, out, lse, dout, dlse):  # type: ignore[no-untyped-def]
-        keys = _keys(k, v, key_mask, ring, backend)
-        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, backend)
-        dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
-        dsinks = None if dsinks is None else dsinks.astype(score.sinks.dtype)
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+def _backward(ring: Ring, backend: Backend, residuals: tuple[Inputs, State], dtotal: State) -> tuple[Inputs]:
+    inputs, total = residuals
+    dq, dk, dv, dsinks = _gradients(inputs, total, dtotal, ring, backend)
+    nothing = inputs.gradients
+    return (nothing._replace(q=dq, k=dk, v=dv, score=replace(nothing.score, sinks=dsinks)),)
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gradients(inputs: Inputs, total: State, dtotal: State, ring: Ring, backend: Backend) -> Any:
+    def backward(inputs: Inputs, total: State, dtotal: State) -> Any:
+        dq, dkv, dsinks = loop.backward(inputs.q, _keys(inputs, ring, backend), total, dtotal, inputs.score, ring, backend)
+        dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [inputs.k.shape[-1]], -1)
+        dsinks = None if dsinks is None else dsinks.astype(inputs.score.sinks.dtype)  # type: ignore[union-attr]
+        return dq.astype(inputs.q.dtype), dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype), dsinks
+
+    q, k, v, _, score = inputs
     specs = *map(sharded_like, (q, k, v)), None if score.sinks is None else sharded_like(score.sinks)
-    return on_auto_axes(backward, specs)(q, k, v, key_mask, score, out, lse, dout, dlse)
+    return on_auto_axes(backward, specs)(inputs, total, dtotal)
 
 
 def refuse_second_derivative(*_: Any) -> Any:

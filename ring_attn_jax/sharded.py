@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ring_attn_core.masks import causal
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import check_array, check_dropout_rate, check_extents
+from ring_attn_core.problem.checks import check_array, check_extents
+from ring_attn_core.problem.options import Options
 
-from .api import ring_attention
-from .attend.dropout import Draw, draw_of
+from .api import attention
+from .arguments import Arrays
+from .attend.dropout import draw_of
 from .axes import check_axis_name, described, dtype_names
 from .data.extents import on_host
 
@@ -50,59 +52,82 @@ def sharded_ring_attention(
     before the weights are made), inside and outside jit; arrays that are sharded otherwise are resharded. Raises
     ValueError for an axis that the mesh does not have and for sizes that do not divide.
     """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
-    check_axis_name(axis_name)
-    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
-    dtype_names(q, k, v)
-    _check(q, k, v, mesh, axis_name, batch_axes, head_axis)
-    q_spec = PartitionSpec(batch_axes or None, axis_name, head_axis)
-    kv_spec = PartitionSpec(batch_axes or None, axis_name, None if k.shape[2] == 1 else head_axis)
-    tokens, heads = PartitionSpec(batch_axes or None, axis_name), PartitionSpec(head_axis)
-    of_optional = {"extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
-    specs = {"q": q_spec, "k": kv_spec, "v": kv_spec, **of_optional}
-    optional = {name: arguments.pop(name) for name in of_optional if arguments.get(name) is not None}
-    for array in described(optional):
-        check_array(array, q.shape, k.shape)
-    if "extents" in optional:
-        _check_extents(optional["extents"], k.shape[1], mesh.shape[axis_name], arguments)
-    given = {"q": q, "k": k, "v": v, **optional}
-    arrays: dict[str, Any] = {name: _on_explicit_axes(jnp.asarray(x), mesh, specs[name]) for name, x in given.items()}
-    check_dropout_rate(arguments.get("dropout_rate", 0.0))
+    optional = {name: arguments.pop(name, None) for name in ("extents", "key_mask", "sinks", "alibi_slopes")}
     seed, offset = arguments.pop("dropout_seed", None), arguments.pop("dropout_offset", (0, 0))
-    if arguments.get("dropout_rate") and seed is not None:
-        arrays["dropout_seed"] = draw_of(seed, offset)
-    named = sorted({"axis_name": axis_name, "return_lse": return_lse, **arguments}.items())
-    options = tuple((name, type(x), x) for name, x in named)  # since 1 equals True, and 64 equals 64.0
-    kept = tuple((name, specs.get(name, PartitionSpec())) for name in arrays)
-    try:
-        attention = _compiled(mesh, kept, batch_axes, head_axis, options)
-    except TypeError:  # an argument that cannot be hashed, which ring_attention speaks of
-        attention = _compiled.__wrapped__(mesh, kept, batch_axes, head_axis, options)
-    return attention(arrays)
+    where, options = Where.of(mesh, axis_name, batch_axes, head_axis), Options(**arguments)
+    draw = draw_of(seed, offset) if options.dropout_rate and seed is not None else None
+    return sharded(q, k, v, Arrays(**optional, dropout_seed=draw), options, where, return_lse)
+
+
+class Where(NamedTuple):
+    """Over which mesh axes tokens, batch rows and heads are sharded."""
+
+    mesh: Mesh | AbstractMesh
+    axis_name: str
+    batch_axes: tuple[str, ...]
+    head_axis: str | None
+
+    @classmethod
+    def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> Where:
+        """Return the record; ValueError for what is no mesh and for axes that it does not have or that are named twice."""
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
+        check_axis_name(axis_name)
+        batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+        used = [axis_name, *batch_axes, *([head_axis] if head_axis else [])]
+        for axis in used:
+            if axis not in mesh.shape:
+                raise ValueError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.axis_names)}")
+            if used.count(axis) > 1:
+                raise ValueError(f"mesh axis {axis!r} is named twice: tokens, batch and heads need an axis each")
+        return cls(mesh, axis_name, batch_axes, head_axis)
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.shape[self.axis_name]
+
+    def specs(self, kv_heads: int) -> dict[str, PartitionSpec]:
+        """Return how each array is sharded, by name; a single key head is everybody's."""
+        batch = self.batch_axes or None
+        tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
+        keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
+        of_optional = {"extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
+        return {"q": PartitionSpec(*tokens, *heads), "k": keys, "v": keys, **of_optional, "dropout_seed": PartitionSpec()}
+
+
+def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Where, return_lse: bool = False) -> Any:
+    """``sharded_ring_attention`` of records."""
+    dtype_names(q, k, v)
+    _check(q, k, v, where)
+    given, specs = arrays._replace(dropout_seed=None).given, where.specs(k.shape[2])
+    for array in described(given):
+        check_array(array, q.shape, k.shape)
+    if arrays.extents is not None:
+        _check_extents(arrays.extents, k.shape[1], options, where)
+    given = {"q": q, "k": k, "v": v, **given}
+    whole: dict[str, Any] = {name: _on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
+    if arrays.dropout_seed is not None:
+        whole["dropout_seed"] = arrays.dropout_seed
+    return _compiled(where, tuple((name, specs[name]) for name in whole), options, return_lse)(whole)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(
-    mesh: Mesh,
-    specs: tuple[tuple[str, PartitionSpec], ...],
-    batch_axes: tuple[str, ...],
-    head_axis: str | None,
-    options: tuple[tuple[str, type, Any], ...],
-) -> Any:
+def _compiled(where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool) -> Any:
     """The program, made once: outside jit, a new function at every call would be compiled anew."""
-    arguments = {name: x for name, _, x in options}
 
-    def attention(arrays: dict[str, Any]) -> Any:
-        if "dropout_seed" in arrays:
-            low, high, batch, head = arrays["dropout_seed"]
-            rows, _, heads, _ = arrays["q"].shape
-            arrays["dropout_seed"] = Draw(low, high, batch + _first(batch_axes, rows), head + _first(head_axis, heads))
-        return ring_attention(**arrays, **arguments)
+    def on_shards(given: dict[str, Any]) -> Any:
+        q, k, v = (given.pop(name) for name in "qkv")
+        arrays = Arrays(**given)
+        if (draw := arrays.dropout_seed) is not None:
+            rows, _, heads, _ = q.shape
+            first_row, first_head = _first(where.batch_axes, rows), _first(where.head_axis, heads)
+            arrays = arrays._replace(dropout_seed=draw._replace(batch=draw.batch + first_row, head=draw.head + first_head))
+        out, lse = attention(q, k, v, arrays, options, where.axis_name)
+        return (out, lse) if return_lse else out
 
     out = dict(specs)["q"]
-    out_specs = (out, out) if arguments["return_lse"] else out
-    return jax.jit(jax.shard_map(attention, mesh=mesh, in_specs=(dict(specs),), out_specs=out_specs))
+    out_specs = (out, out) if return_lse else out
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
@@ -110,18 +135,18 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
-def _check_extents(extents: Any, keys: int, ranks: int, arguments: dict[str, Any]) -> None:
+def _check_extents(extents: Any, keys: int, options: Options, where: Where) -> None:
     """ValueError for values that are wrong, where this process can see them: not inside jit, nor those of other hosts."""
     values = on_host(jnp.asarray(extents))
     if values is None:
         return
-    lengths: Any = extents.shape[1] // ranks, keys // ranks, arguments.get("length"), arguments.get("kv_length")
-    plan = RingPlan(arguments.get("layout", "zigzag"), arguments.get("mask", causal()), ranks, *lengths)
-    for runs, shard in zip(plan.q_runs, np.split(values.astype(np.int64), ranks, 1), strict=True):
+    lengths: Any = extents.shape[1] // where.ranks, keys // where.ranks, options.length, options.kv_length
+    plan = RingPlan(options.layout, options.mask, where.ranks, *lengths)
+    for runs, shard in zip(plan.q_runs, np.split(values.astype(np.int64), where.ranks, 1), strict=True):
         check_extents(shard, runs, plan.kv_length)
 
 
-def _on_explicit_axes(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def _on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
     """``x`` sharded as ``spec`` says over the Explicit axes of the mesh; XLA shards it over the Auto ones."""
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
@@ -132,24 +157,15 @@ def _on_explicit_axes(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Arra
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, mesh: Mesh, axis_name: str, batch_axes: tuple[str, ...], head_axis: str | None
-) -> None:
-    used = [axis_name, *batch_axes, *([head_axis] if head_axis else [])]
-    for axis in used:
-        if axis not in mesh.shape:
-            raise ValueError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.axis_names)}")
-        if used.count(axis) > 1:
-            raise ValueError(f"mesh axis {axis!r} is named twice: tokens, batch and heads need an axis each")
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, where: Where) -> None:
+    """ValueError for arrays that are not 4-dimensional, or that the members of the mesh cannot share equally."""
+    shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, tokens, heads, dim], got shape {list(x.shape)}")
-        heads = 1 if head_axis is None or (name != "q" and x.shape[2] == 1) else mesh.shape[head_axis]
-        batch = 1
-        for axis in batch_axes:
-            batch *= mesh.shape[axis]
-        parts = (("batch rows", 0, batch), ("tokens", 1, mesh.shape[axis_name]), ("heads", 2, heads))
-        for what, dim, size in parts:
+        heads = 1 if where.head_axis is None or (name != "q" and x.shape[2] == 1) else shape[where.head_axis]
+        batch = math.prod(shape[axis] for axis in where.batch_axes)
+        for what, dim, size in (("batch rows", 0, batch), ("tokens", 1, where.ranks), ("heads", 2, heads)):
             if x.shape[dim] % size:
                 raise ValueError(
                     f"{name} has {x.shape[dim]} {what}, which {size} members of the mesh cannot share equally: "

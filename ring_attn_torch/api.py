@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import check_vendor
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.strategies import check_strategy
+from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from . import op as _op  # noqa: F401  registers the op
-from .arguments import check_inputs, refuse_transforms
-from .attend.dropout import draw_of
+from .arguments import Arrays, check_tensors, refuse_transforms
+from .attend.dropout import Dropout, draw_of
+from .op import Asked
 from .ring.agreement import refuse
 from .ring.groups import group_name, group_of
 
@@ -106,18 +107,43 @@ def ring_attention(
     """
     name = group_name(group)
     try:
-        check_strategy(strategy)
-        arrays = {"extents": extents, "key_mask": key_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
-        refuse_transforms(q, k, v, sinks, alibi_slopes)
-        check_inputs(q, k, v, name, mask, arrays, layout=layout, length=length, kv_length=kv_length, backend=backend, **numbers)
-        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        check_vendor(backend, deterministic, return_lse and differentiates)
-        draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None
-        offset = None if draw is None else [-1 if isinstance(x, Tensor) else int(x) for x in dropout_offset]
+        options = Options(
+            layout=layout,
+            mask=mask,
+            length=length,
+            kv_length=kv_length,
+            scale=scale,
+            softcap=softcap,
+            dropout_rate=dropout_rate,
+            strategy=strategy,
+            backend=backend,
+            deterministic=deterministic,
+        )
+        differentiates = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
+        check_vendor(options, return_lse and differentiates)
     except Exception as error:
-        refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
-    out, lse = torch.ops.ring_attn.forward(
-        q, k, v, *arrays.values(), draw, name, layout, mask.lo, mask.hi, length, kv_length, *numbers.values(), backend, offset
-    )
+        refuse(error, group_of(name), _device(q))
+    dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
+    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes), dropout, options, name)
     return (out, lse) if return_lse else out
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """``ring_attention`` of records: (out, lse)."""
+    try:
+        refuse_transforms(q, k, v, arrays.sinks, arrays.alibi_slopes)
+        check_tensors(q, k, v, arrays, group_name)
+        if dropout is not None and options.dropout_rate:
+            arrays = arrays._replace(dropout_seed=draw_of(dropout, q.device))
+            options = replace(options, dropout_offset=dropout.known_offset)
+    except Exception as error:
+        refuse(error, group_of(group_name), _device(q))
+    given = arrays.given
+    asked = Asked(options, tuple(given), group_name)
+    return torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
+
+
+def _device(q: Any) -> str:
+    return q.device.type if isinstance(q, Tensor) else "cpu"

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import FARTHEST, check_extents, check_pairs, check_runs
-from ring_attn_core.runs import Band, Row, Run, row
+from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Band, Run, row
 
-from .arguments import check_inputs, checked, problem_of, refuse_transforms
+from .arguments import Arrays, check_tensors, checked, problem_of, refuse_transforms
 from .attend.backend import Backend
-from .attend.dropout import draw_of
-from .attend.keys import pack
+from .attend.dropout import Dropout, draw_of
+from .attend.keys import Keys
 from .attend.score import Score
-from .op import gradients_apart, refuse_second_derivative
+from .attend.tiles import Rows
+from .op import Asked, gradients_apart, refuse_second_derivative
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -57,14 +58,16 @@ def attend_block(
 
     Raises ValueError for inputs that do not fit. No second derivative.
     """
-    arrays = {"extents": extents, "key_mask": key_mask, "alibi_slopes": alibi_slopes}
-    numbers = {"scale": scale, "softcap": softcap, "dropout_rate": dropout_rate}
+    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=dropout_rate, backend=backend)
+    arrays = Arrays(extents, key_mask, None, alibi_slopes)
     refuse_transforms(q, k, v, alibi_slopes)
-    check_inputs(q, k, v, "", mask, arrays, backend=backend, **numbers)
+    check_tensors(q, k, v, arrays)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
-    draw = draw_of(dropout_seed, dropout_offset, q.device) if dropout_rate and dropout_seed is not None else None
-    runs = (q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride)
-    return torch.ops.ring_attn.attend_block(q, k, v, *arrays.values(), draw, runs, mask.lo, mask.hi, *numbers.values(), backend)
+    if dropout_rate and dropout_seed is not None:
+        arrays = arrays._replace(dropout_seed=draw_of(Dropout(dropout_seed, dropout_offset), q.device))
+    given, runs = arrays.given, [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride]
+    asked = Asked(options, tuple(given))
+    return torch.ops.ring_attn.attend_block(q, k, v, list(given.values()), [*runs, *options.counts], asked.text)
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -92,92 +95,72 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 @torch.library.custom_op("ring_attn::attend_block", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extents: Tensor | None,
-    key_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    draw: Tensor | None,
-    runs: Sequence[int],
-    lo: int | None,
-    hi: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
-    score, backend_ = _prepared(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
-    if extents is not None and extents.device.type == "cpu":
-        check_extents(extents.long(), [(0, runs[1], runs[0], runs[4])], FARTHEST)
-    keys, rows = pack(k, v, key_mask, backend_.apart), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    block = _block(q, k, v, given, counts, asked)
+    if block.score.extents is not None and q.device.type == "cpu":
+        start, length, _, _, stride = counts[:5]
+        check_extents(block.score.extents.long(), [(0, length, start, stride)], FARTHEST)
     with torch.autocast(q.device.type, enabled=False):
-        return backend_.attend(q, keys, rows, score, None, last=False)
+        return block.backend.attend(q, block.keys, block.rows, block.score, None, last=False)
 
 
 @_forward.register_fake
-def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
+def _(q, k, v, *_):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
 
 
 @torch.library.custom_op("ring_attn::attend_block_backward", mutates_args=())
 def _backward(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extents: Tensor | None,
-    key_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    draw: Tensor | None,
-    runs: Sequence[int],
-    lo: int | None,
-    hi: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    score, backend_ = _prepared(q, k, v, extents, key_mask, alibi_slopes, draw, lo, hi, scale, softcap, dropout_rate, backend)
-    keys, rows = pack(k, v, key_mask, backend_.apart), _rows(runs, lo, hi, q.shape[1], k.shape[1])
+    (dout, dlse), (q, k, v, out, lse) = cotangents, saved
+    keys, rows, score, backend = _block(q, k, v, given, counts, asked)
     with torch.autocast(q.device.type, enabled=False):
-        of_q = backend_.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
-        dq, dkv = backend_.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+        of_q = backend.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
+        dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
     return dq.to(q.dtype), *gradients_apart(dkv, k, v)
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, *arguments):  # type: ignore[no-untyped-def]
+def _(cotangents, saved, *_):  # type: ignore[no-untyped-def]
+    q, k, v, *_ = saved
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *arrays = inputs[:7]
-    ctx.arguments = inputs[7:]
-    ctx.save_for_backward(q, k, v, *output, *arrays)
+    q, k, v, given, ctx.counts, ctx.asked = inputs
+    ctx.save_for_backward(q, k, v, *output, *given)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, *arrays = ctx.saved_tensors
-    dq, dk, dv = torch.ops.ring_attn.attend_block_backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
-    return dq, dk, dv, *[None] * (len(arrays) + len(ctx.arguments))
+def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors  # read once: a checkpoint computes them again where they are read
+    saved, given = kept[:5], kept[5:]
+    dq, dk, dv = torch.ops.ring_attn.attend_block_backward(cotangents, saved, given, ctx.counts, ctx.asked)
+    return dq, dk, dv, [None] * len(given), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(refuse_second_derivative)
 
 
-def _prepared(q, k, v, extents, key_mask, slopes, draw, lo, hi, scale, softcap, rate, backend) -> tuple[Score, Backend]:  # type: ignore[no-untyped-def]
-    arrays = extents, key_mask, None, slopes, draw
-    problem = problem_of(q, k, v, arrays, None, "contiguous", lo, hi, None, None, scale, softcap, rate, backend)
-    _, score, backend_ = checked(problem, anywhere=True)
-    return replace(score, extents=extents, slopes=slopes, draw=draw), backend_
+class _Block(NamedTuple):
+    """What a backend takes of a block besides its queries, and the backend."""
+
+    keys: Keys
+    rows: Rows
+    score: Score
+    backend: Backend
 
 
-def _rows(runs: Sequence[int], lo: int | None, hi: int | None, queries: int, keys: int) -> list[list[Row]]:
+def _block(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str) -> _Block:
+    """``counts``: of the runs, then those of the options."""
+    runs, of_options = counts[:5], tuple(counts[5:])
+    call = Asked.read(asked, of_options)
+    arrays = call.arrays(given)
+    prepared = checked(problem_of(q, k, v, arrays, 1, call.options), anywhere=True)
     q_start, q_length, k_start, k_length, stride = runs
-    return [[row((0, q_length, q_start, stride), (0, k_length, k_start, stride), Band(lo, hi), queries, keys)]]
+    of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
+    rows = [[row(of_q, of_k, call.options.mask, q.shape[1], k.shape[1])]]
+    return _Block(prepared.keys(k, v, arrays), rows, prepared.scored(arrays), prepared.backend)

@@ -3,66 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn_core.problem.checks import check_extents
+from ring_attn_core.problem.options import Options
 
-from .arguments import ARRAYS, checked, problem_of
-from .attend.keys import pack
+from .arguments import Arrays, checked, problem_of
 from .attend.state import Gradients
 from .ring import loop
 from .ring.agreement import agree, agreed
-from .ring.groups import group_of, rank_in
-from .ring.step import Ring
+from .ring.groups import group_of, rank_in, ranks_of
+
+
+class Asked(NamedTuple):
+    """What an op is told besides its tensors, as ``text`` and ``counts``, since a schema knows no records.
+
+    ``names``: of the optional arrays that were given, in their order. ``group``: the name of the ring, "" for one rank alone.
+    """
+
+    options: Options
+    names: tuple[str, ...]
+    group: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return everything but the ``counts`` of the options."""
+        return f"{','.join(self.names)};{self.group};{self.options.text}"
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def read(text: str, counts: tuple[int, ...]) -> Asked:
+        """Return what has this ``text`` and these ``counts``."""
+        group, options = text.split(";", 1)[1].rsplit(";", 1)
+        return Asked(Options.read(options, counts), names_in(text), group)
+
+    def arrays(self, given: Sequence[Tensor]) -> Arrays:
+        """Return the arrays by their names."""
+        return Arrays(**dict(zip(self.names, given, strict=True)))
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names of the optional arrays in the text of an ``Asked``."""
+    return tuple(filter(None, text.split(";", 1)[0].split(",")))
 
 
 @torch.library.custom_op("ring_attn::forward", mutates_args=())
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extents: Tensor | None,
-    key_mask: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    draw: Tensor | None,
-    group_name: str,
-    layout: str,
-    lo: int | None,
-    hi: int | None,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-    dropout_offset: Sequence[int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
-    group = group_of(group_name)
-    arrays = extents, key_mask, sinks, alibi_slopes, draw
-    numbers = scale, softcap, dropout_rate, backend, dropout_offset
-    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, *numbers)
+    options, _, name = call = Asked.read(asked, tuple(counts))
+    group, arrays = group_of(name), call.arrays(given)
+    problem = problem_of(q, k, v, arrays, ranks_of(group), options)
+    extents = arrays.extents
     try:
-        plan, score, backend_ = checked(problem)
+        prepared = checked(problem)
         look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
         if extents is not None and look:
-            check_extents(extents.long(), plan.q_runs[rank_in(group)], plan.kv_length)
+            check_extents(extents.long(), prepared.plan.q_runs[rank_in(group)], prepared.plan.kv_length)
     except Exception as error:
         agree(problem, group, error)
         raise
     agree(problem, group, again=look)
-    score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
     with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
-        keys = pack(k, v, key_mask, apart=backend_.apart and not plan.hops)
-        return loop.forward(q, keys, score, Ring(plan, group), backend_)
+        keys, score = prepared.keys(k, v, arrays), prepared.scored(arrays)
+        return loop.forward(q, keys, score, prepared.ring(group), prepared.backend)
 
 
 @_forward.register_fake
-def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
+def _(q, k, v, *_):  # type: ignore[no-untyped-def]
     b, s, h, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((b, s, h, v.shape[-1])), q.new_empty((b, s, h), dtype=lse_dtype)
@@ -70,46 +82,24 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("ring_attn::backward", mutates_args=())
 def _backward(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extents: Tensor | None,
-    key_mask: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    draw: Tensor | None,
-    group_name: str,
-    layout: str,
-    lo: int | None,
-    hi: int | None,
-    length: int | None,
-    kv_length: int | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_rate: float,
-    backend: str,
-    dropout_offset: Sequence[int] | None = None,
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    group = group_of(group_name)
-    arrays = extents, key_mask, sinks, alibi_slopes, draw
-    numbers = scale, softcap, dropout_rate, backend, dropout_offset
-    problem = problem_of(q, k, v, arrays, group, layout, lo, hi, length, kv_length, *numbers)
-    plan, score, backend_ = checked(problem)
-    score = replace(score, extents=extents, sinks=sinks, slopes=alibi_slopes, draw=draw)
+    (dout, dlse), (q, k, v, out, lse) = cotangents, saved
+    options, _, name = call = Asked.read(asked, tuple(counts))
+    group, arrays = group_of(name), call.arrays(given)
+    prepared = checked(problem_of(q, k, v, arrays, ranks_of(group), options))
     with torch.autocast(q.device.type, enabled=False):
-        keys = pack(k, v, key_mask, apart=backend_.apart and not plan.hops)
-        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, Ring(plan, group), backend_)
+        keys, score, ring = prepared.keys(k, v, arrays), prepared.scored(arrays), prepared.ring(group)
+        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, prepared.backend)
     dk, dv = gradients_apart(dkv, k, v)
-    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(sinks.dtype)  # type: ignore[union-attr]
+    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(arrays.sinks.dtype)  # type: ignore[union-attr]
     return dq.to(q.dtype), dk, dv, dsinks
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, extents, key_mask, sinks, *arguments):  # type: ignore[no-untyped-def]
+def _(cotangents, saved, given, counts, asked):  # type: ignore[no-untyped-def]
+    q, k, v, *_ = saved
+    sinks = dict(zip(names_in(asked), given, strict=True)).get("sinks")
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
@@ -124,16 +114,16 @@ def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v = inputs[:3]
-    arrays, ctx.arguments = inputs[3 : 3 + len(ARRAYS)], inputs[3 + len(ARRAYS) :]
-    ctx.save_for_backward(q, k, v, *output, *arrays)
+    q, k, v, given, ctx.counts, ctx.asked = inputs
+    ctx.save_for_backward(q, k, v, *output, *given)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, *arrays = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(dout, dlse, q, k, v, out, lse, *arrays, *ctx.arguments)
-    of_arrays = [dsinks if name == "sinks" and array is not None else None for name, array in zip(ARRAYS, arrays, strict=True)]
-    return dq, dk, dv, *of_arrays, *[None] * len(ctx.arguments)
+def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors  # read once: a checkpoint computes them again where they are read
+    saved, given = kept[:5], kept[5:]
+    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(cotangents, saved, given, ctx.counts, ctx.asked)
+    of_given = [dsinks if name == "sinks" else None for name in names_in(ctx.asked)]
+    return dq, dk, dv, of_given, None, None
 
 
 def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from ring_attn_core import causal
 from ring_attn_core.kernels import backends, compile, steps
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.backends import runnable, select
 from ring_attn_core.kernels.call import call_of
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 
 triton = pytest.importorskip("triton")
@@ -27,10 +28,10 @@ def measured_triton(monkeypatch):
     monkeypatch.setattr(backends, "triton_release", lambda: (3, 6))
 
 
-def on_a_gpu(backend: str) -> Problem:
+def on_a_gpu(backend: str, **of_options: Any) -> Problem:
     shape = (1, 256, 2, 64)
-    where = 1, "zigzag", causal(), None, None
-    return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", *where, None, None, 0.0, (), backend, 90)
+    options = Options(backend=backend, **of_options)
+    return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", 1, options, capability=90)
 
 
 def test_kernels_that_compile_are_taken():
@@ -81,7 +82,7 @@ def test_a_backward_that_is_slower_than_the_portable_one_is_left_to_it(monkeypat
     portable = {}
     for release in ((3, 8), (3, 9)):
         monkeypatch.setattr(backends, "triton_release", lambda release=release: release)
-        portable[release] = [runnable(replace(on_a_gpu(name), **feature)).portable for name in ("auto", "hopper")]  # pyright: ignore[reportOptionalMemberAccess]
+        portable[release] = [runnable(on_a_gpu(name, **feature)).portable for name in ("auto", "hopper")]  # pyright: ignore[reportOptionalMemberAccess]
     assert portable[3, 8] == [frozenset(), frozenset()]
     assert portable[3, 9] == [frozenset({"backward"} if feature else ()), frozenset()]
 

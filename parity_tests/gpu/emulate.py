@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,12 +13,14 @@ import numpy as np
 import torch
 
 from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.problem.options import Options
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_jax import arguments as jax_arguments
 from ring_attn_jax.attend import keys as jax_keys
 from ring_attn_jax.attend.dropout import draw_of as jax_draw_of
 from ring_attn_torch import arguments as torch_arguments
 from ring_attn_torch.attend import keys as torch_keys
+from ring_attn_torch.attend.dropout import Dropout
 from ring_attn_torch.attend.dropout import draw_of as torch_draw_of
 
 from ..support.cases import Case
@@ -44,14 +45,25 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
 
 def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
     seed = case.scalars["dropout_seed"]
-    draw = None if seed is None else torch_draw_of(seed, (0, 0), torch.device("cuda"))
-    given = *(arrays.get(name) for name in ("extents", "key_mask", "sinks", "alibi_slopes")), draw
+    draw = None if seed is None else torch_draw_of(Dropout(seed), torch.device("cuda"))
+    given = torch_arguments.Arrays(**arrays, dropout_seed=draw)
+    problem = torch_arguments.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
+    prepared = torch_arguments.checked(problem)
+    return prepared.scored(given), prepared.backend
+
+
+def _options(case: Case, backend: str) -> Options:
     plan = case.plan
-    numbers = case.scale, case.softcap, case.dropout_rate
-    where = None, plan.layout, plan.mask.lo, plan.mask.hi, plan.length, plan.kv_length
-    problem = torch_arguments.problem_of(q, k, v, given, *where, *numbers, backend)  # type: ignore[arg-type]
-    _, score, computes = torch_arguments.checked(replace(problem, ranks=plan.ranks))
-    return replace(score, extents=given[0], sinks=given[2], slopes=given[3], draw=draw), computes
+    return Options(
+        layout=plan.layout,
+        mask=plan.mask,
+        length=plan.length,
+        kv_length=plan.kv_length,
+        scale=case.scale,
+        softcap=case.softcap,
+        dropout_rate=case.dropout_rate,
+        backend=backend,
+    )
 
 
 def on_jax(case: Case, backend: str = "triton") -> Attention:
@@ -71,14 +83,12 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     ]
     seed = case.scalars["dropout_seed"]
     draw = None if seed is None else jax_draw_of(seed, (0, 0))
-    where = plan.ranks, plan.layout, plan.mask, plan.length, plan.kv_length
-    numbers = case.scale, case.softcap, case.dropout_rate
-    names = "extents", "key_mask", "sinks", "alibi_slopes"
-    given = [{name: arrays.get(name) for name in names} for arrays in of_rank]
-    prepared = [jax_arguments.checked(q[0], k[0], v[0], arrays, draw, *where, *numbers, backend) for arrays in given]
-    scores, computes = [each.score for each in prepared], prepared[0].backend
+    given = [jax_arguments.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
+    problem = jax_arguments.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
+    prepared = jax_arguments.checked(problem)
+    scores, computes = [prepared.scored(arrays) for arrays in given], prepared.backend
     apart = computes.apart and not plan.hops
-    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r]["key_mask"], apart)
+    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, apart)
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
     return _ring(plan, scores, q, make_keys, dout, dlse, computes, rows)
 

@@ -44,8 +44,8 @@ def run_layer(
     made, called = made_and_called(arguments)
     layer = RingAttention(**LAYER | made, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
     graph, state = nnx.split(from_numpy(layer, weights), nnx.Param)
-    there = lambda array: to_layout(jnp.asarray(array), layer.layout, ranks)
-    back = lambda array: np.asarray(from_layout(array, layer.layout, ranks, LENGTH))
+    there = lambda array: to_layout(jnp.asarray(array), layer.options.layout, ranks)
+    back = lambda array: np.asarray(from_layout(array, layer.options.layout, ranks, LENGTH))
     arrays = {name: there(x) for name, x in called.items() if isinstance(x, np.ndarray)}
     numbers = {name: x for name, x in called.items() if name not in arrays}
 

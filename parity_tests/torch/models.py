@@ -39,13 +39,17 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     made, called = made_and_called(arguments)
     layer = from_numpy(RingAttention(**LAYER | made, group=group), weights)
     rank, ranks = rank_in(group), ranks_of(group)
-    mine = lambda array: to_layout(torch.from_numpy(array), layer.layout, ranks).chunk(ranks, 1)[rank]
+    mine = lambda array: to_layout(torch.from_numpy(array), layer.options.layout, ranks).chunk(ranks, 1)[rank]
     shard = mine(x).requires_grad_()
     out = layer(shard, length=LENGTH, **{name: mine(x) if isinstance(x, np.ndarray) else x for name, x in called.items()})
     out.backward(mine(dout))
     sum_gradients(layer, group)
     assert shard.grad is not None
-    return {"out": whole(out, layer.layout, group), "dx": whole(shard.grad, layer.layout, group), **gradients(layer)}
+    return {
+        "out": whole(out, layer.options.layout, group),
+        "dx": whole(shard.grad, layer.options.layout, group),
+        **gradients(layer),
+    }
 
 
 def transformer_on_rank(
@@ -89,7 +93,7 @@ def packed_training(pool: Ranks, ranks: int) -> list[Arrays]:
 
 def step(model: RingTransformer, group: Group, seed: int | None = None, **data: np.ndarray) -> tuple[Tensor, Tensor]:
     """Logits of this rank and the loss of all; gradients are summed over the ranks. ``data``: what shard_batch takes."""
-    layout = model.blocks[0].attention.layout  # type: ignore[union-attr]
+    layout = model.blocks[0].attention.options.layout  # type: ignore[union-attr]
     arrays: dict[str, Any] = {name: torch.from_numpy(x) for name, x in data.items()}
     batch = shard_batch(layout=layout, ranks=ranks_of(group), rank=rank_in(group), **arrays)  # type: ignore[arg-type]
     masks = {"extents": batch.extents, "key_mask": batch.key_mask}

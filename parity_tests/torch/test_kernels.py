@@ -23,6 +23,7 @@ from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch import arguments
 from ring_attn_torch.attend import kernels as fused
+from ring_attn_torch.attend.score import Score
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING
@@ -153,7 +154,7 @@ def test_kernels_are_given_extents_of_any_integers_within_int32(dtype):
     """And not beyond 2**30, so that a stride added to an end in the kernels does not wrap."""
     high = min(np.iinfo(dtype).max, 2**40)
     extents = torch.tensor([[[3, high]]], dtype=getattr(torch, dtype))
-    score = SimpleNamespace(extents=extents, sinks=None, slopes=None, draw=None)
+    score = Score(1.0, None, 0.0, extents=extents)
     keys = SimpleNamespace(kv=torch.zeros(1, 1, 1, 2), v=None, bits=None)
     given = fused._arrays(torch.zeros(1, 1, 1, 1), keys, [[(0,) * 10]], score)["extents"]  # type: ignore[arg-type]
     assert given.dtype == torch.int32

@@ -15,23 +15,29 @@ from torch.library import opcheck
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn_core import causal, sliding_window
+from ring_attn_core.problem.options import Options
 from ring_attn_torch import attend_block, op, ring_attention
+from ring_attn_torch.arguments import Arrays
 
 from ..support import spawn
 from ..support.cases import Case
 from ..support.spawn import PerRank
 from .ring import on_rank
 
-NUMBERS = ("", "contiguous", 0, None, None, None, None)
 
-
-def arguments(every: bool):
-    """What the ops take besides q, k and v: no feature, or every one."""
+def arguments(every: bool, *runs: int):
+    """What the ops take besides the tensors that they differentiate: no feature, or every one."""
     if not every:
-        return None, None, None, None, None, *NUMBERS, None, 0.0, "auto"
-    extents = torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1)
-    key_mask = torch.arange(66).reshape(2, 33) % 5 != 0
-    return extents, key_mask, torch.randn(4), torch.rand(4), torch.tensor([7, 0, 0, 0]), *NUMBERS, 2.0, 0.25, "auto"
+        return [], [*runs, *Options().counts], op.Asked(Options(layout="contiguous"), ()).text
+    arrays = Arrays(
+        torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1),
+        torch.arange(66).reshape(2, 33) % 5 != 0,
+        None if runs else torch.randn(4),
+        torch.rand(4),
+        torch.tensor([7, 0, 0, 0]),
+    )
+    options = Options(layout="contiguous", softcap=2.0, dropout_rate=0.25)
+    return [*arrays.given.values()], [*runs, *options.counts], op.Asked(options, tuple(arrays.given)).text
 
 
 def leaves():
@@ -55,18 +61,17 @@ def test_opcheck_accepts_the_backward_op(every):
     q, k, v = (x.detach() for x in leaves())
     out, lse = torch.ops.ring_attn.forward(q, k, v, *arguments(every))
     cotangents = torch.randn_like(out), torch.randn_like(lse)
-    opcheck(torch.ops.ring_attn.backward.default, (*cotangents, q, k, v, out, lse, *arguments(every)))
+    opcheck(torch.ops.ring_attn.backward.default, (cotangents, (q, k, v, out, lse), *arguments(every)))
 
 
 @opcheck_looks_at_grad
 def test_opcheck_accepts_the_ops_of_a_block():
     q, k, v = (x.detach() for x in leaves())
-    extents, key_mask, _, slopes, draw, *_ = arguments(every=True)
-    rest = extents, key_mask, slopes, draw, (30, 33, 20, 32, 2), 0, None, None, 2.0, 0.25, "auto"
+    rest = arguments(True, 30, 33, 20, 32, 2)
     opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *rest))
     out, lse = torch.ops.ring_attn.attend_block(q, k, v, *rest)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
-    opcheck(torch.ops.ring_attn.attend_block_backward.default, (*cotangents, q, k, v, out, lse, *rest))
+    opcheck(torch.ops.ring_attn.attend_block_backward.default, (cotangents, (q, k, v, out, lse), *rest))
 
 
 def test_gradients_pass_gradcheck_in_float64():
@@ -200,7 +205,7 @@ def test_inductor_compiles_what_comes_transposed(shape, order):
     views = [x.detach().permute(order) for x in inputs]
     opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(every=False)))
     out, lse = torch.ops.ring_attn.forward(*views, *arguments(every=False))
-    opcheck(torch.ops.ring_attn.backward.default, (out, lse, *views, out, lse, *arguments(every=False)))
+    opcheck(torch.ops.ring_attn.backward.default, ((out, lse), (*views, out, lse), *arguments(every=False)))
 
 
 def test_autocast_changes_no_bit():

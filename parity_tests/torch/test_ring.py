@@ -95,7 +95,7 @@ def test_a_seed_may_be_any_int64_and_a_tensor(seed):
 
 @pytest.mark.parametrize("offset", [(WORD, WORD), (WORD - 1, 0)])
 def test_batch_rows_and_heads_are_counted_modulo_2_to_the_32(offset):
-    draw = dropout.draw_of(5, offset, torch.device("cpu"))
+    draw = dropout.draw_of(dropout.Dropout(5, offset), torch.device("cpu"))
     positions = torch.arange(40)
     got = dropout.kept(dropout.streams(draw, 3, 2), 0.3, positions, positions)
     np.testing.assert_array_equal(got, kept(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))

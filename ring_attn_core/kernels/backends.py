@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..problem.options import Options
 from ..problem.problem import Problem
 from .compile import NEWEST_TRIED, triton_release, triton_version
 from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
@@ -100,8 +101,9 @@ def _slower_than_portable(problem: Problem) -> str | None:
     One H200, 2 x 8,192 tokens, causal, 16 heads of 64, milliseconds of Hopper's / of the portable backward: softcap with Triton
     3.6 1.79 / 3.53, with 3.9 3.34 / 3.05; dropout 2.18 / 3.13 and 3.67 / 3.58. Of heads of 128 Hopper's is faster with both.
     """
-    if triton_release() >= (3, 9) and problem.q_shape[-1] <= 64 and (problem.softcap is not None or problem.dropout_rate > 0):
-        feature = "dropout" if problem.softcap is None else "softcap"
+    softcap, dropout_rate = problem.options.softcap, problem.options.dropout_rate
+    if triton_release() >= (3, 9) and problem.q_shape[-1] <= 64 and (softcap is not None or dropout_rate > 0):
+        feature = "dropout" if softcap is None else "softcap"
         return f"its backward of heads of 64 with {feature} is out of registers with Triton {triton_version()}, and slower"
     return None
 
@@ -110,13 +112,13 @@ def _vendor(problem: Problem, widest: int) -> str | None:
     """Return the objection that FlashAttention-2, FlashAttention-4 and cuDNN have in common."""
     if problem.framework != "torch":
         return "it is there in PyTorch only"
-    if problem.mask.hi is not None:
+    if problem.options.mask.hi is not None:
         return "it knows no windows: masks without an upper side only"
     names = [array.name for array in problem.arrays if array.name not in ("sinks", "dropout_seed")]
-    names += ["softcap"] * (problem.softcap is not None) + ["dropout_rate"] * (problem.dropout_rate > 0)
+    names += ["softcap"] * (problem.options.softcap is not None) + ["dropout_rate"] * (problem.options.dropout_rate > 0)
     if names:
         return f"it does not take {', '.join(names)}"
-    if problem.scale is not None and problem.scale <= 0:
+    if problem.scale <= 0:
         return f"it multiplies by the scale after hiding keys, so that must be positive, and is {problem.scale}"
     if problem.q_shape[-1] != problem.v_shape[-1]:
         return f"its values are as wide as its keys, and head_dim is {problem.q_shape[-1]} and v_dim {problem.v_shape[-1]}"
@@ -160,9 +162,10 @@ def _cudnn(problem: Problem) -> str | None:
     return _vendor(problem, widest=128)
 
 
-def check_vendor(backend: str, deterministic: bool, differentiates_lse: bool) -> None:
+def check_vendor(options: Options, differentiates_lse: bool) -> None:
     """Raise ValueError for what a vendor's backend cannot honour of a call besides its problem."""
-    if backend in VENDORS and deterministic:
+    backend = options.backend
+    if backend in VENDORS and options.deterministic:
         raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
     if backend in VENDORS and differentiates_lse:
         raise ValueError(
@@ -194,11 +197,11 @@ def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
     from .call import call_of
 
     of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
-    automatic = problem.backend == "auto"
+    automatic = problem.options.backend == "auto"
     failed: list[str] = []
     portable = frozenset(("backward",) if automatic and _slower_than_portable(problem) else ())
     while True:
-        chosen = select(problem, problem.backend, failed)
+        chosen = select(problem, problem.options.backend, failed)
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
@@ -231,7 +234,7 @@ def _obstacles(call: Call, problem: Problem) -> dict[str, str]:
 
     count = len(problem.plan.shifts)
     launches = {"forward": steps.of_forward(call, count), "backward": steps.of_backward(call, count)}
-    found = {passes: obstacle(of, problem.capability, problem.backend != "auto") for passes, of in launches.items()}
+    found = {passes: obstacle(of, problem.capability, problem.options.backend != "auto") for passes, of in launches.items()}
     return {passes: reason for passes, reason in found.items() if reason is not None}
 
 

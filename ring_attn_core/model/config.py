@@ -1,8 +1,86 @@
-"""The sizes of a layer, and the checks of its arguments."""
+"""What a model is, as frozen records: sizes and numbers, checked and with their defaults filled in. No weights, no devices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..masks import causal, check_mask
 from ..problem.checks import check_dropout_rate, check_softcap
+from ..runs import Band
+from .masks import layer_masks
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What a RingAttention computes, under the names of its arguments.
+
+    ``kv_heads`` None becomes ``heads`` and ``head_dim`` None ``dim / heads``. Raises ValueError for sizes that do not fit and
+    numbers outside their range.
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    head_dim: int = None  # type: ignore[assignment]
+    mask: Band = field(default_factory=causal)
+    rotary_base: float | None = 10000.0
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    dropout_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        kv_heads, head_dim = head_sizes(self.dim, self.heads, self.kv_heads, self.head_dim)
+        check_mask(self.mask)
+        check_scores(self.softcap, self.sinks, self.alibi, self.dropout_rate)
+        object.__setattr__(self, "kv_heads", kv_heads)
+        object.__setattr__(self, "head_dim", head_dim)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the values by name, as RingAttention takes them."""
+        return {x.name: getattr(self, x.name) for x in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """What a RingTransformer computes, under the names of its arguments.
+
+    ``hidden`` None becomes ``hidden_size(dim)``. Raises ValueError for sizes that do not fit and numbers outside their range.
+    """
+
+    vocab: int
+    dim: int
+    depth: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    mask: Band = field(default_factory=causal)
+    windows: Sequence[int | None] | None = None
+    rotary_base: float | None = 10000.0
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    dropout_rate: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(vocab=self.vocab, dim=self.dim, depth=self.depth)
+        hidden = hidden_size(self.dim) if self.hidden is None else self.hidden
+        check_sizes(hidden=hidden)
+        object.__setattr__(self, "hidden", hidden)
+        layer_masks(self.mask, self.windows, self.depth)
+        object.__setattr__(self, "windows", None if self.windows is None else tuple(self.windows))
+        self.attention(0)
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """Return what the attention of a layer, from 0, computes: they differ in their masks."""
+        shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
+        shared["mask"] = layer_masks(self.mask, self.windows, self.depth)[layer]
+        return AttentionConfig(**shared)
 
 
 def check_sizes(**sizes: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ..plan.ring import RingPlan
-from ..runs import Band
-from .checks import DTYPES, Given, check_array, check_dropout_rate, check_scale, check_softcap
+from .checks import DTYPES, Given, check_array
+from .options import Options
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class Problem:
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
     ``arrays``: the optional ones that were given, in the order of the signature. ``capability``: of the NVIDIA GPU, such as 90,
     0 where there is none. ``framework``: "jax" or "torch". ``tma``: it can launch kernels with TMA descriptors.
-    ``dropout_offset``: where ranks compare it, as PyTorch's do: the two ints, -1 for one that a device holds.
     """
 
     q_shape: tuple[int, ...]
@@ -28,39 +27,33 @@ class Problem:
     dtypes: tuple[str, str, str]
     device: str
     ranks: int
-    layout: str
-    mask: Band
-    length: int | None
-    kv_length: int | None
-    scale: float | None
-    softcap: float | None
-    dropout_rate: float
-    arrays: tuple[Given, ...]
-    backend: str
+    options: Options = field(default_factory=Options)
+    arrays: tuple[Given, ...] = ()
     capability: int = 0
     framework: str = "jax"
     tma: bool = True
-    dropout_offset: tuple[int, ...] | None = None
 
     @cached_property
     def plan(self) -> RingPlan:
         """The plan of this problem; ValueError where lengths and layout do not fit."""
-        lengths: Any = (self.length, self.kv_length)  # None asks for the default
-        return RingPlan(self.layout, self.mask, self.ranks, self.q_shape[1], self.k_shape[1], *lengths)
+        lengths: Any = (self.options.length, self.options.kv_length)  # None asks for the default
+        return RingPlan(self.options.layout, self.options.mask, self.ranks, self.q_shape[1], self.k_shape[1], *lengths)
+
+    @property
+    def scale(self) -> float:
+        """What q . k is multiplied by: what the options say, by default ``head_dim ** -0.5``."""
+        return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:
         """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
         self._check_shapes()
         self._check_dtypes()
-        check_scale(self.scale)
-        check_softcap(self.softcap)
-        check_dropout_rate(self.dropout_rate)
         for array in self.arrays:
             check_array(array, self.q_shape, self.k_shape)
-        if self.dropout_rate and "dropout_seed" not in {array.name for array in self.arrays}:
+        rate = self.options.dropout_rate
+        if rate and "dropout_seed" not in {array.name for array in self.arrays}:
             raise ValueError(
-                f"dropout_rate={self.dropout_rate} needs dropout_seed, an integer that is the same on every rank and another at "
-                "every step"
+                f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
         return self.plan
 
@@ -71,7 +64,10 @@ class Problem:
 
     def fingerprint(self) -> dict[str, Any]:
         """What every rank of a ring must have in common, by name, as JSON can carry it."""
-        return asdict(self)
+        own = asdict(self)
+        options: dict[str, Any] = own.pop("options")
+        lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
+        return own | options | lengths | {"scale": self.scale}
 
     def _check_shapes(self) -> None:
         q, k, v = self.q_shape, self.k_shape, self.v_shape

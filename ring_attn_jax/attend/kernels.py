@@ -118,8 +118,10 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
         )
     if score.sinks is not None:
         arrays["sinks"] = score.sinks.astype(jnp.float32)
-    if score.slopes is not None:
-        arrays["alibi_slopes"] = score.slopes.astype(jnp.float32)
-    if score.draw is not None:
-        (arrays["dropout"],) = launch(portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": jnp.stack(score.draw)})
+    if score.alibi_slopes is not None:
+        arrays["alibi_slopes"] = score.alibi_slopes.astype(jnp.float32)
+    if score.dropout_seed is not None:
+        (arrays["dropout"],) = launch(
+            portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": jnp.stack(score.dropout_seed)}
+        )
     return arrays

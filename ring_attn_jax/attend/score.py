@@ -13,7 +13,7 @@ from .dropout import Draw
 @partial(
     jax.tree_util.register_dataclass,
     meta_fields=["scale", "softcap", "dropout_rate"],
-    data_fields=["extents", "sinks", "slopes", "draw"],
+    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed"],
 )
 @dataclass(frozen=True)
 class Score:
@@ -26,6 +26,6 @@ class Score:
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: jax.Array | None = None
     """[h]: logits in every softmax's denominator."""
-    slopes: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
     """[h]: what ALiBi adds for each position that the key is ahead of the query."""
-    draw: Draw | None = None
+    dropout_seed: Draw | None = None

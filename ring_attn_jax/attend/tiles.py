@@ -96,7 +96,7 @@ class Call:
 
     @classmethod
     def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Call:
-        draws = None if score.draw is None else streams(score.draw, q.shape[0], q.shape[2])
+        draws = None if score.dropout_seed is None else streams(score.dropout_seed, q.shape[0], q.shape[2])
         return cls(q, keys.kv, unpack(keys), rows, score, draws)
 
     @property
@@ -196,8 +196,8 @@ class Pair:
         if self.call.score.softcap is not None:
             tanh = jnp.tanh(scores / self.call.score.softcap)
             scores = tanh * self.call.score.softcap
-        if self.call.score.slopes is not None:
-            slopes = self.call.score.slopes.astype(scores.dtype).reshape(1, self.call.groups, -1, 1, 1)
+        if self.call.score.alibi_slopes is not None:
+            slopes = self.call.score.alibi_slopes.astype(scores.dtype).reshape(1, self.call.groups, -1, 1, 1)
             lag = (self.k_pos[None] - self.q_pos[:, None]).astype(scores.dtype)
             scores = scores + slopes * lag[None, None, None]
         return scores, tanh

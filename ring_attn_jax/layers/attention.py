@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,16 @@ from jax.sharding import Mesh
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
-from ring_attn_core.model.config import check_scores, head_sizes
+from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from ..api import ring_attention
+from ..api import attention
+from ..arguments import Arrays
+from ..attend.dropout import draw_of
 from ..axes import ring_size
 from ..data.layout import positions as positions_of
-from ..sharded import sharded_ring_attention
+from ..sharded import Where, sharded
 from .rotary import RotaryEmbedding
 
 
@@ -79,19 +82,27 @@ class RingAttention(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
-        check_scores(softcap, sinks, alibi, dropout_rate)
-        self.dim, self.heads, self.head_dim = dim, heads, head_dim
-        self.layout, self.mask, self.axis_name = layout, mask, axis_name
-        self.mesh, self.head_axis = mesh, head_axis
-        self.batch_axes = batch_axes if isinstance(batch_axes, str) else tuple(batch_axes)
-        self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
-        self.softcap, self.alibi, self.dropout_rate = softcap, alibi, dropout_rate
-        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
-        self.q = Linear(dim, heads * head_dim, rngs=rngs)
-        self.k = Linear(dim, kv_heads * head_dim, rngs=rngs)
-        self.v = Linear(dim, kv_heads * head_dim, rngs=rngs)
-        self.o = Linear(heads * head_dim, dim, rngs=rngs)
+        self.config = config = AttentionConfig(
+            dim=dim,
+            heads=heads,
+            kv_heads=kv_heads,  # type: ignore[arg-type]
+            head_dim=head_dim,  # type: ignore[arg-type]
+            mask=mask,
+            rotary_base=rotary_base,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            dropout_rate=dropout_rate,
+        )
+        self.options = Options(
+            layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
+        )
+        self.where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        self.rotary = None if rotary_base is None else RotaryEmbedding(config.head_dim, rotary_base)
+        self.q = Linear(dim, heads * config.head_dim, rngs=rngs)
+        self.k = Linear(dim, config.kv_heads * config.head_dim, rngs=rngs)
+        self.v = Linear(dim, config.kv_heads * config.head_dim, rngs=rngs)
+        self.o = Linear(heads * config.head_dim, dim, rngs=rngs)
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None
 
     def __call__(
@@ -114,53 +125,29 @@ class RingAttention(nnx.Module):
 
         Raises ValueError for an x of another shape, and what ring_attention raises.
         """
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
-        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q, self.k, self.v))
+        if x.ndim != 3 or x.shape[-1] != self.config.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
+        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.config.head_dim) for project in (self.q, self.k, self.v))
         if self.rotary is not None:
             positions = self.layout_positions(x.shape[1]) if positions is None else positions
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        out = self._attention(
-            q,
-            k,
-            v,
-            layout=self.layout,
-            mask=self.mask,
-            extents=extents,
-            key_mask=key_mask,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks[...],
-            alibi_slopes=jnp.asarray(alibi_slopes(self.heads), jnp.float32) if self.alibi else None,
-            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
-            dropout_seed=dropout_seed,
-            dropout_offset=dropout_offset,
-            length=length,
-            strategy=self.strategy,
-            backend=self.backend,
-            deterministic=self.deterministic,
-        )
+        rate = 0.0 if dropout_seed is None else self.config.dropout_rate
+        draw = draw_of(dropout_seed, dropout_offset) if rate else None
+        slopes = jnp.asarray(alibi_slopes(self.config.heads), jnp.float32) if self.config.alibi else None
+        arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw)
+        options = replace(self.options, length=length, dropout_rate=rate)
+        if isinstance(self.where, Where):
+            out = sharded(q, k, v, arrays, options, self.where)
+        else:
+            out, _ = attention(q, k, v, arrays, options, self.where)
         return self.o(out.reshape(*x.shape[:2], -1))
-
-    def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> Any:
-        if self.mesh is None:
-            return ring_attention(q, k, v, axis_name=self.axis_name, **arguments)
-        return sharded_ring_attention(
-            q,
-            k,
-            v,
-            mesh=self.mesh,
-            axis_name=self.axis_name,
-            batch_axes=self.batch_axes,
-            head_axis=self.head_axis,
-            **arguments,
-        )
 
     def layout_positions(self, tokens: int) -> jax.Array:
         """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
-        if self.mesh is None:
-            ranks = ring_size(self.axis_name)
-            held = positions_of(self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
+        layout = self.options.layout
+        if isinstance(self.where, Where):
+            held = jnp.concatenate([positions_of(layout, self.where.ranks, tokens, rank) for rank in range(self.where.ranks)])
         else:
-            ranks = self.mesh.shape.get(self.axis_name, 1)
-            held = jnp.concatenate([positions_of(self.layout, ranks, tokens, rank) for rank in range(ranks)])
+            ranks = ring_size(self.where)
+            held = positions_of(layout, ranks, tokens * ranks, lax.axis_index(self.where))
         return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.masks import causal
-from ring_attn_core.model.config import check_sizes, hidden_size
-from ring_attn_core.model.masks import layer_masks, layer_offset
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.runs import Band
 
 from ..attend.tiles import accumulation_dtype
@@ -47,11 +47,12 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: what RingAttention takes besides dim and heads."""
+    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, *, rngs: nnx.Rngs, **attention: Any) -> None:
+    def __init__(self, attention: RingAttention, hidden: int, *, rngs: nnx.Rngs) -> None:
+        dim = attention.config.dim
         self.attention_norm = RMSNorm(dim)
-        self.attention = RingAttention(dim, heads, **attention, rngs=rngs)
+        self.attention = attention
         self.mlp_norm = RMSNorm(dim)
         self.mlp = SwiGLU(dim, hidden, rngs=rngs)
 
@@ -105,30 +106,29 @@ class RingTransformer(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        check_sizes(vocab=vocab, dim=dim, depth=depth)
-        hidden = hidden_size(dim) if hidden is None else hidden
-        check_sizes(hidden=hidden)
-        attention: dict[str, Any] = {
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "layout": layout,
-            "rotary_base": rotary_base,
-            "softcap": softcap,
-            "sinks": sinks,
-            "alibi": alibi,
-            "dropout_rate": dropout_rate,
-            "axis_name": axis_name,
-            "mesh": mesh,
-            "batch_axes": batch_axes,
-            "head_axis": head_axis,
-            "strategy": strategy,
-            "backend": backend,
-            "deterministic": deterministic,
-        }
-        masks = layer_masks(mask, windows, depth)
-        self.heads, self.compute_dtype = heads, compute_dtype
+        self.config = config = TransformerConfig(
+            vocab=vocab,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden=hidden,  # type: ignore[arg-type]
+            mask=mask,
+            windows=windows,
+            rotary_base=rotary_base,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            dropout_rate=dropout_rate,
+            tied=tied,
+        )
+        where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
+        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        self.compute_dtype = compute_dtype
         self.embed = nnx.Embed(vocab, dim, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
-        self.blocks = nnx.List(Block(dim, heads, hidden, mask=mask, rngs=rngs, **attention) for mask in masks)
+        layers = (RingAttention(**config.attention(layer).arguments, **where, **how, rngs=rngs) for layer in range(depth))
+        self.blocks = nnx.List(Block(attention, config.hidden, rngs=rngs) for attention in layers)
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab, rngs=rngs)
 
@@ -160,7 +160,7 @@ class RingTransformer(nnx.Module):
         weight = self.embed.embedding[...]
         x = _look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
         for layer, block in enumerate(self.blocks):
-            offset = layer_offset(dropout_offset, layer, self.heads)
+            offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
         return x @ weight.T.astype(x.dtype) if self.head is None else self.head(x)

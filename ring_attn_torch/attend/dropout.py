@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,22 @@ from ring_attn_core.dropout import (
 )
 
 
-def draw_of(seed: Any, offset: Any, device: torch.device) -> Tensor:
-    """The ``draw`` of a Score, made on the device, since a copy of it would wait for that; ValueError for no 0-d integer."""
+class Dropout(NamedTuple):
+    """``dropout_seed`` and ``dropout_offset`` as the user gave them."""
+
+    seed: int | Tensor
+    offset: tuple[int | Tensor, int | Tensor] = (0, 0)
+
+    @property
+    def known_offset(self) -> tuple[int, int]:
+        """Return the offset as far as the host knows it, and ranks compare it: -1 for one that a device holds."""
+        batch, head = (-1 if isinstance(x, Tensor) else int(x) for x in self.offset)
+        return batch, head
+
+
+def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
+    """The ``dropout_seed`` of a Score, made on the device, since a copy of it would wait; ValueError for no 0-d integer."""
+    seed, offset = dropout
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         raise ValueError(
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"

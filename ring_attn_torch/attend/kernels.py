@@ -117,10 +117,10 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
         )
     if score.sinks is not None:
         arrays["sinks"] = aligned(score.sinks.float())
-    if score.slopes is not None:
-        arrays["alibi_slopes"] = aligned(score.slopes.float())
-    if score.draw is not None:
-        draw = (score.draw & WORD).to(torch.uint32)
+    if score.alibi_slopes is not None:
+        arrays["alibi_slopes"] = aligned(score.alibi_slopes.float())
+    if score.dropout_seed is not None:
+        draw = (score.dropout_seed & WORD).to(torch.uint32)
         (arrays["dropout"],) = launch(portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": draw})
     return arrays
 

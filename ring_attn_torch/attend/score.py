@@ -18,7 +18,7 @@ class Score:
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     sinks: Tensor | None = None
     """[h]: logits in every softmax's denominator."""
-    slopes: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     """[h]: what ALiBi adds for each position that the key is ahead of the query."""
-    draw: Tensor | None = None
+    dropout_seed: Tensor | None = None
     """int64 [4]: lower and upper word of the dropout seed, global index of the first batch row and of the first head."""

@@ -78,7 +78,7 @@ class Part:
         if q.numel() == 0 or keys.kv.numel() == 0:
             return
         seen = unpack(keys)
-        draws = None if score.draw is None else streams(score.draw.to(q.device), q.shape[0], q.shape[2])
+        draws = None if score.dropout_seed is None else streams(score.dropout_seed.to(q.device), q.shape[0], q.shape[2])
         if score.extents is None:
             yield cls(slice(None), q, keys.kv, seen, rows, score, draws)
             return
@@ -171,8 +171,8 @@ class Pair:
         if self.part.score.softcap is not None:
             tanh = scores.div_(self.part.score.softcap).tanh_()
             scores = tanh * self.part.score.softcap
-        if self.part.score.slopes is not None:
-            slopes = self.part.score.slopes.to(scores.dtype)
+        if self.part.score.alibi_slopes is not None:
+            slopes = self.part.score.alibi_slopes.to(scores.dtype)
             self._by_head(scores).add_(slopes[:, None, None] * (self.k_pos - self.q_pos[:, None]))
         return scores, tanh
 

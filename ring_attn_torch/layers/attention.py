@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
-from ring_attn_core.model.config import check_scores, head_sizes
+from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from ..api import ring_attention
+from ..api import attention
+from ..arguments import Arrays
+from ..attend.dropout import Dropout
 from ..data.layout import positions as positions_of
 from ..ring.groups import Group, group_name, group_of, rank_in, ranks_of
 from .rotary import RotaryEmbedding
@@ -75,17 +79,27 @@ class RingAttention(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        kv_heads, head_dim = head_sizes(dim, heads, kv_heads, head_dim)
-        check_scores(softcap, sinks, alibi, dropout_rate)
-        self.dim, self.heads, self.head_dim = dim, heads, head_dim
-        self.layout, self.mask, self.group = layout, mask, group
-        self.strategy, self.backend, self.deterministic = strategy, backend, deterministic
-        self.softcap, self.alibi, self.dropout_rate = softcap, alibi, dropout_rate
-        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, rotary_base)
-        self.q = Linear(dim, heads * head_dim)
-        self.k = Linear(dim, kv_heads * head_dim)
-        self.v = Linear(dim, kv_heads * head_dim)
-        self.o = Linear(heads * head_dim, dim)
+        self.config = config = AttentionConfig(
+            dim=dim,
+            heads=heads,
+            kv_heads=kv_heads,  # type: ignore[arg-type]
+            head_dim=head_dim,  # type: ignore[arg-type]
+            mask=mask,
+            rotary_base=rotary_base,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            dropout_rate=dropout_rate,
+        )
+        self.options = Options(
+            layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
+        )
+        self.group = group
+        self.rotary = None if rotary_base is None else RotaryEmbedding(config.head_dim, rotary_base)
+        self.q = Linear(dim, heads * config.head_dim)
+        self.k = Linear(dim, config.kv_heads * config.head_dim)
+        self.v = Linear(dim, config.kv_heads * config.head_dim)
+        self.o = Linear(heads * config.head_dim, dim)
         self.sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32)) if sinks else None
 
     def forward(
@@ -108,44 +122,28 @@ class RingAttention(nn.Module):
 
         Raises ValueError for an x of another shape, and what ring_attention raises.
         """
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.dim}], got {list(x.shape)}")
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if x.ndim != 3 or x.shape[-1] != self.config.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
+        q, k, v = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in (self.q, self.k, self.v))
         if self.rotary is not None:
             positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        out = ring_attention(
-            q,
-            k,
-            v,
-            group=self.group,
-            layout=self.layout,
-            mask=self.mask,
-            extents=extents,
-            key_mask=key_mask,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            alibi_slopes=self._slopes(x.device) if self.alibi else None,
-            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
-            dropout_seed=dropout_seed,
-            dropout_offset=dropout_offset,
-            length=length,
-            strategy=self.strategy,
-            backend=self.backend,
-            deterministic=self.deterministic,
-        )
-        assert isinstance(out, Tensor)
+        slopes = self._slopes(x.device) if self.config.alibi else None
+        dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
+        rate = 0.0 if dropout_seed is None else self.config.dropout_rate
+        options = replace(self.options, length=length, dropout_rate=rate)
+        out, _ = attention(q, k, v, Arrays(extents, key_mask, self.sinks, slopes), dropout, options, group_name(self.group))
         return self.o(out.flatten(2))
 
     def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
         """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
         ring = ring_of(self.group)
-        held = positions_of(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
+        held = positions_of(self.options.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
         return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
 
     def _slopes(self, device: torch.device) -> Tensor:
         """float32 [heads], made on the device: not a buffer, which ``.bfloat16()`` would round."""
-        return alibi_slopes(self.heads, torch.arange(self.heads, dtype=torch.float64, device=device)).float()
+        return alibi_slopes(self.config.heads, torch.arange(self.config.heads, dtype=torch.float64, device=device)).float()
 
     def __getstate__(self) -> dict[str, Any]:
         """With the group's name for the group, which can be neither copied nor pickled."""

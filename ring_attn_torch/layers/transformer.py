@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import causal
-from ring_attn_core.model.config import check_sizes, hidden_size
-from ring_attn_core.model.masks import layer_masks, layer_offset
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.runs import Band
 
 from .attention import Linear, RingAttention
@@ -45,12 +45,13 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: what RingAttention takes besides dim and heads."""
+    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, **attention: Any) -> None:
+    def __init__(self, attention: RingAttention, hidden: int) -> None:
         super().__init__()
+        dim = attention.config.dim
         self.attention_norm = RMSNorm(dim)
-        self.attention = RingAttention(dim, heads, **attention)
+        self.attention = attention
         self.mlp_norm = RMSNorm(dim)
         self.mlp = SwiGLU(dim, hidden)
 
@@ -100,28 +101,29 @@ class RingTransformer(nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(vocab=vocab, dim=dim, depth=depth)
-        hidden = hidden_size(dim) if hidden is None else hidden
-        check_sizes(hidden=hidden)
-        attention: dict[str, Any] = {
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "layout": layout,
-            "rotary_base": rotary_base,
-            "softcap": softcap,
-            "sinks": sinks,
-            "alibi": alibi,
-            "dropout_rate": dropout_rate,
-            "group": group,
-            "strategy": strategy,
-            "backend": backend,
-            "deterministic": deterministic,
-        }
-        masks = layer_masks(mask, windows, depth)
-        self.heads, self.compute_dtype = heads, compute_dtype
+        self.config = config = TransformerConfig(
+            vocab=vocab,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden=hidden,  # type: ignore[arg-type]
+            mask=mask,
+            windows=windows,
+            rotary_base=rotary_base,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            dropout_rate=dropout_rate,
+            tied=tied,
+        )
+        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        self.compute_dtype = compute_dtype
         self.embed = nn.Embedding(vocab, dim)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(dim, heads, hidden, mask=mask, **attention) for mask in masks)
+        layers = (RingAttention(**config.attention(layer).arguments, **how, group=group) for layer in range(depth))
+        self.blocks = nn.ModuleList(Block(attention, config.hidden) for attention in layers)
         self.norm = RMSNorm(dim)
         self.head = None if tied else Linear(dim, vocab)
 
@@ -151,7 +153,7 @@ class RingTransformer(nn.Module):
             positions = self.blocks[0].attention.layout_positions(ids.shape[1], ids.device)  # type: ignore[union-attr, operator]
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
         for layer, block in enumerate(self.blocks):
-            offset = layer_offset(dropout_offset, layer, self.heads)
+            offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
         return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)

@@ -1,0 +1,94 @@
+"""Everything about a call that is no array, as one record: its defaults, its checks and its text."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..masks import causal, check_mask
+from ..mistakes import in_words
+from ..runs import Band
+from .checks import check_dropout_rate, check_scale, check_softcap
+from .strategies import check_strategy
+
+NO_COUNT = 2**62
+"""What stands for None among counts. Token counts and the sides of masks stay below it, so that sums of them fit int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user asks of one call of ``ring_attention`` or ``attend_block``, each under the name that it has there.
+
+    ``dropout_offset``: as far as ranks compare it, as PyTorch's do: the two ints, -1 for one that a device holds. Raises
+    ValueError for a value of another type or outside its range; whether the values suit the arrays, a ``Problem`` says.
+    """
+
+    layout: str = "zigzag"
+    mask: Band = field(default_factory=causal)
+    length: int | None = None
+    kv_length: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    dropout_offset: tuple[int, int] = (0, 0)
+    strategy: str = "auto"
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        check_strategy(self.strategy)
+        check_mask(self.mask)
+        for name, text in (("layout", self.layout), ("backend", self.backend)):
+            if not isinstance(text, str):
+                raise ValueError(f"{name} must be its name, a str, got {in_words(text)}")
+        sides = ("mask.lo", self.mask.lo), ("mask.hi", self.mask.hi)
+        for name, count in (*sides, ("length", self.length), ("kv_length", self.kv_length)):
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+                raise ValueError(f"{name} counts tokens, a Python int (static under jit) or None, got {in_words(count)}")
+            if count is not None and abs(count) >= NO_COUNT:
+                raise ValueError(
+                    f"{name} counts tokens, got {count}: to see everything on a side, leave it open as causal() does"
+                )
+        check_scale(self.scale)
+        check_softcap(self.softcap)
+        check_dropout_rate(self.dropout_rate)
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic must be True or False, got {in_words(self.deterministic)}")
+
+    @property
+    def counts(self) -> list[int]:
+        """Return what may be another number at every call of a compiled program: lengths, the mask's sides, dropout's offset."""
+        counts = self.length, self.kv_length, self.mask.lo, self.mask.hi
+        return [*(NO_COUNT if count is None else count for count in counts), *self.dropout_offset]
+
+    @property
+    def text(self) -> str:
+        """Return the rest as text, for the schema of an op; ``read`` takes both. torch.compile follows every step of it."""
+        numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
+        of_numbers = ", ".join([f"{x}" for x in numbers])
+        return f"({self.layout!r}, {of_numbers}, {self.strategy!r}, {self.backend!r}, {self.deterministic})"
+
+    @classmethod
+    def read(cls, text: str, counts: Sequence[int]) -> Options:
+        """Return the record that has this ``text`` and these ``counts``."""
+        layout, scale, softcap, dropout_rate, strategy, backend, deterministic = ast.literal_eval(text)
+        length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
+        return cls(
+            layout=layout,
+            mask=Band(lo, hi),
+            length=length,
+            kv_length=kv_length,
+            scale=scale,
+            softcap=softcap,
+            dropout_rate=dropout_rate,
+            dropout_offset=(counts[4], counts[5]),
+            strategy=strategy,
+            backend=backend,
+            deterministic=deterministic,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values by name, for whoever compares two records."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
