@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
@@ -114,12 +114,12 @@ def doctor(
         from .doctor import findings, report, typical
 
         problem = typical(dtype, head_dim, v_dim)
-        console(highlight=False, markup=False).print(report(problem, findings(problem, framework)))
+        console(plain=True).print(report(problem, findings(problem, framework)))
 
 
-def console(**options: Any) -> Console:
+def console(plain: bool = False) -> Console:
     """Return a console as wide as COLUMNS says, else as the terminal that stdout is, else of 80 columns."""
-    return Console(width=shutil.get_terminal_size().columns, **options)
+    return Console(width=shutil.get_terminal_size().columns, highlight=not plain, markup=not plain)
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import jax
 import numpy as np
@@ -11,6 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from ring_attn_core.problem.checks import Given
+
+Trees = TypeVarTuple("Trees")
 
 
 def check_axis_name(axis_name: Any) -> None:
@@ -52,7 +54,7 @@ def described(arrays: dict[str, Any]) -> tuple[Given, ...]:
     return tuple(Given(name, tuple(x.shape), str(x.dtype)) for name, x in given.items())
 
 
-def vary_alike(axes: tuple[str, ...], *trees: Any) -> tuple[Any, ...]:
+def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
     """The arrays, each varying over every mesh axis that any of them varies over, and over ``axes``.
 
     Done before the custom_vjp, so that the gradient of an array that is replicated over an axis is summed over it. A no-op under

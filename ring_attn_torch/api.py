@@ -133,7 +133,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """``ring_attention`` of records: (out, lse)."""
     try:
-        refuse_transforms(q, k, v, arrays.sinks, arrays.alibi_slopes)
+        refuse_transforms((q, k, v, arrays.sinks, arrays.alibi_slopes))
         check_tensors(q, k, v, arrays, group_name)
         if dropout is not None and options.dropout_rate:
             arrays = arrays._replace(dropout_seed=draw_of(dropout, q.device))

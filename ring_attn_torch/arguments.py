@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ def _backend_of(problem: Problem, anywhere: bool) -> Backend:
     return Vendor(problem.options.backend) if problem.options.backend in VENDORS else Blockwise()
 
 
-def refuse_transforms(*tensors: Any) -> None:
+def refuse_transforms(tensors: Iterable[Any]) -> None:
     """NotImplementedError for dual numbers, whose tangents a custom op would drop without a word, and under torch.func.grad."""
     if torch.compiler.is_compiling():
         return

@@ -60,7 +60,7 @@ def attend_block(
     """
     options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=dropout_rate, backend=backend)
     arrays = Arrays(extents, key_mask, None, alibi_slopes)
-    refuse_transforms(q, k, v, alibi_slopes)
+    refuse_transforms((q, k, v, arrays.sinks, arrays.alibi_slopes))
     check_tensors(q, k, v, arrays)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
     if dropout_rate and dropout_seed is not None:

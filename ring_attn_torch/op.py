@@ -126,7 +126,7 @@ def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, of_given, None, None
 
 
-def refuse_second_derivative(ctx: Any, *gradients: Any) -> None:
+def refuse_second_derivative(ctx: Any, *_: Any) -> None:
     raise RuntimeError("ring_attention has no second derivative: call backward or torch.autograd.grad without create_graph=True")
 
 

@@ -24,9 +24,10 @@ class Settings:
     layout: str = "zigzag"
 
     @classmethod
-    def of(cls, quick: bool, **given: Any) -> Settings:
+    def of(cls, quick: bool, **given: int | str | None) -> Settings:
         """The defaults, those of ``--quick`` or not, and in their place whatever is given and not None."""
-        return cls(**(QUICK if quick else {}) | {name: value for name, value in given.items() if value is not None})
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return cls(**(QUICK if quick else {}) | chosen)
 
     def __post_init__(self) -> None:
         layouts.named(self.layout)

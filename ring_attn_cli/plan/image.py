@@ -62,7 +62,7 @@ def draw(plan: RingPlan) -> Figure:
         axes.spines[:].set_visible(False)
         return axes
 
-    def words(x: float, y: float, text: str, **style: Any) -> None:
+    def words(x: float, y: float, text: str, **style: str | float) -> None:
         figure.text(x / _WIDTH, 1 - y / height, text, **{"color": _INK, "size": 12, **style})
 
     def quiet(x: float, y: float, text: str, size: float = 10.5) -> None:

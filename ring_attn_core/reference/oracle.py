@@ -32,6 +32,7 @@ class Attention(NamedTuple):
 class Features(NamedTuple):
     """What changes a score, who sees whom and which probabilities count; named and shaped as in ``ring_attention``."""
 
+    scale: float | None = None
     extents: Array | None = None
     """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
     key_mask: Array | None = None
@@ -45,9 +46,7 @@ class Features(NamedTuple):
     dropout_seed: int | None = None
 
 
-def exact(
-    q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, scale: float | None = None, **features: Any
-) -> Attention:
+def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
     """Attention and gradients in float64 (of float64 arrays: in extended precision).
 
     q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
@@ -57,23 +56,15 @@ def exact(
     A query that sees nothing: out 0, lse -inf (or its sink), no gradient to any q, k, v.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
-    return _attention(q, k, v, mask, dout, dlse, scale, Features(**features), working, lambda x: x)
+    return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, lambda x: x)
 
 
 def plain(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Band,
-    dout: Array,
-    dtype: str,
-    dlse: Array | None = None,
-    scale: float | None = None,
-    **features: Any,
+    q: Array, k: Array, v: Array, mask: Band, dout: Array, dtype: str, dlse: Array | None = None, **features: Any
 ) -> Attention:
     """The same in ``dtype`` ("float32", "bfloat16", "float16" or "float64") as one device computes it; see the module's text."""
     working = np.float64 if dtype == "float64" else np.float32
-    return _attention(q, k, v, mask, dout, dlse, scale, Features(**features), working, rounding(dtype))
+    return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, rounding(dtype))
 
 
 def visible(mask: Band, queries: range, keys: range, extents: Array | None = None, key_mask: Array | None = None) -> Array:
@@ -108,10 +99,25 @@ def _to_bfloat16(x: Array) -> Array:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
-def _attention(q, k, v, mask, dout, dlse, scale, features, dtype, rounded, block=512) -> Attention:  # type: ignore[no-untyped-def]
+class _Arrays(NamedTuple):
+    """What one device has: the inputs and the cotangents of out and lse, None for 0."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+
+
+BLOCK = 512
+"""Queries that are computed at once."""
+
+
+def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, rounded: Callable[[Array], Array]) -> Attention:
+    q, k, v, dout, dlse = arrays
     b, s, h, d = q.shape
     t, g, e = v.shape[1:]
-    scale = dtype(d**-0.5 if scale is None else scale)
+    scale = dtype(d**-0.5 if features.scale is None else features.scale)
     # [b g r s d]: the query heads of one kv head side by side
     grouped = lambda x: np.moveaxis(x.astype(dtype).reshape(b, s, g, h // g, x.shape[-1]), 1, 3)
     per_head = lambda x: x.astype(dtype).reshape(g, h // g, 1, 1)
@@ -121,8 +127,8 @@ def _attention(q, k, v, mask, dout, dlse, scale, features, dtype, rounded, block
     sink = per_head(np.full(h, -np.inf) if features.sinks is None else features.sinks)
     out, lse, dq = np.zeros_like(dout_), np.full_like(dlse_, -np.inf), np.zeros_like(q_)
     dk, dv, dsinks = np.zeros_like(k_), np.zeros_like(v_), np.zeros_like(sink)
-    for i0 in range(0, s, block):
-        i1 = min(i0 + block, s)
+    for i0 in range(0, s, BLOCK):
+        i1 = min(i0 + BLOCK, s)
         j0 = 0 if mask.hi is None else min(max(i0 - mask.hi, 0), t)
         j1 = t if mask.lo is None else min(max(i1 - mask.lo, j0), t)
         rows, keys = np.s_[..., i0:i1, :], np.s_[..., j0:j1, :]

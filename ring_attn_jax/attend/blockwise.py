@@ -29,7 +29,7 @@ from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
 from .state import Cotangents, Gradients, State
-from .tiles import Call, Pair, accumulation_dtype, dot, valid_queries
+from .tiles import Pair, Part, accumulation_dtype, dot, valid_queries
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible."""
     if q.size == 0 or keys.kv.size == 0:
         return total
-    call = Call.of(q, keys, rows, score)
+    part = Part.of(q, keys, rows, score)
 
     def query_tile(index: jax.Array, total: State) -> State:
-        queries = call.query_tile(index)
-        q_tile = queries.load(q, call.groups) * score.scale
-        out, lse = (queries.load(x, call.groups, valid_only=False) for x in total)
+        queries = part.query_tile(index)
+        q_tile = queries.load(q, part.groups) * score.scale
+        out, lse = (queries.load(x, part.groups, valid_only=False) for x in total)
 
         def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, l, m = state
@@ -104,11 +104,11 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
             acc = acc * decay[..., None] + dot("bgrqk,bgke->bgrqe", pair.drop(p), v_tile)
             return acc, l * decay + p.sum(-1), m_new
 
-        acc, l, m = call.over_keys(queries, key_tile, (out, (lse > -jnp.inf).astype(lse.dtype), lse))
+        acc, l, m = part.over_keys(queries, key_tile, (out, (lse > -jnp.inf).astype(lse.dtype), lse))
         out = acc / jnp.where(l == 0, 1, l)[..., None]
         return queries.store(total[0], out), queries.store(total[1], m + jnp.log(l))
 
-    return lax.fori_loop(0, call.query_tiles, query_tile, total)
+    return lax.fori_loop(0, part.query_tiles, query_tile, total)
 
 
 @jax.jit
@@ -122,13 +122,13 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score,
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv
-    call = Call.of(q, keys, rows, score)
+    part = Part.of(q, keys, rows, score)
 
     def query_tile(index: jax.Array, gradients: State) -> State:
         dq, dkv = gradients
-        queries = call.query_tile(index)
-        q_tile = queries.load(q, call.groups) * score.scale
-        dout_tile, lse_tile, delta_tile = (queries.load(x, call.groups) for x in (dout, lse, delta))
+        queries = part.query_tile(index)
+        q_tile = queries.load(q, part.groups) * score.scale
+        dout_tile, lse_tile, delta_tile = (queries.load(x, part.groups) for x in (dout, lse, delta))
 
         def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             dq_tile, dkv = state
@@ -142,7 +142,7 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score,
             dq_tile = dq_tile + score.scale * dot("bgrqk,bgkd->bgrqd", ds, k_tile)
             return dq_tile, pair.keys.add(dkv, jnp.concatenate([dk_tile, dv_tile], -1)[:, :, None])
 
-        dq_tile, dkv = call.over_keys(queries, key_tile, (queries.load(dq, call.groups, valid_only=False), dkv))
+        dq_tile, dkv = part.over_keys(queries, key_tile, (queries.load(dq, part.groups, valid_only=False), dkv))
         return queries.store(dq, dq_tile), dkv
 
-    return lax.fori_loop(0, call.query_tiles, query_tile, (dq, dkv))
+    return lax.fori_loop(0, part.query_tiles, query_tile, (dq, dkv))

@@ -22,11 +22,15 @@ from .keys import Keys, unpack
 from .score import Score
 
 
-class Tile(NamedTuple):
-    """Tokens ``index`` of a run (local indices), of which only those ``valid`` are this tile's to read as data.
+class BatchRows(NamedTuple):
+    """So many batch rows from the first on."""
 
-    Of ``batch_rows`` batch rows from ``batch`` on.
-    """
+    first: jax.Array | int
+    count: int
+
+
+class Tile(NamedTuple):
+    """Tokens ``index`` of a run (local indices), of which only those ``valid`` are this tile's to read as data."""
 
     run: jax.Array
     base: jax.Array
@@ -34,26 +38,18 @@ class Tile(NamedTuple):
     valid: jax.Array
     first: jax.Array
     end: jax.Array
-    batch: jax.Array | int
-    batch_rows: int
+    batch: BatchRows
 
     @classmethod
     def of(
-        cls,
-        run: jax.Array,
-        base: jax.Array,
-        length: jax.Array,
-        tile: jax.Array,
-        slot: int,
-        block: int,
-        batch: jax.Array | int,
-        rows: int,
+        cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: int, block: int, batch: BatchRows
     ) -> Tile:
+        """Tile number ``tile``, of ``block`` tokens, of a run of ``length`` tokens in a slot of ``slot`` tokens at ``base``."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)
         valid = (index >= first) & (index < length)
-        return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch, rows)
+        return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
         """[b n heads ...] -> [b groups heads/groups block ...] in the accumulation dtype, what is not valid as 0."""
@@ -65,12 +61,12 @@ class Tile(NamedTuple):
         return jnp.moveaxis(tile, 1, 3)
 
     def tokens_of(self, x: jax.Array) -> jax.Array:
-        """[b n ...] -> [batch_rows block ...], as they stand."""
-        return lax.dynamic_slice(x, self.start(x), (self.batch_rows, self.index.size, *x.shape[2:]))
+        """[b n ...] -> [batch rows of the tile, block ...], as they stand."""
+        return lax.dynamic_slice(x, self.start(x), (self.batch.count, self.index.size, *x.shape[2:]))
 
     def start(self, x: jax.Array) -> list[jax.Array]:
         """The index of the tile's first element in ``x`` [b n ...], in one integer dtype, as dynamic slices want it."""
-        return [jnp.int32(i) for i in (self.batch, self.base, *[0] * (x.ndim - 2))]
+        return [jnp.int32(i) for i in (self.batch.first, self.base, *[0] * (x.ndim - 2))]
 
     def store(self, x: jax.Array, tile: jax.Array) -> jax.Array:
         """``x`` with the tile written back."""
@@ -84,7 +80,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class Part:
     """What a call works on; ``seen`` bool [b t] is the key mask, ``streams`` [b h] are the keys by which dropout draws."""
 
     q: jax.Array
@@ -95,7 +91,7 @@ class Call:
     streams: jax.Array | None
 
     @classmethod
-    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Call:
+    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Part:
         draws = None if score.dropout_seed is None else streams(score.dropout_seed, q.shape[0], q.shape[2])
         return cls(q, keys.kv, unpack(keys), rows, score, draws)
 
@@ -126,7 +122,7 @@ class Call:
         tiles = -(-self.slots[0] // self.blocks[0])
         batch, run, tile = index // (tiles * self.rows.shape[0]), index // tiles % self.rows.shape[0], index % tiles
         row = self.row(run, 0)
-        return Tile.of(run, row.q_base, row.q_len, tile, self.slots[0], self.blocks[0], batch, self.batch_rows)
+        return Tile.of(run, row.q_base, row.q_len, tile, self.slots[0], self.blocks[0], BatchRows(batch, self.batch_rows))
 
     def row(self, q_run: jax.Array, k_run: jax.Array | int) -> Row:
         return Row(*jnp.unstack(self.rows[q_run, k_run]))
@@ -142,8 +138,8 @@ class Call:
             first, last = visible_tiles(queries.first, queries.end, row.lo, row.hi, begin, end, block_k)
 
             def pair(tile: jax.Array) -> Pair:
-                place = queries.batch, self.batch_rows
-                return Pair(self, queries, Tile.of(k_run, row.k_base, row.k_len, tile, self.slots[1], block_k, *place), row)
+                keys = Tile.of(k_run, row.k_base, row.k_len, tile, self.slots[1], block_k, queries.batch)
+                return Pair(self, queries, keys, row)
 
             return lax.fori_loop(first, last, lambda tile, state: key_tile(pair(tile), state), state)
 
@@ -174,16 +170,16 @@ class Call:
 class Pair:
     """A tile of queries and a tile of keys: their scores, and what befalls them."""
 
-    call: Call
+    part: Part
     queries: Tile
     keys: Tile
     row: Row
 
     def load_kv(self) -> tuple[jax.Array, jax.Array]:
         """The k and the v of the tile [b g block_k d or e]; 0 for keys that no query of the tile sees, whatever stands there."""
-        tile = self.keys.load(self.call.kv, self.call.groups, valid_only=False)[:, :, 0]
+        tile = self.keys.load(self.part.kv, self.part.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
-        d = self.call.q.shape[-1]
+        d = self.part.q.shape[-1]
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
@@ -193,11 +189,11 @@ class Pair:
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """(scores [b g r block_q block_k] before anything is hidden, the tanh in them under softcap)."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
-        if self.call.score.softcap is not None:
-            tanh = jnp.tanh(scores / self.call.score.softcap)
-            scores = tanh * self.call.score.softcap
-        if self.call.score.alibi_slopes is not None:
-            slopes = self.call.score.alibi_slopes.astype(scores.dtype).reshape(1, self.call.groups, -1, 1, 1)
+        if self.part.score.softcap is not None:
+            tanh = jnp.tanh(scores / self.part.score.softcap)
+            scores = tanh * self.part.score.softcap
+        if self.part.score.alibi_slopes is not None:
+            slopes = self.part.score.alibi_slopes.astype(scores.dtype).reshape(1, self.part.groups, -1, 1, 1)
             lag = (self.k_pos[None] - self.q_pos[:, None]).astype(scores.dtype)
             scores = scores + slopes * lag[None, None, None]
         return scores, tanh
@@ -206,15 +202,15 @@ class Pair:
         """``z_ij p_ij``: 0 where dropout does not keep it, else scaled up."""
         if self.kept is None:
             return p
-        return jnp.where(self.kept.reshape(p.shape), p * rescale(self.call.score.dropout_rate), 0)
+        return jnp.where(self.kept.reshape(p.shape), p * rescale(self.part.score.dropout_rate), 0)
 
     @cached_property
     def kept(self) -> jax.Array | None:
         """bool [b h block_q block_k], None without dropout."""
-        if self.call.streams is None:
+        if self.part.streams is None:
             return None
-        mine = lax.dynamic_slice_in_dim(self.call.streams, self.queries.batch, self.queries.batch_rows)
-        return kept(mine, self.call.score.dropout_rate, self.q_pos, self.k_pos)
+        mine = lax.dynamic_slice_in_dim(self.part.streams, *self.queries.batch)
+        return kept(mine, self.part.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def visible(self) -> jax.Array:
@@ -222,12 +218,12 @@ class Pair:
         lag = self.queries.index[:, None] - self.keys.index[None]
         visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[:, None] & self.keys.valid[None]
         visible = visible[None]
-        if self.call.score.extents is not None:
-            first, end = (x[..., None] for x in self.call.extents(self.queries))
+        if self.part.score.extents is not None:
+            first, end = (x[..., None] for x in self.part.extents(self.queries))
             k_pos = self.k_pos[None, None]
             visible &= (k_pos >= first) & (k_pos < end)
-        if self.call.seen is not None:
-            visible &= self.keys.tokens_of(self.call.seen)[:, None]
+        if self.part.seen is not None:
+            visible &= self.keys.tokens_of(self.part.seen)[:, None]
         return visible[:, None, None]
 
     @property

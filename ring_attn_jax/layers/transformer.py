@@ -56,8 +56,27 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = SwiGLU(dim, hidden, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), *arguments, **options)
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        length: int | None = None,
+        *,
+        extents: jax.Array | None = None,
+        key_mask: jax.Array | None = None,
+        dropout_seed: int | jax.Array | None = None,
+        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+    ) -> jax.Array:
+        """x [b s dim] -> [b s dim]; the other arguments are those of RingAttention."""
+        x = x + self.attention(
+            self.attention_norm(x),
+            positions,
+            length,
+            extents=extents,
+            key_mask=key_mask,
+            dropout_seed=dropout_seed,
+            dropout_offset=dropout_offset,
+        )
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -37,6 +37,14 @@ class Piece(NamedTuple):
     causal: bool
 
 
+class Asked(NamedTuple):
+    """Whose kernels, what scores are multiplied by, and which of the two masks."""
+
+    name: str
+    scale: float
+    causal: bool
+
+
 @dataclass(frozen=True)
 class Vendor(Blockwise):
     """``name``: "flash", "flash4" or "cudnn"."""
@@ -49,7 +57,7 @@ class Vendor(Blockwise):
         q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-            seen, seen_lse = _forward(self.name, score.scale, piece.causal, of_queries, *of_keys)
+            seen, seen_lse = _forward(Asked(self.name, score.scale, piece.causal), of_queries, *of_keys)
             before = lse[:, piece.queries]
             after = torch.logaddexp(before, seen_lse.transpose(1, 2))
             weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
@@ -66,7 +74,7 @@ class Vendor(Blockwise):
         dk, dv = _apart(Keys(dkv), q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
-            parts = _backward(self.name, score.scale, piece.causal, *of_queries, *of_keys)
+            parts = _backward(Asked(self.name, score.scale, piece.causal), *of_queries, *of_keys)
             for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
                 total[:, where] += part
         return dq, dkv
@@ -100,8 +108,9 @@ def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
     return keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
-def _forward(name: str, scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out [b n h e] and lse [b h n] of one piece."""
+    name, scale, causal = asked
     if name == "flash4":
         out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
@@ -114,10 +123,9 @@ def _forward(name: str, scale: float, causal: bool, q: Tensor, k: Tensor, v: Ten
     return out.transpose(1, 2), lse
 
 
-def _backward(
-    name: str, scale: float, causal: bool, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, ...]:
+def _backward(asked: Asked, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """dq, dk and dv [b n h d] of one piece, from out [b n h e] and lse [b n h] over all keys."""
+    name, scale, causal = asked
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
     if name == "flash4":
         return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)[:3]

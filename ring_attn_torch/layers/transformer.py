@@ -55,8 +55,27 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(dim)
         self.mlp = SwiGLU(dim, hidden)
 
-    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), *arguments, **options)
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        length: int | None = None,
+        *,
+        extents: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+    ) -> Tensor:
+        """x [b s dim] -> [b s dim]; the other arguments are those of RingAttention."""
+        x = x + self.attention(
+            self.attention_norm(x),
+            positions,
+            length,
+            extents=extents,
+            key_mask=key_mask,
+            dropout_seed=dropout_seed,
+            dropout_offset=dropout_offset,
+        )
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,6 @@ def rows(ring: Ring, shift: int) -> jax.Array:
     return jnp.stack(jnp.broadcast_arrays(*fields), -1).astype(jnp.int32)
 
 
-def _runs(table: tuple, rank: jax.Array) -> jax.Array:
+def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
     """int32 [4, runs]: base, length, start and stride of the runs of a traced rank."""
     return jnp.asarray(table, dtype=jnp.int32)[rank].T

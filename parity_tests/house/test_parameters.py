@@ -1,0 +1,91 @@
+"""No private function takes more than seven arguments, or hides them in one that has no type: a record is missing then."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST = 7
+PUBLIC = {
+    "ring_attention",
+    "attend_block",
+    "sharded_ring_attention",
+    "shard_batch",
+    "RingAttention.__init__",
+    "RingTransformer.__init__",
+}
+"""What users call with keywords; each hands records on."""
+
+FORWARDED = {
+    "sharded_ring_attention": "ring_attention's own keywords",
+    "exact": "the fields of Features",
+    "plain": "the fields of Features",
+    "the_call": "the fields of Call",
+    "_add_stage": "what Triton hands to its hook",
+}
+"""What takes ``*arguments`` or ``**keywords`` of any kind, and whose they are."""
+
+FILES = [
+    path
+    for package in ("ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli", "benchmarks")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not {"portable", "hopper"} & set(path.parts)
+]
+"""Kernels are left out: what they take is data for the GPU, grouped in named tuples."""
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions of a file, methods as Class.method."""
+
+    def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                yield prefix + child.name, child
+            yield from within(child, f"{child.name}." if isinstance(child, ast.ClassDef) else prefix)
+
+    yield from within(ast.parse(path.read_text()), "")
+
+
+def mistakes(name: str, function: ast.FunctionDef) -> Iterator[str]:
+    a = function.args
+    taken = [x for x in (*a.posonlyargs, *a.args, *a.kwonlyargs) if x.arg not in ("self", "cls")]
+    if len(taken) > MOST and name not in PUBLIC:
+        yield f"{name} takes {len(taken)} arguments"
+    typed = lambda x: x.annotation is not None and ast.unparse(x.annotation) != "Any"
+    if a.kwarg is not None and name not in FORWARDED and not typed(a.kwarg):
+        yield f"{name} takes **{a.kwarg.arg} of any kind"
+    if a.vararg is not None and a.vararg.arg != "_" and name not in FORWARDED and not typed(a.vararg):
+        yield f"{name} takes *{a.vararg.arg} of any kind"
+    for x in taken:
+        if x.annotation is not None and ast.unparse(x.annotation) in ("tuple", "dict", "list"):
+            yield f"{name} takes {x.arg}, a {ast.unparse(x.annotation)} of anything"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arguments_are_few_and_have_types(path: Path):
+    assert [mistake for name, function in functions(path) for mistake in mistakes(name, function)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(a, b, c, d, e, f, g, h): ...",
+        "class A:\n    def f(self, *, a, b, c, d, e, f, g, h): ...",
+        "def f(**options): ...",
+        "def f(*arguments: Any): ...",
+        "def f(state: dict): ...",
+    ],
+)
+def test_the_test_finds_what_it_looks_for(tmp_path: Path, text: str):
+    file = tmp_path / "file.py"
+    file.write_text(text)
+    assert len([mistake for name, function in functions(file) for mistake in mistakes(name, function)]) == 1
+
+
+def test_every_exception_is_one():
+    names = {name for path in FILES for name, _ in functions(path)}
+    assert names >= PUBLIC | set(FORWARDED)
