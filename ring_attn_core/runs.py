@@ -94,7 +94,7 @@ class Row(NamedTuple):
     ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing to see).
     ``q_base``, ``q_len``, ``q_start``: where the query run begins in its shard, how many of its tokens are no padding,
     the position of its first; ``k_base``, ``k_len``, ``k_start`` likewise. ``stride``: step in positions of both.
-    ``slot``: which shard of the given k/v array.
+    ``shard``: which of the shards that the given k/v array holds; 0 where it holds one.
     """
 
     lo: Any
@@ -106,10 +106,10 @@ class Row(NamedTuple):
     k_len: Any
     k_start: Any
     stride: Any
-    slot: Any
+    shard: Any
 
 
-def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, slot: int = 0) -> Row:
+def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int = 0) -> Row:
     """The :class:`Row` of two runs ``(base, length, start, stride)``.
 
     Plain arithmetic, so the four numbers of a run may be Python ints or arrays that broadcast (numpy, jnp, torch):
@@ -121,7 +121,7 @@ def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, slot: int 
     nothing = d * 0
     lo = nothing - k_slot if band.lo is None else clamp(-((d - band.lo) // stride), -k_slot, q_slot)
     hi = nothing + q_slot if band.hi is None else clamp((band.hi - d) // stride, -k_slot, q_slot)
-    return Row(lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride, slot)
+    return Row(lo, hi, q_base, q_len, q_start, k_base, k_len, k_start, stride, shard)
 
 
 def clamp(x: Any, low: int, high: int) -> Any:

@@ -102,7 +102,7 @@ def test_rows_meet_the_keys_of_the_rank_shift_places_before(layout: str, mask: B
                         assert queries == [row.q_start + row.stride * i for i in range(row.q_len)]
                         held = keys.positions((rank - shift) % ranks)[row.k_base : row.k_base + row.k_len]
                         assert held == [row.k_start + row.stride * j for j in range(row.k_len)]
-                        assert row.slot == 0
+                        assert row.shard == 0
 
 
 @each_ring

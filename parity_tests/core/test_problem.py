@@ -13,7 +13,7 @@ import pytest
 
 from ring_attn_core import Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
-from ring_attn_core.kernels.backends import BACKENDS, Backend, select
+from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
 from ring_attn_core.problem.checks import DTYPES, Given, check_extents, check_runs
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
@@ -229,7 +229,7 @@ def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any):
 
 
 def backends_of(monkeypatch: pytest.MonkeyPatch, **objections: str | None) -> None:
-    candidates = (Backend(name, lambda problem, reason=reason: reason) for name, reason in objections.items())
+    candidates = (Candidate(name, lambda problem, reason=reason: reason) for name, reason in objections.items())
     monkeypatch.setattr(backends, "BACKENDS", tuple(candidates))
 
 

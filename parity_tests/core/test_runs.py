@@ -56,7 +56,7 @@ def test_a_row_sees_what_the_band_sees_and_stays_within_the_slots(
     q0: int, q_len: int, k0: int, k_len: int, stride: int, band: Band, q_more: int, k_more: int
 ):
     q_slot, k_slot = q_len + q_more, k_len + k_more
-    found = row((11, q_len, q0, stride), (13, k_len, k0, stride), band, q_slot, k_slot, slot=5)
+    found = row((11, q_len, q0, stride), (13, k_len, k0, stride), band, q_slot, k_slot, shard=5)
     assert found[2:] == (11, q_len, q0, 13, k_len, k0, stride, 5)
     assert -k_slot <= found.lo <= q_slot
     assert -k_slot <= found.hi <= q_slot
@@ -71,12 +71,12 @@ def test_a_row_of_arrays_is_the_row_of_their_numbers(band: Band):
     q_runs = rng.integers(0, 50, (6, 1, 4), dtype=np.int32)
     k_runs = rng.integers(0, 50, (1, 7, 4), dtype=np.int32)
     q_runs[..., 3] = k_runs[..., 3] = 3
-    found = row(tuple(np.moveaxis(q_runs, -1, 0)), tuple(np.moveaxis(k_runs, -1, 0)), band, 20, 30, slot=2)
+    found = row(tuple(np.moveaxis(q_runs, -1, 0)), tuple(np.moveaxis(k_runs, -1, 0)), band, 20, 30, shard=2)
     assert found.lo.dtype == found.hi.dtype == np.int32
     fields = [np.broadcast_to(field, (6, 7)) for field in found]
     for a in range(6):
         for b in range(7):
-            numbers = row(tuple(q_runs[a, 0].tolist()), tuple(k_runs[0, b].tolist()), band, 20, 30, slot=2)
+            numbers = row(tuple(q_runs[a, 0].tolist()), tuple(k_runs[0, b].tolist()), band, 20, 30, shard=2)
             assert tuple(int(field[a, b]) for field in fields) == numbers
 
 

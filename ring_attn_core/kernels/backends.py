@@ -22,7 +22,7 @@ OLDEST_GPU = 80
 
 
 @dataclass(frozen=True)
-class Backend:
+class Candidate:
     """``objection(problem)`` is None where the backend can solve it, else the reason in words.
 
     ``drawback(problem)``: why "auto" passes it over, though by name it solves the problem; else None.
@@ -173,14 +173,14 @@ def check_vendor(options: Options, differentiates_lse: bool) -> None:
         )
 
 
-BACKENDS: tuple[Backend, ...] = (
-    Backend("hopper", _hopper, _drawback_of_hopper, _left_by_hopper),
-    Backend("triton", _triton),
-    Backend("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
-    Backend("flash", _flash, lambda problem: "it is there to compare with"),
-    Backend("flash4", _flash4, lambda problem: "it is there to compare with"),
-    Backend("cudnn", _cudnn, lambda problem: "it is there to compare with"),
-    Backend("blockwise", lambda problem: None),
+BACKENDS: tuple[Candidate, ...] = (
+    Candidate("hopper", _hopper, _drawback_of_hopper, _left_by_hopper),
+    Candidate("triton", _triton),
+    Candidate("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
+    Candidate("flash", _flash, lambda problem: "it is there to compare with"),
+    Candidate("flash4", _flash4, lambda problem: "it is there to compare with"),
+    Candidate("cudnn", _cudnn, lambda problem: "it is there to compare with"),
+    Candidate("blockwise", lambda problem: None),
 )
 
 VENDORS = "flash", "flash4", "cudnn"
