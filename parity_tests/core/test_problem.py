@@ -93,7 +93,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         for scale in (float("nan"), "0.1", 1e300, -1e19, 10**400)
     ),
     *(
-        ({"mask": Band(hi=side)}, f"mask.hi counts tokens, a Python int (static under jit) or None, got {side!r}")
+        ({"mask": Band(hi=side)}, f"mask.hi must be int or None, a count of tokens (static under jit), got {side!r}")
         for side in ("a", 1.5, True)
     ),
     *(

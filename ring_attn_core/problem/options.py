@@ -46,7 +46,7 @@ class Options:
         sides = ("mask.lo", self.mask.lo), ("mask.hi", self.mask.hi)
         for name, count in (*sides, ("length", self.length), ("kv_length", self.kv_length)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
-                raise ValueError(f"{name} counts tokens, a Python int (static under jit) or None, got {in_words(count)}")
+                raise ValueError(f"{name} must be int or None, a count of tokens (static under jit), got {in_words(count)}")
             if count is not None and abs(count) >= NO_COUNT:
                 raise ValueError(
                     f"{name} counts tokens, got {count}: to see everything on a side, leave it open as causal() does"
