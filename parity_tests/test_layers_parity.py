@@ -41,6 +41,7 @@ def test_training_stays_together(gloo):
     assert results[0]["losses"][-1] < results[0]["losses"][0]
 
 
+@pytest.mark.exhaustive
 def test_packed_training_in_jax_is_the_one_in_torch(gloo):
     ours, theirs = packed_training(RANKS), torch_models.packed_training(gloo, RANKS)[0]
     np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-4)

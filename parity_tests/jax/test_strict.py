@@ -114,6 +114,7 @@ def test_blocks_and_their_merge_with_every_feature():
     check_as_usual(program, jnp.uint32(1), jnp.int32(7), q, k, v)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [{}, {"alibi": True, "sinks": True, "softcap": 5.0, "dropout_rate": 0.2}], ids=["plain", "all"]
 )

@@ -101,6 +101,7 @@ def on_few_ranks(cases: list[Case], most: int) -> list[Case]:
     return [replace(case, ranks=min(case.ranks, most), dtype=halves(case.dtype)) for case in cases]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", on_few_ranks(COMBINATIONS, most=2), ids=str)
 def test_any_two_features_together_are_exact(interpreter, case):
     check(case, run(interpreter, replace(case, poison=True)))
@@ -111,6 +112,7 @@ def test_every_feature_at_once_is_exact(interpreter, case):
     check(case, run(interpreter, case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100], most=3), ids=str)
 def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
