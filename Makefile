@@ -46,7 +46,7 @@ mutate: $(STAMP) ## break the library on purpose, one line at a time: the tests 
 	@$(BIN)/python -P parity_tests/mutate.py $(ARGS)
 
 bench: $(STAMP) ## speed on this CPU
-	@$(BIN)/python benchmarks/cpu.py $(ARGS)
+	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 lint: $(STAMP) ## ruff and pyright, changing nothing
 	@$(BIN)/ruff check .

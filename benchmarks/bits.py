@@ -1,6 +1,6 @@
 """On which cases do JAX and PyTorch give the same bits on a GPU, and how far are both from the truth?
 
-pytest parity_tests/gpu/test_kernels.py --junitxml=bits.xml && python -m benchmarks.bits bits.xml
+    pytest parity_tests/gpu/test_kernels.py --junitxml=bits.xml && python -m benchmarks.bits bits.xml
 
 Several files, of parts of the suite, make one table.
 
@@ -34,7 +34,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
     parser.add_argument("junit", type=Path, nargs="+", help="what pytest --junitxml wrote")
     parser.add_argument("--out", default="bits-h200", help="name of the result file")
     options = parser.parse_args()

@@ -1,5 +1,8 @@
 """What do exactness and the ring cost on a CPU, against what the frameworks ship?
 
+    python -m benchmarks.cpu [--quick]
+    python -m benchmarks.cpu_plot         draws the stored result again
+
 Batch 1, 8 heads of 64, float32, random normal; one rank and four, forward alone and forward with backward. Every candidate is
 first checked against float64 at a length that no tile divides, out and gradients; one that is wrong is reported with its error
 and not timed. A cell is a fresh process (four for a ring of processes): one call to warm up, then the median of several, and the
@@ -92,11 +95,11 @@ def main() -> None:
     if options.whole:  # a part does not replace the stored result
         from .cpu_plot import plot
 
-        console.print(f"written: {report.save('cpu', result)} and {plot(result)}")
+        console.print(f"written: {report.save('cpu', result)} and {plot()}")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
     parser.add_argument("--quick", action="store_true", help="4,096 tokens, one repeat")
     parser.add_argument("--tokens", type=int, nargs="+", help="sequence lengths")
     parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="candidates whose name contains one of these")

@@ -1,7 +1,12 @@
-"""The picture of a stored CPU result."""
+"""The picture of a stored result of benchmarks/cpu: seconds over those of torch's own attention.
+
+python -m benchmarks.cpu_plot [cpu]
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +21,11 @@ COLOURS = {
 }
 
 
-def plot(result: dict[str, Any]) -> Path:
-    """Bars of every candidate's time over torch's own attention, one panel for forward and one for forward with backward."""
+def plot(name: str = "cpu") -> Path:
+    """Bars of every candidate's time over torch's own attention, a panel for forward and one for forward+backward."""
     from matplotlib.figure import Figure
 
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     cells = [cell for cell in result["cells"] if cell.get("ratio") and cell["candidate"] != BASE]
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
@@ -29,10 +35,10 @@ def plot(result: dict[str, Any]) -> Path:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     hardware = result["hardware"]
-    figure.suptitle(
-        f"Time over torch's scaled_dot_product_attention, {hardware['cpu']}, {hardware['cores']} cores, float32, 8 heads of 64"
-    )
-    path = RESULTS / "cpu.png"
+    if not isinstance(hardware, str):  # which it is where several runs were put together by hand
+        hardware = f"{hardware['cpu']}, {hardware['cores']} cores"
+    figure.suptitle(f"Time over torch's scaled_dot_product_attention, {hardware}, float32, 8 heads of 64")
+    path = RESULTS / f"{name}.png"
     figure.savefig(path, dpi=110)
     return path
 
@@ -58,3 +64,7 @@ def _panel(axes: Any, cells: list[dict[str, Any]]) -> None:
     axes.set_xticks(range(len(cases)), [f"{tokens:,} {mask}" for tokens, mask in cases])
     axes.set_ylabel("x torch sdpa")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    print(plot(*sys.argv[1:2]))

@@ -1,5 +1,7 @@
 """How much memory does attention need beside what it is given and what it returns?
 
+    python -m benchmarks.memory [--tokens 65536] [--mask sliding_window:2047]
+
 Forward and backward of one rank on a CPU, float32, 2 heads of 64: the peak of resident memory above imports, over the bytes of q,
 k, v, out and their four gradients. And what XLA sets aside for the JAX ring on every rank, as ranks join at a fixed shard.
 
@@ -9,51 +11,22 @@ Prediction:
   their gradient before it is split (2), 12/8 = 1.5, and XLA may copy what a loop carries. Tiles add 10 MiB. In the ring a rank
   holds the k/v it works on and the next, whatever the number of ranks: no growth.
 
-Measured at 65,536 tokens under a window of 2,048, which has the same arrays: PyTorch 1.38, JAX 1.58. PyTorch's extra 1/8 is dout,
-copied with the rows that see nothing cleared.
+Measured:
+  At 65,536 tokens under a window of 2,048, which has the same arrays: PyTorch 1.38, JAX 1.58. PyTorch's extra 1/8 is dout, copied
+  with the rows that see nothing cleared.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from . import report
-from .memory_cell import DIM, HEADS
-from .process import run_fresh
-
-CELL = "benchmarks.memory_cell"
-FRAMEWORKS = ("torch", "jax")
-MOST = 1.75
-"""What the peak may be of the eight arrays' bytes."""
-RANKS = (2, 4, 8)
-
-
-def peak_ratio(framework: str, tokens: int, mask: str = "causal") -> float:
-    """Peak resident memory of forward and backward above imports, over the eight arrays' bytes. ``mask``: see masks.parse."""
-    peak = run_fresh(CELL, {"what": framework, "tokens": tokens, "mask": mask})[0]
-    return peak / (8 * tokens * HEADS * DIM * 4)
-
-
-def temp_bytes(ranks: Sequence[int], seq_local: int, mask: str = "causal", in_order: bool = False) -> list[dict[str, int]]:
-    """What XLA sets aside on every rank of the JAX ring, ``seq_local`` tokens a rank: {"forward": bytes, "both": bytes} for each
-    number of ranks. ``in_order``: scheduled to need little memory, not to run many operations at once, XLA's default on a CPU.
-    """
-    flags = f"--xla_force_host_platform_device_count={max(ranks)}"
-    if in_order:
-        flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    task = {"what": "compiled", "ranks": ranks, "seq_local": seq_local, "mask": mask}
-    return run_fresh(CELL, task, environment={"XLA_FLAGS": flags})[0]
-
-
-def shard_bytes(seq_local: int) -> int:
-    """Bytes of one rank's packed k/v."""
-    return seq_local * HEADS * 2 * DIM * 4
+from .memory_cell import DIM, FRAMEWORKS, HEADS, MOST, RANKS, peak_ratio, shard_bytes, temp_bytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--mask", default="causal", help="as masks.parse reads it; a window needs as much memory, quickly")
     options = parser.parse_args()

@@ -1,15 +1,41 @@
-"""What benchmarks/memory.py asks of a process of its own: the peak of one framework, or what XLA sets aside."""
+"""Measured in a process of its own: the peak of one framework, or what XLA sets aside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ring_attn_core import masks
 
-from .process import Memory, answer, argument
+from .process import Memory, answer, argument, run_fresh
 
 HEADS, DIM = 2, 64
+FRAMEWORKS = ("torch", "jax")
+MOST = 1.75
+"""What the peak may be of the eight arrays' bytes."""
+RANKS = (2, 4, 8)
+
+
+def peak_ratio(framework: str, tokens: int, mask: str = "causal") -> float:
+    """Peak resident memory of forward and backward above imports, over the eight arrays' bytes. ``mask``: see masks.parse."""
+    peak = run_fresh(__name__, {"what": framework, "tokens": tokens, "mask": mask})[0]
+    return peak / (8 * tokens * HEADS * DIM * 4)
+
+
+def temp_bytes(ranks: Sequence[int], seq_local: int, mask: str = "causal", in_order: bool = False) -> list[dict[str, int]]:
+    """What XLA sets aside on every rank of the JAX ring, ``seq_local`` tokens a rank: {"forward": bytes, "both": bytes} for each
+    number of ranks. ``in_order``: scheduled to need little memory, not to run many operations at once, XLA's default on a CPU.
+    """
+    flags = f"--xla_force_host_platform_device_count={max(ranks)}"
+    if in_order:
+        flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    task = {"what": "compiled", "ranks": ranks, "seq_local": seq_local, "mask": mask}
+    return run_fresh(__name__, task, environment={"XLA_FLAGS": flags})[0]
+
+
+def shard_bytes(seq_local: int) -> int:
+    """Bytes of one rank's packed k/v."""
+    return seq_local * HEADS * 2 * DIM * 4
 
 
 def torch_peak(tokens: int, mask: str) -> int:

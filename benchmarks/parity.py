@@ -1,5 +1,7 @@
 """Are both rings exact over the whole grid and over pairwise combinations of all features, and how far are they apart?
 
+    python -m benchmarks.parity
+
 Every case runs in JAX on host devices and in PyTorch on gloo processes. What else results/parity.json holds (rings on GPUs,
 random problems) stays as it is. Some 20 minutes on 2 cores.
 
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -21,40 +22,14 @@ from typing import Any
 
 from rich.progress import track
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-
-from parity_tests.support.cases import SPECIAL, Case, check, grid
+from parity_tests.support.cases import SPECIAL, grid
 from parity_tests.support.combinations import COMBINATIONS
-from ring_attn_core.reference.oracle import Attention
-from ring_attn_core.reference.tolerance import relative_error
 
 from . import report
+from .parity_compare import compare
 
 TOGETHER = 30
 """Cases that one process runs: XLA maps memory for each program it compiles, and a process has so many maps."""
-
-
-def compare(cases: list[Case]) -> list[dict[str, Any]]:
-    """A row for each case: its errors, or what failed."""
-    from parity_tests.jax import ring as on_jax
-    from parity_tests.support.spawn import Ranks
-    from parity_tests.torch import ring as on_torch
-
-    pool = Ranks(most=max(case.ranks for case in cases))
-    try:
-        run = lambda case: (on_torch.run(pool, case), on_jax.run(case))
-        return [{"case": str(case), "dtype": case.dtype, **_errors(case, *run(case))} for case in cases]
-    finally:
-        pool.close()
-
-
-def _errors(case: Case, torch: Attention, jax: Attention) -> dict[str, Any]:
-    try:
-        shares = {name: max(check(case, got).values()) for name, got in (("share_torch", torch), ("share_jax", jax))}
-    except AssertionError as error:
-        return {"failed": str(error)}
-    pairs = [(theirs, ours) for theirs, ours in zip(jax, torch, strict=True) if ours is not None and theirs is not None]
-    return {**shares, "apart": max(relative_error(theirs, ours) for theirs, ours in pairs)}
 
 
 def by_dtype(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,7 +44,7 @@ def by_dtype(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
     parser.add_argument("--workers", type=int, default=2, help="processes that share the cases")
     options = parser.parse_args()
     cases = list(dict.fromkeys([*grid(), *SPECIAL, *COMBINATIONS]))

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import report
-from .kernel import CASES, FRAMEWORKS, PASSES, measure
+from .kernel_parts import CASES, FRAMEWORKS, PASSES, measure
 from .turns import device_seconds, take_turns
 
 RESULT = "releases-h200"
@@ -76,7 +76,7 @@ def table(releases: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=report.first_line(__doc__))
+    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--table", action="store_true", help="measure nothing, print what is there")
     parser.add_argument("--out", default=RESULT, help="name of the result file")

@@ -28,9 +28,15 @@ def environment() -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES if _version(name)},
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "command": " ".join([program(), *sys.argv[1:]]),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def program() -> str:
+    """What started this process, as one types it: ``python -m benchmarks.<folder>``."""
+    started = sys.modules["__main__"].__spec__
+    return "python " + (f"-m {started.name.removesuffix('.__main__')}" if started else os.path.relpath(sys.argv[0], ROOT))
 
 
 def cores() -> int:

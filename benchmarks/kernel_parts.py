@@ -1,0 +1,195 @@
+"""The parts of benchmarks/kernel: what each measures, and on which cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.hopper import launches as hopper
+from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_torch.attend.launch import launch
+
+from .calls import arrays, the_call
+from .kernel_candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
+from .turns import device_seconds, seconds, take_turns
+
+PASSES = "forward", "backward"
+BACKENDS = "auto", "triton"
+FRAMEWORKS = {"torch": ours_in_torch, "jax": ours_in_jax}
+STATES = {"none": (True, True), "written": (True, False), "read": (False, True), "read and written": (False, False)}
+"""What a launch does with the float32 state, and whether it is a ring's first and last."""
+CASES = [
+    Case(),
+    Case(mask=full()),
+    Case(heads=32, kv_heads=8),
+    Case(heads=32, kv_heads=32, dim=64),
+    Case(batch=4, tokens=4096),
+]
+LENGTHS = [Case(batch=max(16384 // n, 1), tokens=n) for n in (1024, 2048, 4096, 8192, 16384, 32768)]
+FEATURES = [
+    Case(features=features)
+    for features in (
+        (("softcap", 30.0),),
+        (("sinks", True),),
+        (("alibi", True),),
+        (("key_mask", 0.9),),
+        (("padding", 0.9),),
+        (("extents", True),),
+        (("dropout", 0.1),),
+        (("documents", 2048),),
+    )
+]
+WINDOW = Case(tokens=131072, heads=8, kv_heads=8, mask=sliding_window(4095)), Case(tokens=131072, heads=8, kv_heads=8)
+MILLION = Case(tokens=2**17, heads=4, kv_heads=4), Case(tokens=2**20, heads=4, kv_heads=4)
+WORST = 6e-3
+"""Relative error in bfloat16 above which nothing is timed."""
+
+
+def check(name: str, case: Case) -> float:
+    """The largest relative error of out and gradients at 1,024 tokens; ValueError above WORST."""
+    short = Case(1, case.heads, case.kv_heads, 1024, case.dim, case.mask)
+    named = zip(("out", "dq", "dk", "dv"), CANDIDATES[name](short)[0](), truth(short), strict=True)
+    errors = {part: ((x.double() - y).norm() / y.norm()).item() for part, x, y in named}
+    if not max(errors.values()) <= WORST:
+        raise ValueError(f"{name} is wrong on {short}: {errors}")
+    return max(errors.values())
+
+
+def measure(case: Case, names: Iterable[str], rounds: int) -> list[dict[str, Any]]:
+    """A cell a candidate: seconds and TFLOP/s of both passes."""
+    cells, made = {}, {}
+    for name in names:
+        try:
+            made[name] = CANDIDATES[name](case)
+            error = None if case.features else check(name, case)
+            cells[name] = {"candidate": name, "case": str(case), "tokens": case.tokens, "error_at_1024": error}
+        except (RuntimeError, ValueError) as reason:
+            cells[name] = {"candidate": name, "case": str(case), "left_out": str(reason).splitlines()[0][:200]}
+            made.pop(name, None)
+    for index, passes in enumerate(PASSES):
+        times = take_turns({name: works[1 + index] for name, works in made.items()}, rounds)
+        for name, second in times.items():
+            tflops = case.flops * (1, 2.5)[index] / second / 1e12
+            cells[name][passes] = {"ms": round(second * 1e3, 4), "tflops": round(tflops, 1)}
+    return list(cells.values())
+
+
+def device(rounds: int) -> list[dict[str, Any]]:
+    """How long the GPU works on a call of JAX over how long on one of PyTorch: all its kernels, without the gaps between them."""
+    cells = []
+    for backend, case in product(BACKENDS, CASES):
+        works = {name: ours(case, backend) for name, ours in FRAMEWORKS.items()}
+        cell: dict[str, Any] = {"case": str(case), "backend": backend}
+        for index, passes in enumerate(PASSES):
+            times = take_turns({name: work[1 + index] for name, work in works.items()}, rounds, device_seconds)
+            milliseconds = {name: round(time * 1e3, 4) for name, time in times.items()}
+            cell[passes] = {"ms": milliseconds, "jax_over_torch": round(times["jax"] / times["torch"], 3)}
+        cells.append(cell)
+    return cells
+
+
+def features(rounds: int) -> list[dict[str, Any]]:
+    """What every feature costs: a backend's time with it over its time without, taking turns."""
+    cells = []
+    for backend, case in product(BACKENDS, FEATURES):
+        works = {str(each): ours_in_torch(each, backend) for each in (Case(), case)}
+        cell: dict[str, Any] = {"case": str(case), "feature": case.features[0][0], "backend": backend}
+        for index, passes in enumerate(PASSES):
+            times = take_turns({name: work[1 + index] for name, work in works.items()}, rounds)
+            cell[passes] = round(times[str(case)] / times[str(Case())], 3)
+        cells.append(cell)
+    return cells
+
+
+def state(rounds: int) -> list[dict[str, Any]]:
+    """What it costs a launch of 8,192 tokens to read and write the float32 (out, lse) of a ring, over one that does neither."""
+    cells = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    for backend, band in product(BACKENDS, (causal(), full())):
+        call = the_call(128, device, tokens=8192, hopper=backend != "triton")
+        inputs = arrays(call, device, band)
+        inputs["out_in"], inputs["lse_in"] = launch(steps.forward(call, True, False), inputs)
+        works = {name: partial(launch, steps.forward(call, *place), inputs) for name, place in STATES.items()}
+        times = take_turns(works, rounds)
+        ratios = {name: round(times[name] / times["none"], 3) for name in STATES}
+        cells.append({"backend": backend, "mask": str(band), "ms": round(times["none"] * 1e3, 4)} | ratios)
+    return cells
+
+
+def hop(rounds: int) -> list[dict[str, Any]]:
+    """The rate of a hop inside a zigzag ring, which sees half of 8,192 x 8,192 tokens, over that of one that sees all of them."""
+    cells = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    for backend in BACKENDS:
+        whole = the_call(128, device, tokens=8192, hopper=backend != "triton")
+        half = replace(whole, q_runs=2, k_runs=2)
+        inputs = arrays(whole, device, full())
+        inputs["out_in"], inputs["lse_in"] = launch(steps.forward(whole, True, False), inputs)
+        inputs |= {name: torch.zeros_like(inputs["k"], dtype=torch.float32) for name in ("dk_in", "dv_in", "dq_in")}
+        if steps.in_one_pass(whole):
+            inputs["dq_in"] = torch.zeros(hopper.sums_of_dq(whole), device=device)
+        rows = torch.tensor(RingPlan("zigzag", causal(), 2, whole.seq_local).rows(0, 1), dtype=torch.int32, device=device)
+        cell: dict[str, Any] = {"backend": backend}
+        for name, one in (("forward", _forward), ("backward", _backward)):
+            works = {"whole": partial(one, whole, inputs), "half": partial(one, half, inputs | {"rows": rows})}
+            times = take_turns(works, rounds)
+            cell[name] = round(times["whole"] / times["half"] / 2, 3)
+        cells.append(cell)
+    return cells
+
+
+def _forward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
+    return launch(steps.forward(call, False, False), inputs)
+
+
+def _backward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
+    if steps.in_one_pass(call):
+        return launch(hopper.backward(call, False, False), inputs)
+    return launch(portable.dq(call, False, False), inputs), launch(portable.dkv(call, False, False), inputs)
+
+
+def million(rounds: int) -> dict[str, Any]:
+    """The rate of 1,048,576 tokens over that of 131,072, and the memory that they take."""
+    works = {case.tokens: ours_in_torch(case) for case in MILLION}
+    result: dict[str, Any] = {"case": str(MILLION[1])}
+    for index, passes in enumerate(PASSES):
+        times = {tokens: min(seconds(work[1 + index], 1) for _ in range(2)) for tokens, work in works.items()}
+        rates = {case.tokens: case.flops * (1, 2.5)[index] / times[case.tokens] / 1e12 for case in MILLION}
+        result[passes] = {"tflops": round(rates[MILLION[1].tokens], 1), "of_131072": round(rates[2**20] / rates[2**17], 3)}
+    return result | {"gibibytes": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
+
+
+def window(rounds: int) -> list[dict[str, Any]]:
+    """A backend's time for a window over that of the whole causal square, over their shares of 128 x 128 tiles."""
+    return [_window(backend, rounds) for backend in BACKENDS]
+
+
+def _window(backend: str, rounds: int) -> dict[str, Any]:
+    works = {str(case): ours_in_torch(case, backend) for case in WINDOW}
+    tiles = lambda case: sum(_tiles_of_row(case, first) for first in range(0, case.tokens, 128))
+    share = tiles(WINDOW[0]) / tiles(WINDOW[1])
+    result: dict[str, Any] = {"case": str(WINDOW[0]), "backend": backend, "share_of_tiles": round(share, 4)}
+    for index, passes in enumerate(PASSES):
+        times = take_turns({name: work[1 + index] for name, work in works.items()}, max(rounds // 3, 1))
+        result[passes] = round(times[str(WINDOW[0])] / times[str(WINDOW[1])] / share, 3)
+    return result
+
+
+def _tiles_of_row(case: Case, first: int, block: int = 128) -> int:
+    least = 0 if case.mask.hi is None else max(first - case.mask.hi, 0)
+    return (first + block - 1) // block - least // block + 1
+
+
+MEASURED = {"cases": CASES, "lengths": LENGTHS}
+"""Parts that time every candidate on these cases."""
+OTHERS = {"device": device, "features": features, "state": state, "window": window, "hop": hop, "million": million}
+"""Parts that say themselves what they compare."""
