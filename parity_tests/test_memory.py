@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory_cell import FRAMEWORKS, MOST, RANKS, peak_ratio, shard_bytes, temp_bytes
+from benchmarks.memory.cell import FRAMEWORKS, MOST, RANKS, peak_ratio, shard_bytes, temp_bytes
 
 SEQ_LOCAL = 512
 

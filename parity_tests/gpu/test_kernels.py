@@ -52,7 +52,7 @@ JUDGED = [("triton", case) for case in CASES] + [("hopper", case) for case in HO
 
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
 def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property, programs):
-    """What it records makes the table of benchmarks/bits.py."""
+    """What it records makes the table of benchmarks/bits."""
     from .emulate import on_jax, on_torch
 
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from . import report
+from ..support import report
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ import numpy as np
 from ring_attn_core.reference import oracle
 from ring_attn_core.reference.tolerance import bound, relative_error
 
-from .cpu_candidates import CANDIDATES, Case
-from .process import Memory, answer, argument, run_fresh
+from ..support.process import Memory, answer, argument, run_fresh
+from .candidates import CANDIDATES, Case
 
 RESULTS = ("out", "dq", "dk", "dv")
 

@@ -31,9 +31,9 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from . import report
-from .kernel_parts import CASES, FRAMEWORKS, PASSES, measure
-from .turns import device_seconds, take_turns
+from ..kernel.parts import CASES, FRAMEWORKS, PASSES, measure
+from ..support import report
+from ..support.turns import device_seconds, take_turns
 
 RESULT = "releases-h200"
 YARDSTICK = "cuDNN"

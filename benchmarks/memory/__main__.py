@@ -21,8 +21,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from . import report
-from .memory_cell import DIM, FRAMEWORKS, HEADS, MOST, RANKS, peak_ratio, shard_bytes, temp_bytes
+from ..support import report
+from .cell import DIM, FRAMEWORKS, HEADS, MOST, RANKS, peak_ratio, shard_bytes, temp_bytes
 
 
 def main() -> None:

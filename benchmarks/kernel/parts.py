@@ -18,9 +18,9 @@ from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_torch.attend.launch import launch
 
-from .calls import arrays, the_call
-from .kernel_candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
-from .turns import device_seconds, seconds, take_turns
+from ..support.calls import arrays, the_call
+from ..support.turns import device_seconds, seconds, take_turns
+from .candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
 
 PASSES = "forward", "backward"
 BACKENDS = "auto", "triton"

@@ -1,4 +1,4 @@
-"""Who computes attention on one GPU in benchmarks/kernel.py: each gives a forward and a backward to be timed."""
+"""Who computes attention on one GPU in benchmarks/kernel: each gives a forward and a backward to be timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import ring_attn_jax
 import ring_attn_torch
 from ring_attn_core import Band, causal
 
-from .turns import Work
+from ..support.turns import Work
 
 CAUSAL = causal()
 

@@ -1,6 +1,6 @@
 """The picture of a stored result of benchmarks/cpu: seconds over those of torch's own attention.
 
-python -m benchmarks.cpu_plot [cpu]
+python -m benchmarks.cpu.plot [cpu]
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .cpu_candidates import BASE
-from .report import RESULTS
+from ..support.report import RESULTS
+from .candidates import BASE
 
 COLOURS = {
     "ring_attn_torch": "#c2410c",

@@ -18,8 +18,8 @@ from ring_attn_core.kernels.launch import Launch
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_torch.attend.launch import launch
 
-from .report import cores
-from .turns import take_turns
+from ..support.report import cores
+from ..support.turns import take_turns
 
 BLOCKS = {
     "forward": [(128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (128, 64, 4)],

@@ -1,6 +1,6 @@
-"""The picture of a stored result of benchmarks/kernel.py: TFLOP/s by length.
+"""The picture of a stored result of benchmarks/kernel: TFLOP/s by length.
 
-python -m benchmarks.kernel_plot [kernel-h200]
+python -m benchmarks.kernel.plot [kernel-h200]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .report import RESULTS
+from ..support.report import RESULTS
 
 STYLES = {
     "ring_attn_torch": ("#c2410c", "o-"),

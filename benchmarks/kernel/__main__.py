@@ -1,10 +1,10 @@
 """How fast are the kernels on one GPU, in both frameworks, against what the field runs, and what does each feature cost?
 
     python -m benchmarks.kernel [--part cases features]
-    python -m benchmarks.kernel_plot                        draws the stored result: TFLOP/s by length
+    python -m benchmarks.kernel.plot                        draws the stored result: TFLOP/s by length
 
 bfloat16, random normal, through the public functions: PyTorch eager, JAX jitted. Every candidate is first checked against float64
-at 1,024 tokens, out and gradients. The candidates of a case take turns in one process (benchmarks/turns.py); the median of the
+at 1,024 tokens, out and gradients. The candidates of a case take turns in one process (support/turns.py); the median of the
 rounds counts. TFLOP/s count the visible pairs only, a backward as 2.5 forwards. What each feature costs is measured for every
 backend of ours, its time with the feature over its time without.
 
@@ -34,9 +34,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import report
-from .kernel_candidates import CANDIDATES
-from .kernel_parts import MEASURED, OTHERS, PASSES, measure
+from ..support import report
+from .candidates import CANDIDATES
+from .parts import MEASURED, OTHERS, PASSES, measure
 
 
 def show(cells: list[dict[str, Any]]) -> Table:

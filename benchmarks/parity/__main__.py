@@ -25,8 +25,8 @@ from rich.progress import track
 from parity_tests.support.cases import SPECIAL, grid
 from parity_tests.support.combinations import COMBINATIONS
 
-from . import report
-from .parity_compare import compare
+from ..support import report
+from .compare import compare
 
 TOGETHER = 30
 """Cases that one process runs: XLA maps memory for each program it compiles, and a process has so many maps."""

@@ -15,8 +15,8 @@ from ring_attn_core.masks import MASKS, full
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Band
 
-from .process import available
-from .report import cores
+from ..support.process import available
+from ..support.report import cores
 
 HEADS, DIM = 8, 64
 

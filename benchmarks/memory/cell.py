@@ -7,7 +7,7 @@ from typing import Any
 
 from ring_attn_core import masks
 
-from .process import Memory, answer, argument, run_fresh
+from ..support.process import Memory, answer, argument, run_fresh
 
 HEADS, DIM = 2, 64
 FRAMEWORKS = ("torch", "jax")

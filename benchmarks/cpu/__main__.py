@@ -1,7 +1,7 @@
 """What do exactness and the ring cost on a CPU, against what the frameworks ship?
 
     python -m benchmarks.cpu [--quick]
-    python -m benchmarks.cpu_plot         draws the stored result again
+    python -m benchmarks.cpu.plot         draws the stored result again
 
 Batch 1, 8 heads of 64, float32, random normal; one rank and four, forward alone and forward with backward. Every candidate is
 first checked against float64 at a length that no tile divides, out and gradients; one that is wrong is reported with its error
@@ -41,10 +41,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from . import report
-from .cpu_candidates import BASE, CANDIDATES, DIM, HEADS, Case
-from .cpu_cell import check, measure
-from .process import Others
+from ..support import report
+from ..support.process import Others
+from .candidates import BASE, CANDIDATES, DIM, HEADS, Case
+from .cell import check, measure
 
 TOKENS = (4096, 16384)
 MASKS = ("causal", "full")
@@ -93,7 +93,7 @@ def main() -> None:
     }
     show_bars(result["bars"])
     if options.whole:  # a part does not replace the stored result
-        from .cpu_plot import plot
+        from .plot import plot
 
         console.print(f"written: {report.save('cpu', result)} and {plot()}")
 

@@ -5,7 +5,7 @@
 The measurements behind the numbers of ring_attn_core/kernels/tile_sizes.py. One launch of a kernel in bfloat16, causal, 16,384
 tokens, 16 heads of 128 or 32 of 64, plain and with each feature that may want other tiles. Candidates compile side by side in
 processes of their own; one that does not compile or fit, or whose result is another than the first one's, is named and not timed.
-The others take turns (benchmarks/turns.py).
+The others take turns (support/turns.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rich.console import Console
 
 from ring_attn_core import causal
 
-from . import report
-from .calls import HEADS, arrays, the_call
-from .tune_compare import BLOCKS, compare
+from ..support import report
+from ..support.calls import HEADS, arrays, the_call
+from .compare import BLOCKS, compare
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
