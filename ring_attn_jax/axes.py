@@ -85,10 +85,11 @@ def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., 
     """``function`` where XLA shards over the mesh axes that are Explicit outside; ``out_specs``: over which its results come out.
 
     A partially manual shard_map leaves Explicit axes in the types of its arrays, and loops that carry zeros of their own refuse
-    to exchange them for arrays of such a type. Without Explicit axes it is ``function`` itself.
+    to exchange them for arrays of such a type. Without Explicit axes it is ``function`` itself. Jitted, since a shard_map
+    outside jit evaluates one operation at a time on the mesh as it is outside.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
     if not explicit:
         return function
-    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_specs)
+    return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_specs))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs
@@ -19,7 +20,7 @@ from .attend.backend import Backend
 from .attend.dropout import draw_of
 from .attend.keys import Keys, pack
 from .attend.state import State
-from .axes import dtype_names, vary_alike
+from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
 from .op import Inputs, refuse_second_derivative
 
 if TYPE_CHECKING:
@@ -102,7 +103,11 @@ def _int32(x: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _attention(inputs: Inputs, rows: jax.Array, backend: Backend) -> State:
-    return backend.attend(inputs.q, _keys(inputs, backend), rows, inputs.score, None, last=False)
+    def forward(inputs: Inputs, rows: jax.Array) -> State:
+        return backend.attend(inputs.q, _keys(inputs, backend), rows, inputs.score, None, last=False)
+
+    of_q, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
+    return on_auto_axes(forward, (PartitionSpec(*of_q, of_v[3]), PartitionSpec(*of_q)))(inputs, rows)
 
 
 def _keys(inputs: Inputs, backend: Backend) -> Keys:
@@ -122,11 +127,14 @@ def _backward(backend: Backend, residuals: tuple[Inputs, jax.Array, State], dtot
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _gradients(inputs: Inputs, rows: jax.Array, total: State, dtotal: State, backend: Backend) -> Any:
-    (q, k, v, _, score), keys = inputs, _keys(inputs, backend)
-    of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
-    dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
-    dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    def backward(inputs: Inputs, rows: jax.Array, total: State, dtotal: State) -> Any:
+        (q, k, v, _, score), keys = inputs, _keys(inputs, backend)
+        of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
+        dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+        dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    return on_auto_axes(backward, tuple(map(sharded_like, inputs[:3])))(inputs, rows, total, dtotal)
 
 
 _attention.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_jax import from_layout, ring_attention, sharded_ring_attention, to_layout
+from ring_attn_jax import attend_block, from_layout, ring_attention, sharded_ring_attention, to_layout
 from ring_attn_jax.op import LSE_NAME, OUT_NAME
 
 from ..support.cases import MASKS, Case
@@ -229,3 +229,24 @@ def test_a_shard_map_over_the_ring_alone_equals_one_device(kind):
         mine = jax.jit(jax.grad(loss(ring), (0, 1, 2, 3)))(*placed)
     for a, b in zip(mine, truth, strict=True):
         assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-6
+
+
+@pytest.mark.parametrize("call", ["ring", "block"])
+def test_a_shard_map_over_the_ring_alone_needs_no_jit_on_explicit_axes(call):
+    """Forward outside jit; the gradients of a block, whose loops carry zeros of their own too, inside."""
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2)
+    attention = {"ring": partial(ring_attention, layout="contiguous"), "block": lambda *qkv: attend_block(*qkv)[0]}[call]
+    ring = jax.shard_map(attention, mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, axis_names={"seq"})
+    inputs = arrays()
+    halves = [[x[:, :8] for x in inputs], [x[:, 8:] for x in inputs]]
+    alone = lambda *x: attend_block(*x)[0]
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "seq"))) for x in inputs]
+        out, mine = np.asarray(ring(*placed)), [np.asarray(x) for x in gradients(ring)(*placed)]
+    if call == "ring":
+        truth, of_inputs = alone(*inputs), gradients(alone)(*inputs)
+    else:
+        truth = np.concatenate([alone(*half) for half in halves], 1)
+        of_inputs = [np.concatenate(parts, 1) for parts in zip(*(gradients(alone)(*half) for half in halves), strict=True)]
+    for a, b in zip((out, *mine), (truth, *of_inputs), strict=True):
+        assert relative_error(a, np.asarray(b)) <= 1e-6
