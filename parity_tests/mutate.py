@@ -247,6 +247,13 @@ BREAKS = [
         "torch.arange(batch, device=draw.device)",
         "parity_tests/torch/test_ring.py::test_batch_rows_and_heads_are_counted_modulo_2_to_the_32",
     ),
+    Break(
+        "jax: hops that wait for nothing",
+        "ring_attn_jax/ring/strategies/ring.py",
+        "        if not self.last:\n            state",
+        "        if False:\n            state",
+        "parity_tests/jax/test_shard_map.py::test_no_hop_begins_before_the_step_before_it_has_ended",
+    ),
 ]
 
 

@@ -250,3 +250,22 @@ def test_a_shard_map_over_the_ring_alone_needs_no_jit_on_explicit_axes(call):
         of_inputs = [np.concatenate(parts, 1) for parts in zip(*(gradients(alone)(*half) for half in halves), strict=True)]
     for a, b in zip((out, *mine), (truth, *of_inputs), strict=True):
         assert relative_error(a, np.asarray(b)) <= 1e-6
+
+
+@pytest.mark.parametrize("passes", [1, 2], ids=["forward", "forward and backward"])
+def test_no_hop_begins_before_the_step_before_it_has_ended(passes):
+    """A barrier ties what arrives to what was computed meanwhile, and the next hop sends what comes out of it.
+
+    Without it XLA sends everything in the beginning, where nothing overlaps and memory grows with the ranks.
+    """
+    ring = partial(sharded_ring_attention, mesh=mesh_of(4), layout="striped")
+    text = (jax.jit(ring) if passes == 1 else gradients(ring)).lower(*arrays()).as_text()
+    arrived = re.findall(r'(%\w+) = "stablehlo.collective_permute"\((%\w+)', text)
+    ties = {made: re.findall(r"%\w+", of) for made, of in re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier (.*) :", text)}
+    assert len(ties) == passes * 3
+    results = [made for made, _ in arrived]
+    for operands in ties.values():
+        assert sum(operand in results for operand in operands) == 1
+        assert len(operands) > 1
+    onward = [operand for _, operand in arrived if operand in ties]
+    assert len(onward) >= passes * 2, "every hop but the first of a pass"
