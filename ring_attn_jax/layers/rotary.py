@@ -24,8 +24,6 @@ class RotaryEmbedding(nnx.Module):
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
-
-
     Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
     position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
 
