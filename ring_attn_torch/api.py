@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from ring_attn_core.runs import Band
 
 from .arguments import Arrays, check_tensors, refuse_transforms
 from .attend.dropout import Dropout, draw_of
-from .op import Asked
+from .op import Asked, Eager, forward, unwatched
 from .ring.agreement import refuse
 from .ring.groups import group_name, group_of
 
@@ -107,7 +108,8 @@ def ring_attention(
     """
     name = group_name(group)
     try:
-        options = Options(
+        make = Options if torch.compiler.is_compiling() else _options
+        options = make(
             layout=layout,
             mask=mask,
             length=length,
@@ -142,7 +144,22 @@ def attention(
         refuse(error, group_of(group_name), _device(q))
     given = arrays.given
     asked = Asked(options, tuple(given), group_name)
-    return torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
+    if not unwatched((q, k, v, *given.values())):
+        return torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *given.values())):
+        return Eager.apply(asked, q, k, v, *given.values())
+    return forward(q, k, v, tuple(given.values()), asked)
+
+
+def _options(**given: Any) -> Options:
+    """The record of these options, made once for every combination of them."""
+    try:
+        return _known_options(**given)
+    except TypeError:  # one that cannot be hashed is no valid one either: the record says which
+        return Options(**given)
+
+
+_known_options = lru_cache(maxsize=4096, typed=True)(Options)
 
 
 def _device(q: Any) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import sys
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
 
-from ring_attn_core.kernels.backends import VENDORS, runnable
+from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.options import Options
@@ -28,7 +27,7 @@ from .attend.keys import Keys, pack
 from .attend.launch import capability
 from .attend.score import Score
 from .attend.vendor import Vendor
-from .ring.groups import Group, group_of
+from .ring.groups import Group, constant, group_of
 from .ring.step import Ring
 
 
@@ -48,26 +47,27 @@ class Arrays(NamedTuple):
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """The call as plain data."""
-    name = lambda x: str(x.dtype).removeprefix("torch.")
-    given = arrays.given
-    of_seed = [Given("dropout_seed", (), "int64")] if given.pop("dropout_seed", None) is not None else []
-    return Problem(
-        tuple(q.shape),
-        tuple(k.shape),
-        tuple(v.shape),
-        (name(q), name(k), name(v)),
-        q.device.type,
-        ranks,
-        options,
-        (*(Given(label, tuple(x.shape), name(x)) for label, x in given.items()), *of_seed),
-        capability(q.device),
-        "torch",
-    )
+    """The call as plain data: the same record for every call that is like another."""
+    kinds = [(q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype)]
+    names = tuple([name for name, x in zip(Arrays._fields, arrays, strict=True) if x is not None])
+    kinds += [(x.shape, x.dtype) for x in arrays if x is not None]
+    return _problem(tuple(kinds), names, q.device, ranks, options)
+
+
+@lru_cache(maxsize=4096)
+def _problem(
+    kinds: tuple[tuple[torch.Size, torch.dtype], ...], names: tuple[str, ...], device: torch.device, ranks: int, options: Options
+) -> Problem:
+    """``kinds``: shape and dtype of q, k, v and then of the optional arrays, whose ``names`` these are."""
+    (q, k, v), given = [tuple(shape) for shape, _ in kinds[:3]], kinds[3:]
+    q_dtype, k_dtype, v_dtype, *dtypes = [str(dtype).removeprefix("torch.") for _, dtype in kinds]
+    shapes = [() if name == "dropout_seed" else tuple(shape) for name, (shape, _) in zip(names, given, strict=True)]
+    of_arrays = tuple(map(Given, names, shapes, dtypes))
+    return Problem(q, k, v, (q_dtype, k_dtype, v_dtype), device.type, ranks, options, of_arrays, capability(device), "torch")
 
 
 class Prepared(NamedTuple):
-    """A problem that passed every check: its plan, its score without the arrays, who computes it, and how keys travel."""
+    """A problem that passed every check: its plan, its score without the arrays, who computes a pass, and how keys travel."""
 
     plan: RingPlan
     score: Score
@@ -80,7 +80,12 @@ class Prepared(NamedTuple):
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
-        return replace(self.score, **{name: x for name, x in arrays.given.items() if name != "key_mask"})
+        return self.score._replace(
+            extents=arrays.extents,
+            sinks=arrays.sinks,
+            alibi_slopes=arrays.alibi_slopes,
+            dropout_seed=arrays.dropout_seed,
+        )
 
     def ring(self, group: Group) -> Ring:
         """Return the ring of these ranks."""
@@ -89,17 +94,28 @@ class Prepared(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def checked(problem: Problem, anywhere: bool = False) -> Prepared:
-    """What a problem needs to run, checked, and its kernels compiled, once for every problem that this process meets.
+    """What a problem needs to run forward, checked, and compiled, once for every problem that this process meets.
 
-    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
+    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it. A backend that was asked for by
+    name is known to run the backward too; "auto" decides about that when it comes, for it has another where one does not compile.
     """
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
-    return Prepared(plan, score, _backend_of(problem, anywhere), chosen(options.strategy))
+    backend = _backend_of(problem, anywhere, PASSES[:1] if options.backend == "auto" else PASSES)
+    return Prepared(plan, score, backend, chosen(options.strategy))
 
 
-def _backend_of(problem: Problem, anywhere: bool) -> Backend:
-    call = runnable(problem, anywhere)
+@lru_cache(maxsize=1024)
+def checked_backward(problem: Problem, anywhere: bool = False) -> Prepared:
+    """What a problem that was ``checked`` needs to run backward."""
+    prepared = checked(problem, anywhere)
+    if problem.options.backend != "auto":
+        return prepared
+    return prepared._replace(backend=_backend_of(problem, anywhere, PASSES[1:]))
+
+
+def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Backend:
+    call = runnable(problem, anywhere, passes)
     if call is not None:
         return Kernels(call, problem.blanks or anywhere)
     return Vendor(problem.options.backend) if problem.options.backend in VENDORS else Blockwise()
@@ -113,7 +129,7 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError("ring_attention has no forward-mode derivative: use backward or torch.autograd.grad")
-    if any(isinstance(transform, GradInterpreter) for transform in retrieve_all_functorch_interpreters()):
+    if any(transform.key() == TransformType.Grad for transform in get_interpreter_stack() or ()):
         raise NotImplementedError(
             "ring_attention has no derivative under torch.func.grad, vjp and the like: use backward or torch.autograd.grad"
         )
@@ -126,7 +142,7 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
     want a gradient.
     """
     for label, x in {"q": q, "k": k, "v": v, **arrays.given}.items():
-        if isinstance(x, DTensor):
+        if _is_dtensor(x):
             raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
         if not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a torch.Tensor, got {type(x).__name__}")
@@ -143,7 +159,12 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
         )
 
 
-@torch.compiler.assume_constant_result
+def _is_dtensor(x: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: nobody has made one
+    return module is not None and isinstance(x, module.DTensor)
+
+
+@constant
 def _devices(name: str) -> list[str]:
     """The kinds of device that the group has a backend for."""
     config = dist.get_backend_config(group_of(name))

@@ -14,7 +14,7 @@ from ring_attn_core.problem.checks import FARTHEST, check_extents, check_pairs, 
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
-from .arguments import Arrays, check_tensors, checked, problem_of, refuse_transforms
+from .arguments import Arrays, check_tensors, checked, checked_backward, problem_of, refuse_transforms
 from .attend.backend import Backend
 from .attend.dropout import Dropout, draw_of
 from .attend.keys import Keys
@@ -116,7 +116,7 @@ def _backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     (dout, dlse), (q, k, v, out, lse) = cotangents, saved
-    keys, rows, score, backend = _block(q, k, v, given, counts, asked)
+    keys, rows, score, backend = _block(q, k, v, given, counts, asked, backward=True)
     with torch.autocast(q.device.type, enabled=False):
         of_q = backend.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
@@ -154,13 +154,16 @@ class _Block(NamedTuple):
     backend: Backend
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str) -> _Block:
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str, backward: bool = False
+) -> _Block:
     """``counts``: of the runs, then those of the options."""
     runs, of_options = counts[:5], tuple(counts[5:])
     call = Asked.read(asked, of_options)
     arrays = call.arrays(given)
-    prepared = checked(problem_of(q, k, v, arrays, 1, call.options), anywhere=True)
+    problem = problem_of(q, k, v, arrays, 1, call.options)
+    prepared = (checked_backward if backward else checked)(problem, anywhere=True)
     q_start, q_length, k_start, k_length, stride = runs
     of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
-    rows = [[row(of_q, of_k, call.options.mask, q.shape[1], k.shape[1])]]
+    rows = ((row(of_q, of_k, call.options.mask, q.shape[1], k.shape[1]),),)
     return _Block(prepared.keys(k, v, arrays), rows, prepared.scored(arrays), prepared.backend)

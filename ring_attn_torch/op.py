@@ -1,22 +1,26 @@
-"""The ring as ops of torch.library, with autograd."""
+"""The ring with autograd: as ops of torch.library for whoever follows a call (torch.compile, modes, transforms), else plain."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ring_attn_core.problem.checks import check_extents
 from ring_attn_core.problem.options import Options
 
-from .arguments import Arrays, checked, problem_of
+from .arguments import Arrays, checked, checked_backward, problem_of
 from .attend.state import Gradients
 from .ring import loop
 from .ring.agreement import agree, agreed
 from .ring.groups import group_of, rank_in, ranks_of
+
+PLAIN = Tensor, torch.nn.Parameter
 
 
 class Asked(NamedTuple):
@@ -51,13 +55,10 @@ def names_in(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(";", 1)[0].split(",")))
 
 
-@torch.library.custom_op("ring_attn::forward", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
-) -> tuple[Tensor, Tensor]:
-    options, _, name = call = Asked.read(asked, tuple(counts))
-    group, arrays = group_of(name), call.arrays(given)
-    problem = problem_of(q, k, v, arrays, ranks_of(group), options)
+def forward(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Asked) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries, once all ranks agree on the call."""
+    group, arrays = group_of(call.group), call.arrays(given)
+    problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
     extents = arrays.extents
     try:
         prepared = checked(problem)
@@ -68,9 +69,45 @@ def _forward(
         agree(problem, group, error)
         raise
     agree(problem, group, again=look)
-    with torch.autocast(problem.device, enabled=False):  # the state stays in float32, whatever surrounds the call
+    with no_autocast(problem.device):
         keys, score = prepared.keys(k, v, arrays), prepared.scored(arrays)
         return loop.forward(q, keys, score, prepared.ring(group), prepared.backend)
+
+
+def backward(
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], call: Asked
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradient of the sinks, empty without sinks, of (dout, dlse), given (q, k, v, out, lse)."""
+    (dout, dlse), (q, k, v, out, lse) = cotangents, saved
+    group, arrays = group_of(call.group), call.arrays(given)
+    prepared = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options))
+    with no_autocast(q.device.type):
+        keys, score, ring = prepared.keys(k, v, arrays), prepared.scored(arrays), prepared.ring(group)
+        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, prepared.backend)
+    dk, dv = gradients_apart(dkv, k, v)
+    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(arrays.sinks.dtype)  # type: ignore[union-attr]
+    return dq.to(q.dtype), dk, dv, dsinks
+
+
+def no_autocast(device: str) -> AbstractContextManager[Any]:
+    """Whatever surrounds the call, the state stays in float32."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv in k's dtype, contiguous and of separate memory, as an op's outputs must be."""
+    if isinstance(dkv, tuple):
+        dk, dv = dkv
+        return dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
+    return k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
+
+
+@torch.library.custom_op("ring_attn::forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
+) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, given, Asked.read(asked, tuple(counts)))
 
 
 @_forward.register_fake
@@ -84,16 +121,7 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 def _backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (dout, dlse), (q, k, v, out, lse) = cotangents, saved
-    options, _, name = call = Asked.read(asked, tuple(counts))
-    group, arrays = group_of(name), call.arrays(given)
-    prepared = checked(problem_of(q, k, v, arrays, ranks_of(group), options))
-    with torch.autocast(q.device.type, enabled=False):
-        keys, score, ring = prepared.keys(k, v, arrays), prepared.scored(arrays), prepared.ring(group)
-        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, prepared.backend)
-    dk, dv = gradients_apart(dkv, k, v)
-    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(arrays.sinks.dtype)  # type: ignore[union-attr]
-    return dq.to(q.dtype), dk, dv, dsinks
+    return backward(cotangents, saved, given, Asked.read(asked, tuple(counts)))
 
 
 @_backward.register_fake
@@ -102,15 +130,6 @@ def _(cotangents, saved, given, counts, asked):  # type: ignore[no-untyped-def]
     sinks = dict(zip(names_in(asked), given, strict=True)).get("sinks")
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
-
-
-def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv in k's dtype, contiguous and of separate memory, as an op's outputs must be."""
-    if isinstance(dkv, tuple):
-        dk, dv = dkv
-        return dk.to(k.dtype), dv.to(v.dtype)
-    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
-    return k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -132,3 +151,38 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(refuse_second_derivative)
+
+
+class Eager(torch.autograd.Function):
+    """The same without the ops, whose way through the dispatcher costs the host more than all the rest of a short call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Asked, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, given, call)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse, *given)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        call, kept = ctx.call, ctx.saved_tensors
+        saved, given = kept[:5], kept[5:]
+        if torch.is_grad_enabled() or not unwatched((*cotangents, *kept)):  # the op knows how to refuse, or to be watched
+            parts = torch.ops.ring_attn.backward(cotangents, saved, given, call.options.counts, call.text)
+        else:
+            parts = backward(cotangents, saved, given, call)
+        dq, dk, dv, dsinks = parts
+        return None, dq, dk, dv, *(dsinks if name == "sinks" else None for name in call.names)
+
+
+def unwatched(tensors: Iterable[Any]) -> bool:
+    """Whether nothing but autograd follows these tensors: no compiler, tracer, mode, transform or subclass of Tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and all(type(x) in PLAIN and not x.is_meta for x in tensors)
+    )

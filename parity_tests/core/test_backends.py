@@ -78,7 +78,7 @@ def test_a_pass_that_spills_goes_to_the_portable_kernels_alone(monkeypatch, pass
 @pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"dropout_rate": 0.1}, {}])
 def test_a_backward_that_is_slower_than_the_portable_one_is_left_to_it(monkeypatch, feature):
     """Heads of 64 with softcap or dropout, which Triton 3.9 gives too few registers; who asks by name has what he asked for."""
-    monkeypatch.setattr(backends, "_obstacles", lambda call, problem: {})
+    monkeypatch.setattr(backends, "_obstacles", lambda call, problem, passes: {})
     portable = {}
     for release in ((3, 8), (3, 9)):
         monkeypatch.setattr(backends, "triton_release", lambda release=release: release)

@@ -32,7 +32,9 @@ def test_an_interrupt_ends_the_wait_for_the_other_ranks(tmp_path):
     try:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-        time.sleep(1)
+        while b"ring_attn/1/1/0" not in (tmp_path / "store").read_bytes():  # what rank 0 has to say, before it waits for rank 1
+            time.sleep(0.1)
+        time.sleep(0.5)
         ranks[0].send_signal(signal.SIGINT)
         _, words = ranks[0].communicate(timeout=30)
         assert "KeyboardInterrupt" in words

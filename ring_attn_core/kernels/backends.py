@@ -17,6 +17,7 @@ from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
 
 if TYPE_CHECKING:
     from .call import Call
+    from .launch import Launch
 
 OLDEST_GPU = 80
 
@@ -187,19 +188,23 @@ VENDORS = "flash", "flash4", "cudnn"
 """The backends that are others' kernels."""
 
 
-def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
+PASSES = "forward", "backward"
+
+
+def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> Call | None:
     """Return the call of the backend that ``select`` takes, its kernels compiled; None for blockwise or a vendor's.
 
-    ``anywhere``: as of ``call.call_of``. Where its kernels cannot run, or keep far more registers in memory than when they were
-    measured, "auto" warns and takes the next backend, for the forward and the backward of Hopper's kernels apart. A backend that
-    was asked for by name raises ValueError where it cannot run.
+    ``anywhere``: as of ``call.call_of``. ``passes``: those that it shall run, for each may have a backend of its own. Where its
+    kernels cannot run, or keep far more registers in memory than when they were measured, "auto" warns and takes the next
+    backend, for the forward and the backward of Hopper's kernels apart. A backend that was asked for by name raises ValueError
+    where it cannot run.
     """
     from .call import call_of
 
     of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
     automatic = problem.options.backend == "auto"
     failed: list[str] = []
-    portable = frozenset(("backward",) if automatic and _slower_than_portable(problem) else ())
+    portable = _left_to_portable(problem)
     while True:
         chosen = select(problem, problem.options.backend, failed)
         if chosen in VENDORS and anywhere:
@@ -209,7 +214,7 @@ def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
         if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):
             warnings.warn(f"hopper: {untried}. backend='triton' runs this instead, slower", stacklevel=2)
         call = call_of(problem, chosen, anywhere, portable)
-        found = _obstacles(call, problem)
+        found = _obstacles(call, problem, passes)
         if not found:
             return call
         reasons = "; ".join(f"in the {passes} {reason}" for passes, reason in found.items())
@@ -227,15 +232,26 @@ def runnable(problem: Problem, anywhere: bool = False) -> Call | None:
         warnings.warn(f"{name}: {reasons} ({of}). {instead} instead, slower", stacklevel=2)
 
 
-def _obstacles(call: Call, problem: Problem) -> dict[str, str]:
+def _obstacles(call: Call, problem: Problem, passes: Collection[str]) -> dict[str, str]:
     """Return why the kernels of a pass cannot run, by pass; nothing where they can."""
-    from . import steps
     from .compile import obstacle
 
-    count = len(problem.plan.shifts)
-    launches = {"forward": steps.of_forward(call, count), "backward": steps.of_backward(call, count)}
-    found = {passes: obstacle(of, problem.capability, problem.options.backend != "auto") for passes, of in launches.items()}
-    return {passes: reason for passes, reason in found.items() if reason is not None}
+    launches = {name: _launches(call, problem, name) for name in passes}
+    found = {name: obstacle(of, problem.capability, problem.options.backend != "auto") for name, of in launches.items()}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _launches(call: Call, problem: Problem, name: str) -> list[Launch]:
+    """Return every launch of a pass."""
+    from . import steps
+
+    of = {"forward": steps.of_forward, "backward": steps.of_backward}[name]
+    return list(of(call, len(problem.plan.shifts)))
+
+
+def _left_to_portable(problem: Problem) -> frozenset[str]:
+    """Return the passes that "auto" leaves to the portable kernels because they are faster."""
+    return frozenset(("backward",) if problem.options.backend == "auto" and _slower_than_portable(problem) else ())
 
 
 def _new_to_hopper(problem: Problem) -> str | None:

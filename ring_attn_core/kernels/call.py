@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..dropout import rescale, threshold
 from ..problem.problem import Problem
+from ..records import hashed_once
 from .launch import Argument, Array, Scalar
 from .tile_sizes import TileConfig, choose_tiles, padded
 
@@ -14,6 +15,7 @@ BEYOND = 2**30
 """A position behind every sequence. Kernels are given extents up to there, so that int32 holds what they make of them."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Call:
     """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays the call has.

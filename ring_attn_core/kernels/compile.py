@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +29,9 @@ Triton stamps it for its own: 3.9 for CUDA 13.4's."""
 MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600}
 """Bytes of stack for registers that do not fit, above which "auto" passes over a kernel: more than any release that was tried
 needs with every feature at once (432 and 568; parity_tests/core/hopper_launches.json)."""
+
+PATIENCE = 2
+"""Seconds of compiling after which a terminal is told why nothing happens."""
 
 
 MODULES = {
@@ -80,6 +85,26 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
     return None
 
 
+@contextmanager
+def _told(kernel: str) -> Iterator[None]:
+    """Say on the terminal, where there is one, what takes longer than ``PATIENCE``: in a line that is gone when it ends."""
+    shown = threading.Event()
+
+    def tell() -> None:
+        shown.set()
+        print(f"Triton compiles {kernel}, once for this machine ...", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(PATIENCE, tell)
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if shown.is_set():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 @cache
 def _compiled(
     kernel: str,
@@ -112,7 +137,7 @@ def _compiled(
         "ptx_version": PTX_VERSIONS.get(capability, 87),
     }
     _find_cache()
-    with changed_for_products(triton_release()):
+    with _told(kernel), changed_for_products(triton_release()):
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -151,6 +176,7 @@ def triton_version() -> str:
         return ""
 
 
+@cache
 def interpreted() -> bool:
     """Return whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
     from triton import knobs

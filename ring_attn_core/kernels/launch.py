@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..records import hashed_once
+
 TRITON_TYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -87,6 +89,7 @@ class Output:
     over: str | None = None
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Launch:
     """``arguments`` and ``constants`` by the kernel's parameters; one that is in neither is None in the kernel.
@@ -109,16 +112,21 @@ class Launch:
         """Return outputs and scratch, in the order of the kernel's parameters."""
         return self.outputs + self.scratch
 
-    @property
+    @cached_property
     def zeros(self) -> dict[str, Output]:
         """Return what the inputs of zeros become, by their names."""
         return {x.over: x for x in self.scratch if x.over}
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
         made = {output.name for output in self.written}
         return tuple(x.name for _, x in self.arguments if not isinstance(x, Scalar) and x.name not in made)
+
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """Return the names of the outputs."""
+        return tuple(output.name for output in self.outputs)
 
     @cached_property
     def signature(self) -> tuple[tuple[str, str], ...]:
@@ -133,17 +141,6 @@ class Launch:
             for parameter, x in self.arguments
             if isinstance(x, Array) or (isinstance(x, Scalar) and x.type == "i32" and x.value % 16 == 0)
         )
-
-
-def host_descriptor(array: Any, x: Descriptor) -> Any:
-    """Return what a launch from Python takes for a Descriptor of ``array``."""
-    if x.gluon:
-        from .hopper.gluon import host_descriptor
-
-        return host_descriptor(array, x.shape, x.strides, x.block, x.layout)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))
 
 
 def encodings(kernel: Any) -> list[dict[str, Any]]:

@@ -114,10 +114,18 @@ class RingPlan:
         """The mask with no side beyond any lag there is, so that its arithmetic fits int32 where the rank is traced."""
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
-    def rows(self, rank: int, shift: int) -> list[list[Row]]:
+    def rows(self, rank: int, shift: int) -> tuple[tuple[Row, ...], ...]:
         """``[q_runs][k_runs]`` rows of what ``rank`` may see of the keys that started on ``rank - shift``."""
-        keys = self.k_runs[(rank - shift) % self.ranks]
-        return [[row(q, k, self.band, self.q_slot, self.k_slot) for k in keys] for q in self.q_runs[rank]]
+        known = self._rows.get((rank, shift))
+        if known is None:
+            keys = self.k_runs[(rank - shift) % self.ranks]
+            of_runs = (tuple(row(q, k, self.band, self.q_slot, self.k_slot) for k in keys) for q in self.q_runs[rank])
+            known = self._rows[rank, shift] = tuple(of_runs)
+        return known
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, int], tuple[tuple[Row, ...], ...]]:
+        return {}
 
     def area(self, rank: int, shift: int) -> int:
         """How many (query, key) pairs ``rank`` computes at ``shift``."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..masks import causal, check_mask
 from ..mistakes import in_words
+from ..records import hashed_once
 from ..runs import Band
 from .checks import check_dropout_rate, check_scale, check_softcap
 from .strategies import check_strategy
@@ -17,6 +18,7 @@ NO_COUNT = 2**62
 """What stands for None among counts. Token counts and the sides of masks stay below it, so that sums of them fit int64."""
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a user asks of one call of ``ring_attention`` or ``attend_block``, each under the name that it has there.

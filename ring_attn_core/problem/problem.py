@@ -7,10 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from ..plan.ring import RingPlan
+from ..records import hashed_once
 from .checks import DTYPES, Given, check_array
 from .options import Options
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Problem:
     """One call of ``ring_attention`` on one rank, framework-neutral and hashable.

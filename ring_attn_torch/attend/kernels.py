@@ -16,7 +16,6 @@ from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.call import BEYOND, Call
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
-from ring_attn_core.runs import Row
 
 from .backend import sink_gradient
 from .keys import Keys, zeroed
@@ -104,7 +103,7 @@ class Kernels:
 
 
 def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
-    arrays = {"q": aligned(q), "rows": on_device(tuple(map(tuple, rows)), q.device)}
+    arrays = {"q": aligned(q), "rows": on_device(rows, q.device)}
     if keys.v is None:
         arrays["kv"] = aligned(keys.kv)
     else:
@@ -126,6 +125,6 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 
 
 @lru_cache(maxsize=4096)
-def on_device(rows: tuple[tuple[Row, ...], ...], device: torch.device) -> Tensor:
+def on_device(rows: Rows, device: torch.device) -> Tensor:
     """int32 [q_runs, k_runs, fields], kept: a copy to the GPU for every step would wait for it."""
     return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -9,40 +10,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.kernels.compile import compiled, interpreted, kernel_function
-from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, host_descriptor
+from ring_attn_core.kernels.bound import Bound
+from ring_attn_core.kernels.compile import interpreted, kernel_function
+from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar
 
 
 def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """The outputs of a launch. ``arrays`` by name, contiguous; those that an output overwrites must be nobody else's."""
     device = arrays[launch.inputs[0]].device
-    outputs = tuple(
-        arrays[x.over] if x.over else torch.empty(x.shape, dtype=getattr(torch, x.dtype), device=device) for x in launch.outputs
-    )
+    outputs = tuple(arrays[x.over] if x.over else _made(torch.empty, x, device) for x in launch.outputs)
     if launch.grid == 0:
         return outputs
-    named = {**arrays, **{x.name: made for x, made in zip(launch.outputs, outputs, strict=True)}}
+    named = {**arrays, **dict(zip(launch.output_names, outputs, strict=True))}
     for name, x in launch.zeros.items():
-        named[x.name] = named[name] = torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device)
-    arguments = {parameter: _argument(x, named) for parameter, x in launch.arguments}
-    function = kernel_function(launch.kernel)
+        named[x.name] = named[name] = _zeros(x, device)
     if interpreted():
-        everything = dict.fromkeys(function.arg_names) | dict(launch.constants) | arguments
-        function[(launch.grid,)](**everything)
+        _interpret(launch, named)
+        return outputs
+    addresses = {name: x.data_ptr() for name, x in named.items()}
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if device.index == torch._C._cuda_getDevice():
+        _bound(launch, device).start(addresses, stream)
     else:
         with torch.cuda.device(device):
-            kernel = compiled(launch, capability(device))
-            kernel[(launch.grid, 1, 1)](*(arguments.get(parameter) for parameter in function.arg_names))
+            _bound(launch, device).start(addresses, stream)
     return outputs
 
 
-def _argument(x: Any, named: Mapping[str, Tensor]) -> Any:
+def _made(how: Any, x: Output, device: torch.device) -> Tensor:
+    return how(x.shape, dtype=getattr(torch, x.dtype), device=device)
+
+
+ZEROS, ZERO = 256, 16
+"""Launches whose scratch is made 0 at once; bytes of it for one of them."""
+
+_zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
+"""By device and stream, in whose order they are made and used: what no launch has had yet."""
+
+
+def _zeros(x: Output, device: torch.device) -> Tensor:
+    """Scratch that is 0. A little of it is taken from what was made for many launches; not in a CUDA graph, which runs again."""
+    small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
+    if not small or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return _made(torch.zeros, x, device)
+    left = _zeros_left.setdefault((device, torch._C._cuda_getCurrentRawStream(device.index)), [])
+    try:
+        return left.pop()
+    except IndexError:
+        left.extend(torch.zeros(ZEROS, ZERO, dtype=torch.uint8, device=device).unbind())
+        return left.pop()
+
+
+@lru_cache(maxsize=4096)
+def _bound(launch: Launch, device: torch.device) -> Bound:
+    return Bound(launch, capability(device), device.index)
+
+
+def _interpret(launch: Launch, named: Mapping[str, Tensor]) -> None:
+    """Run the kernel in Triton's interpreter, on a CPU."""
+    function = kernel_function(launch.kernel)
+    arguments = {parameter: _interpreted(x, named) for parameter, x in launch.arguments}
+    function[(launch.grid,)](**dict.fromkeys(function.arg_names) | dict(launch.constants) | arguments)
+
+
+def _interpreted(x: Any, named: Mapping[str, Tensor]) -> Any:
     if isinstance(x, Scalar):
         return x.value
-    array = named[x.name]
     if isinstance(x, Descriptor):
-        return host_descriptor(array, x)
-    return array
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(named[x.name], list(x.shape), list(x.strides), list(x.block))
+    return named[x.name]
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Shapes as in blockwise.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from .dropout import kept, streams
 from .keys import Keys, unpack
 from .score import Score
 
-Rows = list[list[Row]]
+Rows = tuple[tuple[Row, ...], ...]
 
 
 class Tile(NamedTuple):
@@ -84,7 +84,7 @@ class Part:
             return
         for b in range(q.shape[0]):
             batch = slice(b, b + 1)
-            mine = replace(score, extents=score.extents[batch].long())
+            mine = score._replace(extents=score.extents[batch].long())
             some_seen, some_draws = (None if x is None else x[batch] for x in (seen, draws))
             yield cls(batch, q[batch], keys.kv[batch], some_seen, rows, mine, some_draws)
 

@@ -21,7 +21,7 @@ from ..api import attention
 from ..arguments import Arrays
 from ..attend.dropout import Dropout
 from ..data.layout import positions as positions_of
-from ..ring.groups import Group, group_name, group_of, rank_in, ranks_of
+from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
 from .rotary import RotaryEmbedding
 
 
@@ -155,7 +155,7 @@ class RingAttention(nn.Module):
             self.group = group_of(self.group)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
     """The process group that a user's ``group`` stands for."""
     return group_of(group_name(group))

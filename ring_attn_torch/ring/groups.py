@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-@torch.compiler.assume_constant_result
+
+def constant(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which would import all of torch.compile, a second's worth, to say so."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
 def group_name(group: Any) -> str:
     """The name under which torch.distributed knows the ring; "" for a ring of one in a process without torch.distributed."""
     if isinstance(group, DeviceMesh):
@@ -43,8 +51,8 @@ Group = dist.ProcessGroup | None
 
 
 def rank_in(group: Group) -> int:
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else group.rank()
 
 
 def ranks_of(group: Group) -> int:
-    return 1 if group is None else dist.get_world_size(group)
+    return 1 if group is None else group.size()

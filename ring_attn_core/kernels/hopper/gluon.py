@@ -12,9 +12,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["add_tile", "constexpr_function", "copy_tile", "host_descriptor", "jit", "shared_layout", "source"]
+__all__ = ["add_tile", "constexpr_function", "copy_tile", "jit", "shared_layout", "source"]
 
 jit = gluon.jit
 constexpr_function = gluon.constexpr_function
@@ -58,8 +57,3 @@ def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> 
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
     layout_for: Any = gl.NVMMASharedLayout.get_default_for  # Triton 3.9's types do not let it be called
     return layout_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])
-
-
-def host_descriptor(array: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
-    """Return what a launch from Python takes for a TMA descriptor."""
-    return TensorDescriptor(array, list(shape), list(strides), list(block), layout)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ring_attn_core.runs import Row
-
 from ...attend.keys import Keys
 from ...attend.state import Gradients
+from ...attend.tiles import Rows
 from ..groups import rank_in
 from ..step import Ring, T
 from ..transfer import Transfer, send
@@ -61,6 +60,6 @@ class Hop:
         return arrived
 
 
-def rows(ring: Ring, shift: int) -> list[list[Row]]:
+def rows(ring: Ring, shift: int) -> Rows:
     """[q_runs][k_runs]: what this rank may see at ``shift``."""
     return ring.plan.rows(rank_in(ring.group), shift)

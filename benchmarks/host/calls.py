@@ -1,0 +1,81 @@
+"""A call on one GPU: PyTorch eager and compiled, torch's own attention, JAX jitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import PartitionSpec
+
+import ring_attn_jax
+from ring_attn_torch import ring_attention
+
+from .timing import Work, microseconds
+
+TOKENS = 128, 1024, 4096
+HEADS, HEAD_DIM = 8, 64
+
+
+def calls() -> list[dict[str, Any]]:
+    """Host microseconds by tokens and pass."""
+    cells = []
+    for tokens in TOKENS:
+        torch.compiler.reset()
+        for name, works in (("forward", _forward(tokens)), ("forward + backward", _both(tokens))):
+            times = microseconds(works)
+            cells.append({"tokens": str(tokens), "pass": name, **times, "eager / SDPA": times["eager"] / times["SDPA"]})
+    return cells
+
+
+def _arrays(tokens: int) -> list[torch.Tensor]:
+    shape = 1, tokens, HEADS, HEAD_DIM
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """torch's own attention, of arrays that lie as it likes them: [b h s d]."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _forward(tokens: int) -> dict[str, Work]:
+    q, k, v, _ = _arrays(tokens)
+    heads_first = [x.detach().transpose(1, 2).contiguous() for x in (q, k, v)]
+    compiled = torch.compile(ring_attention, fullgraph=True)
+    jq, jk, jv = (jnp.asarray(x.detach().float().cpu().numpy(), jnp.bfloat16) for x in (q, k, v))
+    attention = jax.jit(_alone(lambda q, k, v: ring_attn_jax.ring_attention(q, k, v, axis_name="seq")))
+    plain = lambda f, *of: torch.no_grad()(lambda: f(*of))
+    return {
+        "eager": plain(ring_attention, q, k, v),
+        "compiled": plain(compiled, q, k, v),
+        "SDPA": plain(sdpa, *heads_first),
+        "JAX": lambda: attention(jq, jk, jv),
+    }
+
+
+def _both(tokens: int) -> dict[str, Work]:
+    q, k, v, dout = _arrays(tokens)
+    dout = dout.detach()
+    heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    of_heads = dout.transpose(1, 2).contiguous()
+    compiled = torch.compile(ring_attention, fullgraph=True)
+    jq, jk, jv, jdout = (jnp.asarray(x.detach().float().cpu().numpy(), jnp.bfloat16) for x in (q, k, v, dout))
+
+    def gradients(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        _, pull = jax.vjp(lambda *of: ring_attn_jax.ring_attention(*of, axis_name="seq"), q, k, v)
+        return pull(dout)
+
+    of_jax = jax.jit(_alone(gradients))
+    return {
+        "eager": lambda: torch.autograd.grad(ring_attention(q, k, v), (q, k, v), dout),
+        "compiled": lambda: torch.autograd.grad(compiled(q, k, v), (q, k, v), dout),
+        "SDPA": lambda: torch.autograd.grad(sdpa(*heads_first), heads_first, of_heads),
+        "JAX": lambda: of_jax(jq, jk, jv, jdout),
+    }
+
+
+def _alone(function: Any) -> Any:
+    """A ring of one, inside shard_map."""
+    whole, mesh = PartitionSpec(None, "seq"), jax.make_mesh((1,), ("seq",), (jax.sharding.AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole)

@@ -1,0 +1,122 @@
+"""A launch bound to its compiled kernel on one GPU: from then on a start of it takes pointers and nothing else.
+
+What a kernel's parameters are and where each lies is read off its PTX; a TMA descriptor is encoded once for every address that
+its array has.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .compile import compiled, kernel_function
+from .driver import TENSOR_MAP, DescriptorFormat, Memory, encode, load, start
+from .launch import Descriptor, Launch, Scalar, encodings
+
+MOST_ADDRESSES = 1024
+"""Addresses of one array whose descriptors are kept."""
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+PTX_TYPES = {"u64": ("Q", 8), "u32": ("I", 4), "f32": ("f", 4), "b64": ("Q", 8), "b32": ("I", 4)}
+"""How ``struct`` writes a parameter of that type, and its bytes, at a multiple of which it begins."""
+
+_PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?", re.MULTILINE)
+
+
+class Parameters(NamedTuple):
+    """What a kernel is given, in order: ``values`` where they are the same at every start, else 0, and what stands there instead.
+
+    ``arrays``: places of addresses, by the arrays' names. ``descriptors``: places of encoded descriptors likewise.
+    """
+
+    values: list[Any]
+    arrays: list[tuple[int, str]]
+    descriptors: list[tuple[int, str, Encoded]]
+
+
+class Encoded(dict[int, bytes]):
+    """The TMA descriptor of one array by its address, encoded when it is first asked for."""
+
+    def __init__(self, of: DescriptorFormat) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= MOST_ADDRESSES:
+            self.clear()
+        self[address] = made = encode(address, self._of)
+        return made
+
+
+class Bound:
+    """A launch on one GPU. Any threads may start it at once."""
+
+    def __init__(self, launch: Launch, capability: int, device: int) -> None:
+        kernel = compiled(launch, capability)
+        made = kernel.metadata
+        self._parameters = parameters(launch, kernel)
+        self._layout, offsets = layout(kernel.asm["ptx"], [isinstance(value, bytes) for value in self._parameters.values])
+        self._memory = lambda: Memory(self._layout.size, offsets)
+        self._free: list[Memory] = []
+        self._kernel = load(kernel.asm["cubin"], made.name, device, 32 * made.num_warps, made.shared)
+        self._grid = launch.grid
+
+    def start(self, addresses: Mapping[str, int], stream: int) -> None:
+        """Start it, given the address of every array by its name."""
+        values, arrays, descriptors = self._parameters
+        values = values.copy()
+        for place, name in arrays:
+            values[place] = addresses[name]
+        for place, name, encoded in descriptors:
+            values[place] = encoded[addresses[name]]
+        memory = self._free.pop() if self._free else self._memory()  # another for each thread that is here at the same time
+        self._layout.pack_into(memory.buffer, memory.begin, *values)
+        start(self._kernel, self._grid, stream, memory)
+        self._free.append(memory)
+
+
+def parameters(launch: Launch, kernel: Any) -> Parameters:
+    """Return what a compiled kernel is given for a launch, its scratch memory left out, of which ours have none."""
+    given, formats = dict(launch.arguments), iter(encodings(kernel))
+    of = Parameters([], [], [])
+    for x in (given[name] for name in kernel_function(launch.kernel).arg_names if name in given):
+        if isinstance(x, Scalar):
+            of.values.append(x.value)
+        elif isinstance(x, Descriptor):
+            of.descriptors.append((len(of.values), x.name, Encoded(descriptor_format(x, next(formats)))))
+            of.values.extend([b"", *x.shape, *x.strides])
+        else:
+            of.arrays.append((len(of.values), x.name))
+            of.values.append(0)
+    return of
+
+
+def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorFormat:
+    """Return what the driver is told of a descriptor, given what the compiled kernel expects of it."""
+    strides = (stride * ITEM_BYTES[x.dtype] for stride in reversed(x.strides[:-1]))
+    block = tuple(reversed(encoding["block_shape"]))
+    return DescriptorFormat(encoding["elem_type"], encoding["swizzle"], tuple(reversed(x.shape)), tuple(strides), block)
+
+
+def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
+    """Return how a kernel's parameters are packed and where each begins, given which of them are TMA descriptors.
+
+    As PTX declares them (PTX ISA, ".param"); the pointers to scratch memory, which come last, are 0. RuntimeError where these are
+    not the parameters of the launch.
+    """
+    entry = ptx[ptx.index(".entry") :]
+    found = _PARAMETER.findall(entry[: entry.index("\n)")])
+    count = len(tensor_maps)
+    if [size == str(TENSOR_MAP) for _, _, size in found[:count]] != tensor_maps or len(found) > count + 2:
+        raise RuntimeError(f"its {len(found)} parameters are not the {count} of the launch and two of scratch memory")
+    codes, offsets, end = "<", [], 0
+    for i, (align, kind, size) in enumerate(found):
+        code, width = (f"{size}s", int(size)) if size else PTX_TYPES[kind]
+        begin = -(-end // int(align or width)) * int(align or width)
+        codes += f"{begin - end}x" + (code if i < count else f"{width}x")
+        offsets.append(begin)
+        end = begin + width
+    return struct.Struct(codes), offsets

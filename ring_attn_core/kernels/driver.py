@@ -1,0 +1,148 @@
+"""CUDA's driver, as far as a kernel needs it: load a binary, encode a TMA descriptor, start a program.
+
+Names are those of the CUDA driver API. Triton's own launcher, which a C compiler has to build first, asks the driver about every
+pointer and encodes every descriptor at every launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+NO_CONTEXT = 201, 400
+"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE: this thread has not used the GPU yet, or used another one last."""
+
+PREFER_SHARED = 1
+"""CU_FUNC_CACHE_PREFER_SHARED."""
+
+MAX_DYNAMIC_SHARED = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+SHARED_UNASKED = 48 * 2**10
+"""Bytes of shared memory that a kernel gets without asking for more."""
+
+TENSOR_MAP = 128
+"""Bytes of an encoded TMA descriptor (CUtensorMap)."""
+
+TENSOR_MAP_ALIGNMENT = 64
+
+L2_PROMOTION_128B = 2
+"""CU_TENSOR_MAP_L2_PROMOTION_L2_128B."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of a GPU. ``threads``: of a program; ``shared``: its bytes of shared memory."""
+
+    device: int
+    function: int
+    threads: int
+    shared: int
+
+
+class DescriptorFormat(NamedTuple):
+    """A TMA descriptor but for its address; ``shape``, ``strides`` in bytes and ``block`` from the last dimension on.
+
+    ``element`` and ``swizzle``: CUtensorMapDataType and CUtensorMapSwizzle. ``strides``: all but the last dimension's.
+    """
+
+    element: int
+    swizzle: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+class Memory:
+    """Where a kernel's parameters are written before a start of it, and where each begins; free again when the start returns.
+
+    (The driver takes all of them as one buffer too, without a list of where they begin, but then no TMA descriptors.)
+    """
+
+    def __init__(self, size: int, offsets: Sequence[int]) -> None:
+        self.buffer = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
+        self.begin = -ctypes.addressof(self.buffer) % TENSOR_MAP_ALIGNMENT
+        first = ctypes.addressof(self.buffer) + self.begin
+        self._pointers = _array(ctypes.c_void_p, [first + offset for offset in offsets])
+        self.pointers = ctypes.addressof(self._pointers)
+
+
+def load(binary: bytes, name: str, device: int, threads: int, shared: int) -> Kernel:
+    """Load the kernel of that name onto a GPU. RuntimeError where the driver refuses."""
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    use(device)
+    check(driver.cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
+    check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    if shared > SHARED_UNASKED:
+        check(driver.cuFuncSetCacheConfig(function, PREFER_SHARED), "cuFuncSetCacheConfig")
+        check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), "cuFuncSetAttribute")
+    assert function.value is not None
+    return Kernel(device, function.value, threads, shared)
+
+
+def start(kernel: Kernel, grid: int, stream: int, parameters: Memory) -> None:
+    """Start ``grid`` programs on a stream of the kernel's GPU. RuntimeError where the driver refuses."""
+    launch, (device, function, threads, shared) = _driver().cuLaunchKernel, kernel
+    status = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters.pointers, None)
+    if status in NO_CONTEXT:
+        use(device)
+        status = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters.pointers, None)
+    check(status, "cuLaunchKernel")
+
+
+def encode(address: int, of: DescriptorFormat) -> bytes:
+    """Encode the TMA descriptor of the array at ``address``; what lies outside of it is read as 0."""
+    memory = ctypes.create_string_buffer(TENSOR_MAP + TENSOR_MAP_ALIGNMENT)
+    begin = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+    rank = len(of.shape)
+    check(
+        _driver().cuTensorMapEncodeTiled(
+            ctypes.addressof(memory) + begin,
+            of.element,
+            rank,
+            address,
+            _array(ctypes.c_uint64, of.shape),
+            _array(ctypes.c_uint64, of.strides),
+            _array(ctypes.c_uint32, of.block),
+            _array(ctypes.c_uint32, (1,) * rank),
+            0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+            of.swizzle,
+            L2_PROMOTION_128B,
+            0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+    return memory.raw[begin : begin + TENSOR_MAP]
+
+
+def use(device: int) -> None:
+    """Give this thread the context of the GPU that all libraries of the process share."""
+    driver, context = _driver(), ctypes.c_void_p()
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def check(status: int, name: str) -> None:
+    """RuntimeError, in the driver's words, unless ``status`` is CUDA_SUCCESS."""
+    if status:
+        words = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(words))
+        raise RuntimeError(f"{name}: {(words.value or b'unknown error').decode()} (CUDA error {status})")
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    driver.cuLaunchKernel.argtypes = (pointer, *(number,) * 7, pointer, pointer, pointer)
+    driver.cuTensorMapEncodeTiled.argtypes = (pointer, number, number, *(pointer,) * 5, *(number,) * 4)
+    driver.cuModuleLoadData.argtypes = pointer, ctypes.c_char_p
+    driver.cuModuleGetFunction.argtypes = pointer, pointer, ctypes.c_char_p
+    driver.cuFuncSetCacheConfig.argtypes = pointer, number
+    driver.cuFuncSetAttribute.argtypes = pointer, number, ctypes.c_int
+    return driver
+
+
+def _array(kind: Any, values: Sequence[int]) -> Any:
+    return (kind * len(values))(*values)
