@@ -126,18 +126,24 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
         )
     history.checks, history.checked = history.checks + 1, 0
     try:
-        _compare({"call": "the start of check_every_call"}, ring)
+        tell("the start of check_every_call", None, ring)
         yield
-        _compare({"call": "the end of check_every_call"}, ring)
+        tell("the end of check_every_call", None, ring)
     finally:
         history.checked = None
 
 
-def _compare(what: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Go on once every rank has come here with the same; else raise the same on all of them."""
+def tell(call: str, what: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank of ``group`` tells the others at this ``call``, as JSON carries it.
+
+    Raises what ``agree`` does where a rank has an objection, is at another call or does not come.
+    """
     history = _history(group)
     patience = timeout(group, dist.get_backend_config(group).split(":")[0])
-    _conclude(_exchange({"problem": what}, history.next_call(), group, patience, history.told), None)
+    verdict = {"problem": {"call": call}, "told": what}
+    verdicts = _exchange(verdict, history.next_call(), group, patience, history.told)
+    _conclude(verdicts, None)
+    return [verdict["told"] for verdict in verdicts if verdict]
 
 
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
@@ -208,9 +214,10 @@ def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) ->
             raise _ERRORS.get(verdict["error"], RuntimeError)(f"rank {rank}: {verdict['message']}") from error
     absent = [rank for rank, verdict in enumerate(verdicts) if verdict is None]
     if absent:
+        call = next(verdict["problem"]["call"] for verdict in verdicts if verdict)
         raise RuntimeError(
-            f"ring_attention was called by {len(verdicts) - len(absent)} of {len(verdicts)} ranks: {_ranks(absent)} did not come "
-            "with this problem within the group's timeout. Every rank must make the same calls in the same order"
+            f"{call} was reached by {len(verdicts) - len(absent)} of {len(verdicts)} ranks: {_ranks(absent)} did not come to the "
+            "same call within the group's timeout. Every rank must make the same calls in the same order"
         )
     gone = [rank for rank, verdict in enumerate(verdicts) if verdict and "gave_up" in verdict]
     if gone:
