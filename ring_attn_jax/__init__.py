@@ -13,6 +13,7 @@ from .data.batch import shard_batch
 from .data.extents import document_extents, prefix_extents
 from .data.layout import from_layout, positions, to_layout
 from .sharded import sharded_ring_attention
+from .training.ranks import check_ranks
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
@@ -30,6 +31,7 @@ __all__ = [
     "Run",
     "attend_block",
     "causal",
+    "check_ranks",
     "document_extents",
     "from_layout",
     "from_numpy",

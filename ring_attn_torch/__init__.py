@@ -14,6 +14,7 @@ from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
 from .training.gradients import sum_gradients
 from .training.loss import loss
+from .training.ranks import check_ranks
 from .training.weights import from_numpy, to_numpy
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "attend_block",
     "causal",
     "check_every_call",
+    "check_ranks",
     "document_extents",
     "from_layout",
     "from_numpy",

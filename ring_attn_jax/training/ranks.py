@@ -1,0 +1,122 @@
+"""Whether all devices and processes hold the same weights, seeds and arguments."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+
+from ring_attn_core.model.copies import (
+    Copy,
+    Table,
+    array_content,
+    array_kind,
+    as_told,
+    check_copies,
+    check_plain,
+    differences,
+    essence,
+    named,
+    plain_copy,
+)
+
+REMEDY = "Put one device's values on all of them (jax.device_put), and pass the same seeds and arguments in every process"
+
+
+def check_ranks(what: Any) -> None:
+    """Compare all copies of ``what`` that should be the same, and raise if they are not: for a training's start, outside of jit.
+
+    ``what``: a pytree, nnx modules and their states included, of arrays (JAX's, keys of jax.random, numpy's), numbers, str, bool,
+    None, masks and Runs, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. Who should hold the same, an array's
+    sharding says: the devices that hold one part of it hold copies, all devices if it is replicated. They may differ without a
+    word after ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
+
+    Between several processes (``jax.distributed``) the copies of global arrays are compared wherever they are; numbers, and
+    arrays that lie on one process's devices, should then be the same in every process, and all processes must call it at the same
+    place.
+
+    Compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and shapes count
+    as well. What has no copies is not read.
+
+    Raises ValueError that names up to 8 entries that differ and which devices or processes hold what, or an entry that cannot be
+    compared, such as a traced one; between processes the same in all of them. A process that does not come is left to JAX.
+    """
+    processes, error = jax.process_count(), None
+    try:
+        table = {name: _copies(x) for name, x in named(_entries(what)).items()}
+    except Exception as objection:
+        error, table = objection, {}
+    if processes == 1 and error is not None:
+        raise error
+    tables = [table] if processes == 1 else _told_by_all(table, error)
+    check_copies(tables, "process", REMEDY)
+
+
+def _entries(what: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays and values in it under their dotted names; ValueError for one that cannot be compared."""
+    for path, x in tree_leaves_with_path(what, is_leaf=lambda x: x is None):
+        of_variable = isinstance(path[-1], GetAttrKey) and path[-1].name == "value" if path else False
+        name = keystr(path[:-1] if of_variable else path, simple=True, separator=".") or "what"
+        if isinstance(x, Tracer):
+            raise ValueError(f"{name} is traced and has no value yet: call check_ranks outside of jit, grad and shard_map")
+        if not isinstance(x, jax.Array):
+            check_plain(name, x, "a pytree of jax arrays")
+        elif x.is_deleted():
+            raise ValueError(f"{name} was deleted, as a donated array is: pass the one that took its place")
+        yield name, x
+
+
+def _copies(x: Any) -> list[Copy]:
+    """What this process holds of an entry: of an array a copy for each of its devices whose part others hold as well."""
+    if not isinstance(x, jax.Array):
+        return [plain_copy(("process", jax.process_index()), x)]
+    kind = array_kind("Array", x.dtype, x.shape)
+    parts = {device: _part(index, x.shape) for device, index in x.sharding.devices_indices_map(x.shape).items()}
+    held, of_every_process = Counter(parts.values()), jax.process_count() > 1 and x.is_fully_addressable
+    copies = []
+    for shard in x.addressable_shards:
+        part = parts[shard.device]
+        if held[part] > 1 or of_every_process:
+            copies.append(Copy(("device", shard.device.id), kind, _content(shard.data), part))
+    return copies or [Copy(("process", jax.process_index()), kind, "an array without copies")]
+
+
+def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Such as "part [0:2, 0:8]", "" of the whole."""
+    spans = [span.indices(size)[:2] for span, size in zip(index, shape, strict=True)]
+    if spans == [(0, size) for size in shape]:
+        return ""
+    return f"part [{', '.join(f'{first}:{end}' for first, end in spans)}]"
+
+
+def _content(x: jax.Array) -> str:
+    values = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return array_content(values.tobytes(), values.item() if values.size == 1 else None)
+
+
+def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
+    """The tables of all processes, or only this one where all have the same; ValueError where one of them has an ``error``."""
+    mine = "" if error else essence(table)
+    if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):
+        return [table]
+    everybody = [json.loads(told) for told in _gathered(json.dumps({"error": error and str(error), "table": table}))]
+    for process, each in enumerate(everybody):
+        if each["error"] is not None:
+            raise ValueError(f"process {process}: {each['error']}") from error
+    return as_told(each["table"] for each in everybody)
+
+
+def _gathered(text: str) -> list[str]:
+    """The text of every process, in their order."""
+    told = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
+    texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
+    return [each[:length].tobytes().decode() for each, length in zip(texts, lengths, strict=True)]

@@ -1,0 +1,122 @@
+"""Whether all ranks hold the same weights, seeds and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ring_attn_core.model.copies import (
+    Copy,
+    array_content,
+    array_kind,
+    as_told,
+    check_copies,
+    check_plain,
+    essence,
+    named,
+    plain_copy,
+)
+
+from ..layers.attention import ring_of
+from ..ring.agreement import refuse, tell
+from ..ring.groups import rank_in, ranks_of
+
+REMEDY = "Load or broadcast one rank's values, and pass the same seeds and arguments on every rank"
+
+SHOWN = (torch.int64, torch.int32, torch.float32, torch.float64)
+"""The dtypes of which one number stands in the message: a seed, a count, a rate."""
+
+
+def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    """Compare ``what`` between the ranks of ``group``, and raise on all of them if it is not the same: for a training's start.
+
+    ``what``: an nn.Module, whose parameters and buffers are compared, a tensor, a number (numpy's too), str, bool, None, mask or
+    Run, or dicts, lists and tuples of all these, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``: the
+    ranks that should hold the same, a ring or all ranks; None is the default group. Every rank must call it, at the same place
+    among its calls of ``ring_attention``. On a ring of one it only looks at the types.
+
+    Compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and shapes count
+    as well, and whether a parameter is frozen, but neither devices nor the order of names. A weight that a module holds under two
+    names is compared once.
+
+    Of a DTensor (FSDP2, tensor parallelism) dtype, whole shape, mesh shape and placements are compared between all ranks, and
+    the local shards between those ranks that stand at the same place of every mesh dim over which it is not replicated, whose
+    shards are copies. Shards that are plain tensors, FSDP1's for one, are taken for whole: they differ, and the error says so.
+
+    Raises ValueError, the same on every rank, that names up to 8 entries that differ and which ranks hold what, or an entry that
+    cannot be compared; RuntimeError after the group's timeout where a rank does not come. It reads every tensor to the host and
+    exchanges one digest through the group's store; where that differs, or DTensors are sharded, a line for every entry.
+    """
+    ring = ring_of(group)
+    try:
+        entries = named(_entries(what, ""))
+        if ring is None or ranks_of(ring) == 1:
+            return
+        table = {name: [_copy(("rank", rank_in(ring)), x)] for name, x in entries.items()}
+    except Exception as error:
+        refuse(error, ring, "cpu")
+        raise  # refuse has raised already, which type checkers do not see
+    if len(set(tell("check_ranks", essence(table), ring))) > 1:
+        check_copies(as_told(tell("check_ranks", table, ring)), "rank", REMEDY)
+
+
+def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tensors and values in it under their dotted names; ValueError for one that cannot be compared."""
+    if isinstance(what, nn.Module):
+        inside: Any = [*what.named_parameters(), *what.named_buffers()]
+    elif isinstance(what, Mapping):
+        inside = what.items()
+    elif isinstance(what, list | tuple):
+        inside = zip(getattr(what, "_fields", range(len(what))), what, strict=True)
+    else:
+        _check(name or "what", what)
+        yield name or "what", what
+        return
+    for key, x in inside:
+        if not isinstance(key, str | int):
+            raise ValueError(f"{name or 'what'} has a key of type {type(key).__name__}: entries are named by str or int")
+        yield from _entries(x, f"{name}.{key}" if name else str(key))
+
+
+def _check(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        check_plain(name, x, "an nn.Module, a tensor")
+        return
+    if is_lazy(x) or x.is_meta:
+        raise ValueError(f"{name} has no values yet: give it some, it is {'lazy' if is_lazy(x) else 'on the meta device'}")
+    wraps = is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor)
+    if wraps or x.layout != torch.strided or x.is_nested or x.is_quantized:
+        raise ValueError(f"{name} is a {type(x).__name__} of layout {x.layout}: pass the dense tensors that it is made of")
+
+
+def _copy(holder: tuple[str, int], x: Any) -> Copy:
+    if not isinstance(x, Tensor):
+        return plain_copy(holder, x)
+    kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
+    kind = array_kind(kind, str(x.dtype).removeprefix("torch."), x.shape)
+    part = ""
+    with torch.no_grad():
+        if isinstance(x, DTensor):
+            kind = f"{kind} {list(x.placements)} on a mesh of {list(x.device_mesh.shape)}"
+            x, part = x.to_local(), _part(x)
+        flat = x.detach().resolve_conj().resolve_neg().contiguous().flatten()
+        data = flat.view(torch.uint8).cpu().numpy()
+        value = x.item() if x.numel() == 1 and x.dtype in SHOWN else None
+    return Copy(holder, kind, array_content(data, value), part)
+
+
+def _part(x: DTensor) -> str:
+    """Where a rank stands in every mesh dim over which ``x`` is not replicated: ranks at the same place hold the same."""
+    mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
+    if place is None:
+        return "no part of it"
+    cut = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
+    return ", ".join(f"part {place[dim]} of {mesh.size(dim)} on mesh dim {dim}" for dim in cut)
