@@ -36,7 +36,7 @@ def packed(equal: bool) -> np.ndarray:
     return np.stack(rows).astype(np.int32)
 
 
-def visits_in_torch(extents: np.ndarray, rows: list) -> int:
+def visits_in_torch(extents: np.ndarray, rows: torch_tiles.Rows) -> int:
     b, s, _ = extents.shape
     q, kv = torch.empty(b, s, 1, 1), torch.empty(b, s, 1, 2)
     score = TorchScore(1.0, None, 0.0, extents=torch.from_numpy(extents))

@@ -1,11 +1,31 @@
-"""Records that are keys of look-ups at every call."""
+"""Records that are looked up at every call."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 HASH = "_hash"
+
+
+def remembered(make: Callable[P, T]) -> Callable[P, T]:
+    """Have equal arguments of equal types give the record that was made of them before.
+
+    Of arguments that cannot be hashed one is made every time, for it is the record's to say what is wrong with them.
+    """
+    known = lru_cache(maxsize=4096, typed=True)(make)
+
+    @wraps(make)
+    def recall(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return known(*args, **kwargs)
+        except TypeError:
+            return make(*args, **kwargs)
+
+    return recall
 
 
 def hashed_once(record: type[T]) -> type[T]:

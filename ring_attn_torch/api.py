@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.kernels.backends import check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
+from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 
 from .arguments import Arrays, check_tensors, refuse_transforms
@@ -108,7 +108,7 @@ def ring_attention(
     """
     name = group_name(group)
     try:
-        make = Options if torch.compiler.is_compiling() else _options
+        make = Options if torch.compiler.is_compiling() else _known_options
         options = make(
             layout=layout,
             mask=mask,
@@ -151,15 +151,7 @@ def attention(
     return forward(q, k, v, tuple(given.values()), asked)
 
 
-def _options(**given: Any) -> Options:
-    """The record of these options, made once for every combination of them."""
-    try:
-        return _known_options(**given)
-    except TypeError:  # one that cannot be hashed is no valid one either: the record says which
-        return Options(**given)
-
-
-_known_options = lru_cache(maxsize=4096, typed=True)(Options)
+_known_options = remembered(Options)
 
 
 def _device(q: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from .attend.keys import Keys, pack
 from .attend.launch import capability
 from .attend.score import Score
 from .attend.vendor import Vendor
-from .ring.groups import Group, constant, group_of
+from .ring.groups import Group, constant, group_of, is_dtensor
 from .ring.step import Ring
 
 
@@ -142,7 +141,7 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
     want a gradient.
     """
     for label, x in {"q": q, "k": k, "v": v, **arrays.given}.items():
-        if _is_dtensor(x):
+        if is_dtensor(x):
             raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
         if not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a torch.Tensor, got {type(x).__name__}")
@@ -157,11 +156,6 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
             f"q is on {q.device}, and this group's backend serves {', '.join(_devices(group_name))}: move the tensors, or "
             'make the group with a backend for that device, such as init_process_group("cpu:gloo,cuda:nccl")'
         )
-
-
-def _is_dtensor(x: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # not imported: nobody has made one
-    return module is not None and isinstance(x, module.DTensor)
 
 
 @constant

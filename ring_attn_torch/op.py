@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ring_attn_core.problem.checks import check_extents
@@ -181,7 +182,7 @@ def unwatched(tensors: Iterable[Any]) -> bool:
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and all(type(x) in PLAIN and not x.is_meta for x in tensors)

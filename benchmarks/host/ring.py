@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring.transfer import send
@@ -25,14 +25,20 @@ def ring() -> list[dict[str, Any]]:
     if ranks == 1:
         return [{"ring": "needs two GPUs"}]
     with tempfile.TemporaryDirectory() as folder:
-        results = multiprocessing.get_context("spawn").SimpleQueue()
-        multiprocessing.spawn(_rank, (ranks, os.path.join(folder, "store"), results), nprocs=ranks)
-        return results.get()
+        spawn = multiprocessing.get_context("spawn")
+        results, store = spawn.SimpleQueue(), os.path.join(folder, "store")
+        processes = [spawn.Process(target=_rank, args=(rank, ranks, store, results)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        cells = results.get()
+        for process in processes:
+            process.join()
+        return cells
 
 
 def _rank(rank: int, ranks: int, store: str, results: Any) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
     group, alone = dist.group.WORLD, [dist.new_group([other]) for other in range(ranks)][rank]
     shape = 1, TOKENS, HEADS, HEAD_DIM
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))

@@ -228,6 +228,18 @@ def test_the_core_needs_the_standard_library_only():
     assert bare.stdout == ""
 
 
+HEAVY = "torch.distributed.tensor", "torch._dynamo", "triton", "matplotlib", "rich", "transformers", "sympy", "flax", "optax"
+
+
+@pytest.mark.parametrize(("package", "framework"), [("ring_attn_torch", "torch"), ("ring_attn_jax", "jax")])
+def test_a_package_imports_nothing_heavy_beyond_its_framework(package: str, framework: str):
+    """A second's worth of modules that most programs never use is imported where it is used."""
+    program = f"import sys, {framework}; before = set(sys.modules); import {package}; print(*set(sys.modules) - before)"
+    new = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not [name for name in new if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY)]
+    assert len([name for name in new if not name.startswith("ring_attn_")]) < 40
+
+
 @pytest.mark.parametrize("path", files(*PACKAGES), ids=label)
 def test_the_environment_is_neither_read_nor_written(path: Path):
     tree, package = parse(path)

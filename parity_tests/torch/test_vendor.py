@@ -113,7 +113,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray, backend: str = "flash")
 @given(st.integers(-12, 12), st.integers(0, 9), st.integers(0, 9))
 def test_the_pieces_of_a_band_are_the_band(lo, queries, keys):
     seen = np.zeros((20, 20), int)
-    for piece in pieces([[Row(lo, 20, 4, queries, 0, 7, keys, 0, 1, 0)]]):
+    for piece in pieces(((Row(lo, 20, 4, queries, 0, 7, keys, 0, 1, 0),),)):
         block = seen[piece.queries, piece.keys]
         assert not piece.causal or block.shape[0] == block.shape[1], "others disagree on where a causal rectangle begins"
         block += np.tri(*block.shape, dtype=int) if piece.causal else 1

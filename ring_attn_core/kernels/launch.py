@@ -143,6 +143,13 @@ class Launch:
         )
 
 
+def host_descriptor(array: Any, x: Descriptor) -> Any:
+    """Return what Triton's interpreter takes for a Descriptor of ``array``."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))
+
+
 def encodings(kernel: Any) -> list[dict[str, Any]]:
     """Return how the driver is to encode each TMA descriptor of a compiled kernel: elem_type, swizzle and block_shape."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_attn_core.kernels.bound import Bound
 from ring_attn_core.kernels.compile import interpreted, kernel_function
-from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar
+from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar, host_descriptor
 
 
 def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -77,9 +77,7 @@ def _interpreted(x: Any, named: Mapping[str, Tensor]) -> Any:
     if isinstance(x, Scalar):
         return x.value
     if isinstance(x, Descriptor):
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(named[x.name], list(x.shape), list(x.strides), list(x.block))
+        return host_descriptor(named[x.name], x)
     return named[x.name]
 
 

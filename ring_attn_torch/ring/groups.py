@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,6 +52,12 @@ def group_of(name: str) -> Group:
 
 Group = dist.ProcessGroup | None
 """A ring: a process group, or None for a ring of one where torch.distributed is not in use."""
+
+
+def is_dtensor(x: Any) -> TypeGuard[DTensor]:
+    """Whether ``x`` is a DTensor, whose module takes a second to import: until somebody has, nobody has made one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def rank_in(group: Group) -> int:

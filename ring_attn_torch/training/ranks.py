@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,7 +26,10 @@ from ring_attn_core.model.copies import (
 
 from ..layers.attention import ring_of
 from ..ring.agreement import refuse, tell
-from ..ring.groups import rank_in, ranks_of
+from ..ring.groups import is_dtensor, rank_in, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 REMEDY = "Load or broadcast one rank's values, and pass the same seeds and arguments on every rank"
 
@@ -92,7 +94,7 @@ def _check(name: str, x: Any) -> None:
         return
     if is_lazy(x) or x.is_meta:
         raise ValueError(f"{name} has no values yet: give it some, it is {'lazy' if is_lazy(x) else 'on the meta device'}")
-    wraps = is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor)
+    wraps = is_traceable_wrapper_subclass(x) and not is_dtensor(x)
     if wraps or x.layout != torch.strided or x.is_nested or x.is_quantized:
         raise ValueError(f"{name} is a {type(x).__name__} of layout {x.layout}: pass the dense tensors that it is made of")
 
@@ -104,7 +106,7 @@ def _copy(holder: tuple[str, int], x: Any) -> Copy:
     kind = array_kind(kind, str(x.dtype).removeprefix("torch."), x.shape)
     part = ""
     with torch.no_grad():
-        if isinstance(x, DTensor):
+        if is_dtensor(x):
             kind = f"{kind} {list(x.placements)} on a mesh of {list(x.device_mesh.shape)}"
             x, part = x.to_local(), _part(x)
         flat = x.detach().resolve_conj().resolve_neg().contiguous().flatten()
