@@ -13,8 +13,19 @@ Prediction (PyTorch eager, forward / forward + backward, microseconds):
   packs 500 to 1,000 bytes and calls the driver, 5, and allocates its outputs, 2 each: forward 2 launches (one zeroes its
   tickets), backward 4. So 35 / 120, where SDPA takes 25 / 215.
 
-Measured:
-  results/host-h100.json.
+Measured (results/host-h100.json; one H100, 128 tokens; before: what was measured when every launch went through Triton):
+                         forward   forward + backward
+    eager                     82                  738   before 230, 1,637
+    under torch.compile      213                1,353
+    SDPA                      28                  235
+    JAX                       80                  107
+
+  The forward missed its prediction by two: what was left out are torch.empty (4 to 6 with its keywords, each) and 60 small calls
+  of Python at 0.3. The backward missed it by far: torch runs it in a thread of its own, 125 until it has begun and 95 until the
+  caller goes on (SDPA has these too), and what takes 123 in the caller's thread takes 357 there, for every Python object that it
+  touches lies in the cache of another core. So what counts is how many there are. Under torch.compile the op of torch.library
+  costs another 130 a pass. The first gradient with a cotangent of its own costs a process 2.6 s: torch imports sympy.
+  Compiling the backward in a thread beside the forward delayed the forward from 6.5 to 10.8 s: Triton holds Python's lock.
 """
 
 from __future__ import annotations

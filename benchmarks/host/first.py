@@ -18,7 +18,7 @@ began = time.perf_counter()
 from ring_attn_torch import ring_attention
 imported = time.perf_counter()
 q, k, v = (torch.randn(1, 4096, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-(q @ k.transpose(-1, -2)).sum().backward()
+(q * k).backward(v.detach())  # torch imports sympy at the first gradient that is given: not our second
 torch.cuda.synchronize()
 ready = time.perf_counter()
 out = ring_attention(q, k, v)
