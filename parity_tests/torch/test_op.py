@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn_core import causal, sliding_window
@@ -48,6 +50,48 @@ def leaves():
 
 # opcheck itself looks at the .grad of what it clones, and torch 2.15 warns of that.
 opcheck_looks_at_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+class Seen(TorchDispatchMode):
+    """The names of the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("features", [{}, {"softcap": 2.0, "dropout_rate": 0.25, "dropout_seed": 3, "sinks": torch.ones(4)}])
+def test_a_call_that_nobody_follows_goes_round_the_ops_and_gives_the_same_bits(features):
+    q, k, v = leaves()
+    cotangent = torch.randn(2, 33, 4, 5)
+    with Seen() as seen:
+        followed = ring_attention(q, k, v, layout="contiguous", **features)
+        of_followed = torch.autograd.grad(followed, (q, k, v), cotangent)
+    assert [name for name in seen.names if "ring_attn" in name] == ["ring_attn.forward.default", "ring_attn.backward.default"]
+    with patch.object(op.Asked, "read", side_effect=AssertionError("an op was called")):
+        plain = ring_attention(q, k, v, layout="contiguous", **features)
+        of_plain = torch.autograd.grad(plain, (q, k, v), cotangent)
+        with torch.no_grad():
+            assert torch.equal(ring_attention(q, k, v, layout="contiguous", **features), plain)
+    for a, b in zip((followed, *of_followed), (plain, *of_plain), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("watch", ["the forward only", "the backward only"])
+def test_who_follows_only_one_pass_sees_the_op_of_that_pass(watch):
+    q, k, v = leaves()
+    first, second = (Seen(), nullcontext()) if watch == "the forward only" else (nullcontext(), Seen())
+    with first:
+        out = ring_attention(q, k, v, layout="contiguous")
+    with second:
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    (seen,) = (each for each in (first, second) if isinstance(each, Seen))
+    expected = "ring_attn.forward.default" if watch == "the forward only" else "ring_attn.backward.default"
+    assert [name for name in seen.names if "ring_attn" in name] == [expected]
 
 
 @opcheck_looks_at_grad
