@@ -9,6 +9,9 @@ With 6 tokens (rows are queries, columns keys, # may be attended):
     ######      ####..      .###..              ..###.
     ######      #####.      ..###.              ...###
     ######      ######      ...###              ....##
+
+What is no band comes beside the mask: packed documents and a prefix (this one with ``full()``) as ``extents=``, made by
+``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages; padding among the keys as ``key_mask=``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The ring with autograd: as ops of torch.library for whoever follows a call (torch.compile, modes, transforms), else plain."""
+"""The ring with autograd: as ops of torch.library for whoever follows a call (torch.compile, modes, transforms), else plain.
+
+A plain call skips the op: its way through the dispatcher, and the text in which it is told the options. Checks, agreement and
+loop are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions for a plain call. ``api.attention`` asks
+it; the backward of ``Eager`` asks it again, and takes the op under create_graph too.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """CUDA's driver, as far as a kernel needs it: load a binary, encode a TMA descriptor, start a program.
 
 Names are those of the CUDA driver API. Triton's own launcher, which a C compiler has to build first, asks the driver about every
-pointer and encodes every descriptor at every launch.
+pointer and encodes every descriptor at every launch. On PyTorch a launch comes here from ``attend/launch.py`` by way of
+``bound.py``, which keeps the encoded descriptors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Tile sizes and tile ranges: pure functions, tested without a device, the measured reason beside each number."""
+"""Tile sizes and tile ranges: pure functions, tested without a device, the measured reason beside each number.
+
+The portable kernels' are chosen by ``choose_tiles`` (asked by call.py), those of Hopper's forward by ``hopper_tiles`` (asked by
+hopper/launches.py), the plain backends' by ``blockwise_tiles`` (asked by attend/tiles.py of both packages). Hopper's backward has
+``HOPPER_BACKWARD_KEYS`` keys a tile; how many queries, ``queries`` in hopper/launches.py says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rotary position embeddings: what their arguments must be."""
+"""Rotary position embeddings: what their arguments must be.
+
+Frequencies and angles are made in ``RotaryEmbedding._turns`` in ``layers/rotary.py`` of both packages. A scaling of them, such as
+YaRN's, would go there, and the check of its arguments here.
+"""
 
 from __future__ import annotations
 

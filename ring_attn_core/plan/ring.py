@@ -2,7 +2,7 @@
 
 Pure arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on
 rank ``r - s``. A shift at which no rank sees anything is left out (shift 0 always stays), so a window pays only for the
-hops it needs.
+hops it needs. A query that sees no key is *blank* (out 0, lse -inf), and so is a key that no query sees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How keys may travel: the names of the strategies, and why one is refused."""
+"""How keys may travel: the names of the strategies, and why one is refused.
+
+The strategies themselves are in ``ring/strategies/`` of both packages; CONTRIBUTING.md says how to add one.
+"""
 
 from __future__ import annotations
 

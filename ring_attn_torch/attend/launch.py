@@ -1,4 +1,8 @@
-"""A Launch on PyTorch's current stream: outputs are allocated or overwritten, the compiled kernel is started."""
+"""A Launch on PyTorch's current stream: outputs are allocated or overwritten, the compiled kernel is started.
+
+It is started without Triton's launcher: ``kernels/bound.py`` of the core packs the arguments and keeps the TMA descriptors,
+``kernels/driver.py`` calls CUDA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Keys go round the ring and their gradients home: one ppermute per hop, in flight during the compute."""
+"""Keys go round the ring and their gradients home: one ppermute per hop, in flight during the compute.
+
+In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, and the gradients of k and v
+with them, up to the rank that owns them. Whatever belongs to the queries (q, out, lse, dout, dq) stays on its rank.
+"""
 
 from __future__ import annotations
 
