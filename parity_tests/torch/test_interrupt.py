@@ -29,10 +29,12 @@ def test_an_interrupt_ends_the_wait_for_the_other_ranks(tmp_path):
     command = [sys.executable, "-c", WAITS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **pipes) for rank in range(2)]
+    began = time.monotonic()
     try:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "waiting\n"
         while b"ring_attn/1/1/0" not in (tmp_path / "store").read_bytes():  # what rank 0 has to say, before it waits for rank 1
+            assert ranks[0].poll() is None and time.monotonic() < began + 120
             time.sleep(0.1)
         time.sleep(0.5)
         ranks[0].send_signal(signal.SIGINT)

@@ -217,7 +217,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         found = _obstacles(call, problem, passes)
         if not found:
             return call
-        reasons = "; ".join(f"in the {passes} {reason}" for passes, reason in found.items())
+        reasons = "; ".join(f"in the {name} {reason}" for name, reason in found.items())
         if not automatic:
             raise ValueError(f'backend={chosen!r} cannot run this: {reasons} ({of}). backend="blockwise" can')
         of_portable = portable.issuperset(found)
