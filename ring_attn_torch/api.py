@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.kernels.backends import check_vendor
+from ring_attn_core.kernels.backends import VENDORS, check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 
-from .arguments import Arrays, check_tensors, refuse_transforms
+from .arguments import NOTHING, Arrays, check_plain, check_tensors, refuse_transforms
 from .attend.dropout import Dropout, draw_of
 from .op import Asked, Eager, forward, unwatched
 from .ring.agreement import refuse
@@ -121,12 +121,15 @@ def ring_attention(
             backend=backend,
             deterministic=deterministic,
         )
-        differentiates = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
-        check_vendor(options, return_lse and differentiates)
+        if backend in VENDORS:
+            differentiates = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
+            check_vendor(options, return_lse and differentiates)
     except Exception as error:
         refuse(error, group_of(name), _device(q))
     dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
-    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes), dropout, options, name)
+    none = extents is None and key_mask is None and sinks is None and alibi_slopes is None
+    arrays = NOTHING if none else Arrays(extents, key_mask, sinks, alibi_slopes)
+    out, lse = attention(q, k, v, arrays, dropout, options, name)
     return (out, lse) if return_lse else out
 
 
@@ -134,9 +137,14 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """``ring_attention`` of records: (out, lse)."""
+    tensors = [q, k, v, *[x for x in arrays if x is not None]]
+    plain = unwatched(tensors)
     try:
-        refuse_transforms((q, k, v, arrays.sinks, arrays.alibi_slopes))
-        check_tensors(q, k, v, arrays, group_name)
+        if plain and not group_name:
+            check_plain(tensors, arrays)
+        else:
+            refuse_transforms(tensors)
+            check_tensors(q, k, v, arrays, group_name)
         if dropout is not None and options.dropout_rate:
             arrays = arrays._replace(dropout_seed=draw_of(dropout, q.device))
             options = replace(options, dropout_offset=dropout.known_offset)
@@ -144,9 +152,9 @@ def attention(
         refuse(error, group_of(group_name), _device(q))
     given = arrays.given
     asked = Asked(options, tuple(given), group_name)
-    if not unwatched((q, k, v, *given.values())):
+    if not plain:
         return torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *given.values())):
+    if torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
         return Eager.apply(asked, q, k, v, *given.values())
     return forward(q, k, v, tuple(given.values()), asked)
 

@@ -42,15 +42,21 @@ class Arrays(NamedTuple):
     @property
     def given(self) -> dict[str, Tensor]:
         """Return those that were given, by name."""
+        if self is NOTHING:
+            return {}
         return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+
+
+NOTHING = Arrays()
+"""No optional arrays."""
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """The call as plain data: the same record for every call that is like another."""
     kinds = [(q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype)]
-    names = tuple([name for name, x in zip(Arrays._fields, arrays, strict=True) if x is not None])
-    kinds += [(x.shape, x.dtype) for x in arrays if x is not None]
-    return _problem(tuple(kinds), names, q.device, ranks, options)
+    given = arrays.given
+    kinds += [(x.shape, x.dtype) for x in given.values()]
+    return _problem(tuple(kinds), tuple(given), q.device, ranks, options)
 
 
 @lru_cache(maxsize=4096)
@@ -79,6 +85,8 @@ class Prepared(NamedTuple):
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
+        if arrays is NOTHING:
+            return self.score
         return self.score._replace(
             extents=arrays.extents,
             sinks=arrays.sinks,
@@ -132,6 +140,20 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
         raise NotImplementedError(
             "ring_attention has no derivative under torch.func.grad, vjp and the like: use backward or torch.autograd.grad"
         )
+
+
+_seen: set[tuple[Any, ...]] = set()
+MOST_SEEN = 4096
+
+
+def check_plain(tensors: list[Tensor], arrays: Arrays) -> None:
+    """``check_tensors`` of a ring of one, of Tensors that are of no subclass and not nested: once for all that are alike."""
+    kinds = tuple([(x.device, x.layout) for x in tensors])
+    if kinds not in _seen or arrays.alibi_slopes is not None:
+        check_tensors(*tensors[:3], arrays)
+        if len(_seen) >= MOST_SEEN:
+            _seen.clear()
+        _seen.add(kinds)
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:

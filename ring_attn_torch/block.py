@@ -20,7 +20,7 @@ from .attend.dropout import Dropout, draw_of
 from .attend.keys import Keys
 from .attend.score import Score
 from .attend.tiles import Rows
-from .op import Asked, gradients_apart, refuse_second_derivative
+from .op import Asked, as_op, gradients_apart, refuse_second_derivative
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -93,7 +93,7 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return out, (top + z.log()).masked_fill(nothing, -math.inf)
 
 
-@torch.library.custom_op("ring_attn::attend_block", mutates_args=())
+@as_op("attend_block(Tensor q, Tensor k, Tensor v, Tensor[] given, int[] counts, str asked) -> (Tensor, Tensor)")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
@@ -105,13 +105,16 @@ def _forward(
         return block.backend.attend(q, block.keys, block.rows, block.score, None, last=False)
 
 
-@_forward.register_fake
+@torch.library.register_fake("ring_attn::attend_block")
 def _(q, k, v, *_):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
 
 
-@torch.library.custom_op("ring_attn::attend_block_backward", mutates_args=())
+@as_op(
+    "attend_block_backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, int[] counts, str asked) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 def _backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +126,7 @@ def _backward(
     return dq.to(q.dtype), *gradients_apart(dkv, k, v)
 
 
-@_backward.register_fake
+@torch.library.register_fake("ring_attn::attend_block_backward")
 def _(cotangents, saved, *_):  # type: ignore[no-untyped-def]
     q, k, v, *_ = saved
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -141,8 +144,8 @@ def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, [None] * len(given), None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(refuse_second_derivative)
+torch.library.register_autograd("ring_attn::attend_block", _differentiate, setup_context=_save)
+torch.library.register_autograd("ring_attn::attend_block_backward", refuse_second_derivative)
 
 
 class _Block(NamedTuple):

@@ -7,10 +7,10 @@ it; the backward of ``Eager`` asks it again, and takes the op under create_graph
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from torch.autograd import forward_ad
 from ring_attn_core.problem.checks import check_extents
 from ring_attn_core.problem.options import Options
 
-from .arguments import Arrays, checked, checked_backward, problem_of
+from .arguments import NOTHING, Arrays, checked, checked_backward, problem_of
 from .attend.state import Gradients
 from .ring import loop
 from .ring.agreement import agree, agreed
 from .ring.groups import group_of, rank_in, ranks_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = Tensor, torch.nn.Parameter
 
 
@@ -53,6 +54,8 @@ class Asked(NamedTuple):
 
     def arrays(self, given: Sequence[Tensor]) -> Arrays:
         """Return the arrays by their names."""
+        if not self.names:
+            return NOTHING
         return Arrays(**dict(zip(self.names, given, strict=True)))
 
 
@@ -92,45 +95,61 @@ def backward(
         dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, prepared.backend)
     dk, dv = gradients_apart(dkv, k, v)
     dsinks = q.new_empty(0) if dsinks is None else dsinks.to(arrays.sinks.dtype)  # type: ignore[union-attr]
-    return dq.to(q.dtype), dk, dv, dsinks
+    return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk, dv, dsinks
+
+
+NO_AUTOCAST = nullcontext()
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
     """Whatever surrounds the call, the state stays in float32."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_AUTOCAST
 
 
 def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """dk and dv in k's dtype, contiguous and of separate memory, as an op's outputs must be."""
     if isinstance(dkv, tuple):
         dk, dv = dkv
+        if dk.dtype == k.dtype:
+            return dk, dv
         return dk.to(k.dtype), dv.to(v.dtype)
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], -1)
     return k.new_empty(k.shape).copy_(dk), v.new_empty(v.shape).copy_(dv)
 
 
-@torch.library.custom_op("ring_attn::forward", mutates_args=())
+LIBRARY = torch.library.Library("ring_attn", "DEF")
+
+
+def as_op(schema: str) -> Callable[[F], F]:
+    """Make a function the op of that schema, on every device; ``torch.library.custom_op`` does too, but calls it more slowly."""
+    LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
+
+
+@as_op("forward(Tensor q, Tensor k, Tensor v, Tensor[] given, int[] counts, str asked) -> (Tensor, Tensor)")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
     return forward(q, k, v, given, Asked.read(asked, tuple(counts)))
 
 
-@_forward.register_fake
+@torch.library.register_fake("ring_attn::forward")
 def _(q, k, v, *_):  # type: ignore[no-untyped-def]
     b, s, h, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((b, s, h, v.shape[-1])), q.new_empty((b, s, h), dtype=lse_dtype)
 
 
-@torch.library.custom_op("ring_attn::backward", mutates_args=())
+@as_op(
+    "backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, int[] counts, str asked) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 def _backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return backward(cotangents, saved, given, Asked.read(asked, tuple(counts)))
 
 
-@_backward.register_fake
+@torch.library.register_fake("ring_attn::backward")
 def _(cotangents, saved, given, counts, asked):  # type: ignore[no-untyped-def]
     q, k, v, *_ = saved
     sinks = dict(zip(names_in(asked), given, strict=True)).get("sinks")
@@ -155,8 +174,8 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
     raise RuntimeError("ring_attention has no second derivative: call backward or torch.autograd.grad without create_graph=True")
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(refuse_second_derivative)
+torch.library.register_autograd("ring_attn::forward", _differentiate, setup_context=_save)
+torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
 class Eager(torch.autograd.Function):
@@ -190,5 +209,5 @@ def unwatched(tensors: Iterable[Any]) -> bool:
         and peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
-        and all(type(x) in PLAIN and not x.is_meta for x in tensors)
+        and not [x for x in tensors if type(x) not in PLAIN or x.is_meta or x.is_nested]
     )

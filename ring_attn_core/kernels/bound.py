@@ -64,14 +64,14 @@ class Bound:
         self._kernel = load(kernel.asm["cubin"], made.name, device, 32 * made.num_warps, made.shared)
         self._grid = launch.grid
 
-    def start(self, addresses: Mapping[str, int], stream: int) -> None:
-        """Start it, given the address of every array by its name."""
+    def start(self, named: Mapping[str, Any], stream: int) -> None:
+        """Start it, given every array, which has a ``data_ptr()``, by its name."""
         values, arrays, descriptors = self._parameters
         values = values.copy()
         for place, name in arrays:
-            values[place] = addresses[name]
+            values[place] = named[name].data_ptr()
         for place, name, encoded in descriptors:
-            values[place] = encoded[addresses[name]]
+            values[place] = encoded[named[name].data_ptr()]
         memory = self._free.pop() if self._free else self._memory()  # another for each thread that is here at the same time
         self._layout.pack_into(memory.buffer, memory.begin, *values)
         start(self._kernel, self._grid, stream, memory)

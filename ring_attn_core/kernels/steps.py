@@ -41,6 +41,7 @@ def _ends(steps: int) -> list[tuple[bool, bool]]:
     return sorted({(step == 0, step == steps - 1) for step in range(steps)})
 
 
+@lru_cache(maxsize=4096)
 def in_one_pass(call: Call) -> bool:
     """Return whether one launch, ``hopper.backward``, makes all the gradients of a step; else it takes ``dq`` and ``dkv``."""
     return call.hopper and "backward" not in call.portable and refusal_of_backward(call) is None

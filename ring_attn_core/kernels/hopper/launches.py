@@ -99,6 +99,7 @@ TURN_SPACING = 8
 """float32 from the turn of one tile of queries to that of the next."""
 
 
+@lru_cache(maxsize=4096)
 def sums_of_dq(call: Call) -> tuple[int, int]:
     """Return the shape of what dq is summed in, 0 at first: the sums of every tile of queries, then whose turn it is at each.
 

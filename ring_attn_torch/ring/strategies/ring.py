@@ -14,18 +14,45 @@ from ...attend.keys import Keys
 from ...attend.state import Gradients
 from ...attend.tiles import Rows
 from ..groups import rank_in
-from ..step import Ring, T
+from ..step import Ring, Step, T
 from ..transfer import Transfer, send
 
 
-def circulate(keys: Keys, ring: Ring) -> Iterator[Hop]:
+def circulate(keys: Keys, ring: Ring) -> Iterator[Step]:
     """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
+    if not ring.plan.hops:
+        yield Stay(keys, rows(ring, 0))
+        return
     hops = (*ring.plan.hops, 0)
     travelling = None
     for shift, hop in zip(ring.plan.shifts, hops, strict=True):
         step = Hop(keys, travelling, ring, shift, hop)
         yield step
         keys, travelling = step.next_keys, step.travelling
+
+
+class Stay:
+    """The only ``Step`` of a ring whose keys are all where they are needed."""
+
+    def __init__(self, keys: Keys, rows: Rows) -> None:
+        self.keys, self.rows, self.last = keys, rows, True
+        self._dkv: Gradients | None = None
+
+    def settle(self, state: T) -> T:
+        """Return ``state``."""
+        return state
+
+    def arrived(self) -> None:
+        """Nobody else adds to the gradients."""
+
+    def send_home(self, dkv: Gradients) -> None:
+        """They are at home."""
+        self._dkv = dkv
+
+    def home(self) -> Gradients:
+        """The gradients of this rank's own k/v."""
+        assert self._dkv is not None
+        return self._dkv
 
 
 class Hop:
