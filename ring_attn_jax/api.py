@@ -109,7 +109,7 @@ def ring_attention(
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """``ring_attention`` of a record: (out, lse)."""
-    prepared = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options))
+    prepared = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
     if not q.size:  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
         arrays = arrays._replace(dropout_seed=None)
     (inputs,) = vary_alike((axis_name,), Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays)))

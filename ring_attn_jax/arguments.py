@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
         return Ring(self.plan, axis_name, self.strategy)
 
 
-def checked(problem: Problem, anywhere: bool = False) -> Prepared:
+def checked(problem: Problem, *, anywhere: bool) -> Prepared:
     """What a problem needs to run, checked, and its kernels compiled.
 
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.

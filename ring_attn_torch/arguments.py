@@ -100,7 +100,7 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def checked(problem: Problem, anywhere: bool = False) -> Prepared:
+def checked(problem: Problem, *, anywhere: bool) -> Prepared:
     """What a problem needs to run forward, checked, and compiled, once for every problem that this process meets.
 
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it. A backend that was asked for by
@@ -113,9 +113,9 @@ def checked(problem: Problem, anywhere: bool = False) -> Prepared:
 
 
 @lru_cache(maxsize=1024)
-def checked_backward(problem: Problem, anywhere: bool = False) -> Prepared:
+def checked_backward(problem: Problem, *, anywhere: bool) -> Prepared:
     """What a problem that was ``checked`` needs to run backward."""
-    prepared = checked(problem, anywhere)
+    prepared = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
         return prepared
     return prepared._replace(backend=_backend_of(problem, anywhere, PASSES[1:]))

@@ -93,7 +93,7 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return out, (top + z.log()).masked_fill(nothing, -math.inf)
 
 
-@as_op("attend_block(Tensor q, Tensor k, Tensor v, Tensor[] given, int[] counts, str asked) -> (Tensor, Tensor)")
+@as_op("attend_block(Tensor q, Tensor k, Tensor v, Tensor[] given, SymInt[] counts, str asked) -> (Tensor, Tensor)")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 @as_op(
-    "attend_block_backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, int[] counts, str asked) "
+    "attend_block_backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, SymInt[] counts, str asked) "
     "-> (Tensor, Tensor, Tensor)"
 )
 def _backward(

@@ -70,7 +70,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Aske
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
     extents = arrays.extents
     try:
-        prepared = checked(problem)
+        prepared = checked(problem, anywhere=False)
         look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
         if extents is not None and look:
             check_extents(extents.long(), prepared.plan.q_runs[rank_in(group)], prepared.plan.kv_length)
@@ -89,7 +89,7 @@ def backward(
     """dq, dk, dv and the gradient of the sinks, empty without sinks, of (dout, dlse), given (q, k, v, out, lse)."""
     (dout, dlse), (q, k, v, out, lse) = cotangents, saved
     group, arrays = group_of(call.group), call.arrays(given)
-    prepared = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options))
+    prepared = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
     with no_autocast(q.device.type):
         keys, score, ring = prepared.keys(k, v, arrays), prepared.scored(arrays), prepared.ring(group)
         dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, prepared.backend)
@@ -126,7 +126,7 @@ def as_op(schema: str) -> Callable[[F], F]:
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
 
 
-@as_op("forward(Tensor q, Tensor k, Tensor v, Tensor[] given, int[] counts, str asked) -> (Tensor, Tensor)")
+@as_op("forward(Tensor q, Tensor k, Tensor v, Tensor[] given, SymInt[] counts, str asked) -> (Tensor, Tensor)")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,8 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 @as_op(
-    "backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, int[] counts, str asked) -> (Tensor, Tensor, Tensor, Tensor)"
+    "backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, SymInt[] counts, str asked) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 def _backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
