@@ -19,7 +19,7 @@ class SequenceShardedDataset:
     """A folder of files as batches of packed documents: an iterable of :class:`Shard`, each the part of one rank.
 
     A file is a document. Documents stand one after the other and are cut every ``length`` tokens; each piece attends only to
-    itself (``extents``). The shards are what ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of whole batches: labels
+    itself (``extents``). Shards are what ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of whole batches: labels
     are shifted before the sharding, and the last token of a piece has none. But a rank reads only its own tokens, and one more at
     the end of each of its runs; of ``"striped"`` shards, whose next tokens all lie on other ranks, twice its own.
 
