@@ -1,4 +1,4 @@
-"""Who reads what: every slot of every rank once, its label, nothing else, and a run that goes on anywhere as it would have gone."""
+"""Who reads what: every slot of every rank once, its label, nothing else; and a run goes on anywhere as it would have gone."""
 
 from __future__ import annotations
 
