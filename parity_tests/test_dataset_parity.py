@@ -76,7 +76,7 @@ def test_mistakes_are_refused_in_both(package, tmp_path):
     with pytest.raises(ValueError, match="length=23 cannot be cut into 2 ranks"):
         package.SequenceShardedDataset(tmp_path, 23, ranks=2)
     data = package.SequenceShardedDataset(tmp_path, LENGTH)
-    with pytest.raises(ValueError, match="state must be what .state"):
+    with pytest.raises(ValueError, match=r"state must be what \.state"):
         data.resume("{}")
     with pytest.raises(ValueError, match=f"0 to {data.batches}, all that epochs=1 have, got {data.batches + 1}"):
         data.state(data.batches + 1)

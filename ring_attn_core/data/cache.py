@@ -75,7 +75,7 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
         kept = json.loads(index.read_text("utf-8"))
         path = index.parent / f"{kept['digest']}.tokens"
         width, counts, size = kept["width"], kept["tokens"], path.stat().st_size
-    except (FileNotFoundError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if size != width * sum(counts) or len(counts) != len(files):
         return None
