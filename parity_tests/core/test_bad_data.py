@@ -1,4 +1,4 @@
-"""What is no data is refused in words, the same on every rank: empty, binary, vanished and changed files, folders without text."""
+"""What is no data is refused in words, the same on every rank: empty, binary, vanished or changed files, empty folders."""
 
 from __future__ import annotations
 
