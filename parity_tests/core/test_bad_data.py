@@ -88,3 +88,11 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"0.txt has vanished"):
         corpus.batches(tmp_path)
     assert [path.name for path in (tmp_path / ".ring-attn").iterdir()] == [".lock"]
+
+
+def test_a_cache_among_the_documents_is_refused(tmp_path):
+    corpus.write_texts(tmp_path)
+    for cache in (tmp_path, tmp_path / "kept", str(tmp_path / "0" / ".." / "kept")):
+        with pytest.raises(ValueError, match="lies in the folder of the data, where its files would be taken for documents"):
+            corpus.batches(tmp_path, cache=cache)
+    assert corpus.batches(tmp_path, cache=tmp_path / ".kept").state() == corpus.batches(tmp_path).state()

@@ -9,7 +9,7 @@ The cache is a folder, by itself ``.ring-attn`` in the folder of the data, with 
 
 Both are written beside their place and then renamed, the index last: whoever finds it finds everything. Of several processes that
 start at once, one tokenises while the others wait for its lock, which ends with it however it ends. Where the file system has no
-locks, each tokenises and all write the same.
+locks, each tokenises and all write the same. What an older state of the texts has left may be deleted when no run reads it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
 
 def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Documents:
     width, offset, documents = kept["width"], 0, []
+    size = width * sum(kept["tokens"])
     for file, tokens in zip(files, kept["tokens"], strict=True):
-        documents.append(Document(file.name, str(path), width * sum(kept["tokens"]), f"<u{width}", offset, tokens))
+        documents.append(Document(file.name, str(path), size, f"<u{width}", offset, tokens))
         offset += width * tokens
     return Documents(tuple(documents), kept["digest"], kept["vocab"])
 

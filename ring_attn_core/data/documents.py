@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +52,11 @@ def found(settings: Settings) -> list[File]:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"folder={os.fspath(settings.folder)!r} {what}: pass a folder with text files or .npy token arrays")
+    _check_cache(folder, settings)
     files = []
     for path in folder.glob(settings.pattern):
         name = path.relative_to(folder).as_posix()
-        if not any(part.startswith(".") for part in name.split("/")) and path.is_file():
+        if not _hidden(name.split("/")) and path.is_file():
             try:
                 now = path.stat()
             except OSError as error:
@@ -68,6 +70,22 @@ def found(settings: Settings) -> list[File]:
             "or .npy token arrays there, or pass another pattern"
         )
     return sorted(files)
+
+
+def _hidden(parts: Iterable[str]) -> bool:
+    return any(part.startswith(".") for part in parts)
+
+
+def _check_cache(folder: Path, settings: Settings) -> None:
+    """ValueError for a cache whose files would be documents at the next start."""
+    if settings.cache is None:
+        return
+    cache, data = Path(settings.cache).resolve(), folder.resolve()
+    if cache.is_relative_to(data) and not _hidden(cache.relative_to(data).parts):
+        raise ValueError(
+            f"cache={os.fspath(settings.cache)!r} lies in the folder of the data, where its files would be taken for documents: pass "
+            "a folder elsewhere, or one whose name begins with a dot"
+        )
 
 
 def unchanged(file: File) -> None:
