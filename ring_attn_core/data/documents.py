@@ -83,8 +83,8 @@ def _check_cache(folder: Path, settings: Settings) -> None:
     cache, data = Path(settings.cache).resolve(), folder.resolve()
     if cache.is_relative_to(data) and not _hidden(cache.relative_to(data).parts):
         raise ValueError(
-            f"cache={os.fspath(settings.cache)!r} lies in the folder of the data, where its files would be taken for documents: pass "
-            "a folder elsewhere, or one whose name begins with a dot"
+            f"cache={os.fspath(settings.cache)!r} lies in the folder of the data, where its files would be taken for documents: "
+            "pass a folder elsewhere, or one whose name begins with a dot"
         )
 
 
