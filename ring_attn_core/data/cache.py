@@ -152,7 +152,7 @@ def _encoder(settings: Settings) -> tuple[Encode, int]:
     if settings.tokenizer is None:
         return _bytes, max(BYTES, end + 1)
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError("tokenizer= needs tokenizers: run pip install tokenizers", name="tokenizers") from missing
     try:

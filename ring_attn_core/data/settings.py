@@ -53,7 +53,7 @@ class Settings:
             value = getattr(self, name)
             if value is None and name in ("epochs", "end"):
                 continue
-            if not is_integer(value) or value < least:
+            if not is_integer(value) or value < least:  # type: ignore[operator]
                 raise ValueError(f"{name} must be an int of at least {least}, got {in_words(value)}")
         for name in ("seed", "ignore_index"):
             if not is_integer(getattr(self, name)) or abs(getattr(self, name)) > LARGEST:

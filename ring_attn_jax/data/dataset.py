@@ -88,7 +88,8 @@ class SequenceShardedDataset:
     def __iter__(self) -> Iterator[Shard]:
         """ids, labels and positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
         for arrays in self._batches.iterate():
-            yield Shard(*map(jnp.asarray, arrays), None, self._batches.settings.length)
+            ids, labels, positions, extents = map(jnp.asarray, arrays)
+            yield Shard(ids, labels, positions, extents, None, self._batches.settings.length)
 
     def grain(self) -> Any:
         """A ``grain.MapDataset`` of the same shards as numpy arrays, from where ``resume`` says to the end of the last epoch.
@@ -97,7 +98,7 @@ class SequenceShardedDataset:
         the package grain.
         """
         try:
-            from grain import MapDataset
+            from grain import MapDataset  # type: ignore[import-not-found]  # optional
         except ModuleNotFoundError as missing:
             if missing.name != "grain":
                 raise
