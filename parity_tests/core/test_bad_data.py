@@ -78,6 +78,19 @@ def test_data_that_vanish_or_change_under_way_are_refused(tmp_path):
         next(data.iterate())
 
 
+@pytest.mark.parametrize("token", [0, -1])
+def test_other_token_arrays_of_the_same_sizes_do_not_go_on_from_a_state(token: int, tmp_path):
+    """Of a token array only the ends are looked at; nobody reads all of it."""
+    documents = corpus.write_arrays(tmp_path, (9_000, 9_000))
+    state = corpus.batches(tmp_path).state()
+    corpus.batches(tmp_path).resume(state)
+    ids = np.array(documents[1], "<u2")
+    ids[token] += 1
+    np.save(tmp_path / "0001.npy", ids)
+    with pytest.raises(ValueError, match="are not those of this state"):
+        corpus.batches(tmp_path).resume(state)
+
+
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     corpus.write_texts(tmp_path)
     checked = caching.unchanged

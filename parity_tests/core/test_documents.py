@@ -143,9 +143,9 @@ def test_of_many_processes_that_start_at_once_one_tokenises(tmp_path):
 
 
 def test_a_dataset_that_was_sent_to_another_process_reads_the_same(tmp_path):
-    corpus.write_texts(tmp_path)
-    data = corpus.batches(tmp_path)
-    next(data.iterate())
+    corpus.write_texts(tmp_path, (20_000, 20_000))
+    data = corpus.batches(tmp_path, length=2_400)
+    next(data.iterate())  # so that a file is open
     sent = pickle.dumps(data)
     assert len(sent) < 10_000
     for mine, theirs in zip(pickle.loads(sent).iterate(), data.iterate(), strict=True):
