@@ -10,6 +10,7 @@ from .attend import launch as launch  # launch.compile_for lowers for a GPU that
 from .block import attend_block, merge
 from .data.batch import Shard as Shard  # by name only, as in the other package, where import * would hide another Shard
 from .data.batch import shard_batch
+from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.layout import from_layout, positions, to_layout
 from .sharded import sharded_ring_attention
@@ -29,6 +30,7 @@ __all__ = [
     "RingTransformer",
     "RotaryEmbedding",
     "Run",
+    "SequenceShardedDataset",
     "attend_block",
     "causal",
     "check_ranks",

@@ -6,6 +6,7 @@ from .api import ring_attention
 from .block import attend_block, merge
 from .data.batch import Shard as Shard  # by name only: import * must not hide the Shard of torch.distributed.tensor
 from .data.batch import shard_batch
+from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
@@ -24,6 +25,7 @@ __all__ = [
     "RingTransformer",
     "RotaryEmbedding",
     "Run",
+    "SequenceShardedDataset",
     "attend_block",
     "causal",
     "check_every_call",

@@ -17,6 +17,7 @@ PUBLIC = {
     "shard_batch",
     "RingAttention.__init__",
     "RingTransformer.__init__",
+    "SequenceShardedDataset.__init__",
 }
 """What users call with keywords; each hands records on."""
 

@@ -1,0 +1,93 @@
+"""Folders of documents, and what their batches hold: plain Python, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ring_attn_core.data.batches import Arrays, Batches
+from ring_attn_core.data.packing import shuffled
+from ring_attn_core.data.settings import Settings
+
+LENGTHS = (7, 61, 1, 24, 100, 3, 3, 49)
+"""Tokens of the documents: shorter and longer than a context, one that fills one, one token."""
+LENGTH = 24
+"""Tokens of a context, which rings of 1, 2, 3 and 4 can cut in every layout."""
+RANKS = (1, 2, 3, 4)
+
+DEFAULTS: dict[str, Any] = {
+    "length": LENGTH,
+    "layout": "zigzag",
+    "ranks": 1,
+    "rank": 0,
+    "seed": 0,
+    "batch_size": 1,
+    "replicas": 1,
+    "replica": 0,
+    "shuffle": True,
+    "epochs": 1,
+    "last": "drop",
+    "pattern": "**/*",
+    "tokenizer": None,
+    "end": None,
+    "cache": None,
+    "restart_positions": False,
+    "ignore_index": -100,
+}
+"""The defaults of ``SequenceShardedDataset``."""
+
+
+def settings(folder: object = "data", **changed: Any) -> Settings:
+    return Settings(folder=folder, **{**DEFAULTS, **changed})
+
+
+def batches(folder: Path, **changed: Any) -> Batches:
+    return Batches(settings(folder, **changed))
+
+
+def write_texts(folder: Path, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """Texts of so many bytes, no two alike in their order, in the folder and in folders within; returns their bytes."""
+    rng = np.random.default_rng(0)
+    documents = []
+    for number, tokens in enumerate(lengths):
+        path = folder / f"{number // 3}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        documents.append(rng.integers(97, 123, tokens).tolist())
+        path.write_bytes(bytes(documents[-1]))
+    return documents
+
+
+def write_arrays(folder: Path, lengths: Sequence[int] = LENGTHS, dtype: str = "<u2") -> list[list[int]]:
+    """Token arrays in which every token of all is another id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = np.cumsum(lengths)
+    documents = [np.arange(end - tokens, end) for end, tokens in zip(ends, lengths, strict=True)]
+    for number, ids in enumerate(documents):
+        np.save(folder / f"{number:04}.npy", ids.astype(dtype))
+    return [ids.tolist() for ids in documents]
+
+
+def whole_batches(documents: list[list[int]], epoch: int = 0, **changed: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """ids and documents [batch, length] of every batch of an epoch, all replicas together; -1 is padding."""
+    of = settings(**changed)
+    numbers = shuffled(len(documents), "documents", of.seed, epoch) if of.shuffle else range(len(documents))
+    stream = [(token, rank) for rank, number in enumerate(numbers) for token in documents[number]]
+    contexts = [stream[start : start + of.length] for start in range(0, len(stream), of.length)]
+    whole = len(stream) // of.length
+    order = shuffled(whole, "contexts", of.seed, epoch) if of.shuffle else list(range(whole))
+    contexts = [contexts[number] for number in [*order, *range(whole, len(contexts))]]
+    while of.last == "pad" and len(contexts) % of.rows:
+        contexts.append([])
+    if of.last == "drop":
+        del contexts[whole // of.rows * of.rows :]
+    rows = np.array([context + [(0, -1)] * (of.length - len(context)) for context in contexts])
+    return [(batch[..., 0], batch[..., 1]) for batch in np.split(rows, len(rows) // of.rows)]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Assert that two sets of arrays are equal, value by value."""
+    for name, x, y in zip(Arrays._fields, ours, theirs, strict=False):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)

@@ -1,0 +1,154 @@
+"""The index: which tokens every batch holds, which of them a rank reads, and where a run that goes on begins.
+
+A batch has a number, counted from the beginning of the first epoch. What it holds follows from its number, the seed and the
+lengths of the documents, and not from the ranks or their layout: so every process can make any batch, the position of a run is
+one number, and a run may go on with other ranks, in another layout and with other workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..mistakes import in_words, is_integer
+from ..runs import Run
+from .packing import Contexts, Piece, shuffled
+from .settings import Settings
+
+FORMAT = 1
+"""Of the state: another number where what it says, or the order of the batches, changes."""
+
+
+class Read(NamedTuple):
+    """Tokens of a document that stand in consecutive slots of a shard."""
+
+    slot: int
+    """The first of the slots."""
+    piece: Piece
+    first: int
+    """The token of the document that stands there; the next ``stride`` tokens on."""
+    count: int
+    stride: int
+    labelled: int
+    """How many of them have a label, the token after each: all, or all but the last, which ends the piece."""
+
+
+def reads(pieces: Iterable[Piece], runs: Sequence[Run]) -> Iterator[Read]:
+    """What of a context a rank reads: every piece of it that stands in one of the rank's runs.
+
+    A run of stride 1 takes one token more than it holds where its last piece goes on, the label of its last token. A run of
+    another stride takes every token's label by itself, since other ranks hold them.
+    """
+    pieces, slot = tuple(pieces), 0
+    for run in runs:
+        for piece in pieces:
+            index = lambda position, run=run: -(-(position - run.start) // run.stride)  # of the first slot that is not before it
+            begin, end = max(index(piece.begin), 0), min(index(piece.begin + piece.count), run.length)
+            if begin < end:
+                position, final = run.start + begin * run.stride, run.start + (end - 1) * run.stride
+                ends = final == piece.begin + piece.count - 1
+                first = piece.first + position - piece.begin
+                yield Read(slot + begin, piece, first, end - begin, run.stride, end - begin - ends)
+        slot += run.length
+
+
+class Index:
+    """The batches of all epochs, as pieces of documents."""
+
+    def __init__(self, lengths: Sequence[int], settings: Settings) -> None:
+        """``lengths``: tokens of every document. ValueError where they do not make one batch."""
+        self._lengths, self._settings = lengths, settings
+        self._epoch: tuple[int, Contexts, Sequence[int]] | None = None
+        tokens, batch = sum(lengths), settings.rows * settings.length
+        self.batches = tokens // batch if settings.last == "drop" else -(-tokens // batch)
+        """How many batches an epoch has."""
+        if not self.batches:
+            raise ValueError(
+                f"{settings.folder} holds {tokens} tokens, and one batch of {settings.rows} x {settings.length} needs {batch}: "
+                "pass last='pad', a shorter length, a smaller batch, or more text"
+            )
+        self.end = None if settings.epochs is None else settings.epochs * self.batches
+        """How many batches all epochs have; None without an end."""
+
+    def batch(self, number: int) -> list[tuple[Piece, ...]]:
+        """The contexts of this replica in a batch, each as its pieces; one beyond the end of the data has none."""
+        epoch, at = divmod(number, self.batches)
+        contexts, order = self._contexts(epoch)
+        first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
+        wanted = range(first, first + self._settings.batch_size)
+        return [contexts.pieces(order[row] if row < len(order) else row) for row in wanted]
+
+    def _contexts(self, epoch: int) -> tuple[Contexts, Sequence[int]]:
+        """The contexts of an epoch and the order in which its whole ones are taken; one that is not whole stays the last."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            of, key = self._settings, (self._settings.seed, epoch)
+            documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
+            contexts = Contexts(self._lengths, of.length, documents)
+            whole = contexts.tokens // of.length
+            order = shuffled(whole, "contexts", *key) if of.shuffle else range(whole)
+            self._epoch = epoch, contexts, order
+        return self._epoch[1:]
+
+
+def state_of(batches: int, data: str, index: Index, settings: Settings) -> str:
+    """Where a run stands after ``batches`` batches of ``data``, the digest of the documents, as JSON."""
+    return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
+
+
+def batches_of(state: object, data: str, index: Index, settings: Settings) -> int:
+    """How many batches a run has had whose state this is; ValueError where it is none, or of a run with other batches."""
+    found: Any = state
+    if isinstance(state, str | bytes):
+        try:
+            found = json.loads(state)
+        except ValueError as error:
+            raise ValueError(f"state must be what .state() returned, JSON, but it cannot be read as JSON: {error}") from error
+    mine = {"format": FORMAT, "batches": 0, **_decides(data, settings)}
+    if not isinstance(found, Mapping) or set(found) != set(mine):
+        raise ValueError(f"state must be what .state() returned, with {', '.join(mine)}, got {_short(found)}")
+    if found["format"] != FORMAT:
+        raise ValueError(
+            f"this state has format {_short(found['format'])}, and this version of ring-attn goes on from format {FORMAT}: go on "
+            "with the version that wrote it, or begin anew, without resume"
+        )
+    for name, value in _decides(data, settings).items():
+        if found[name] == value and type(found[name]) is type(value):
+            continue
+        if name == "data":
+            raise ValueError(
+                f"the files in {settings.folder} are not those of this state (other names, texts, tokenizer, end or pattern): "
+                "restore them, or begin anew, without resume"
+            )
+        raise ValueError(
+            f"this state is of a run with {name}={_short(found[name])}, and this dataset has {name}={value!r}: make the dataset "
+            "as it was, or begin anew, without resume"
+        )
+    return _counted(found["batches"], index, settings)
+
+
+def _counted(batches: Any, index: Index, settings: Settings) -> int:
+    """``batches`` as an int; ValueError for what counts no batches of this run."""
+    if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
+        most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"
+        raise ValueError(f"a state counts the batches that were taken, 0{most}, got {_short(batches)}")
+    return int(batches)
+
+
+def _decides(data: str, settings: Settings) -> dict[str, object]:
+    """Everything besides its number that decides what a batch holds."""
+    of = settings
+    same = {
+        "length": int(of.length),
+        "contexts_per_batch": int(of.rows),
+        "seed": int(of.seed),
+        "shuffle": of.shuffle,
+        "last": of.last,
+    }
+    return {"data": data, **same}
+
+
+def _short(x: object) -> str:
+    """What came, in a message: keys where it is a mapping, and not more than a line of anything."""
+    text = f"the keys {', '.join(map(str, x))}" if isinstance(x, Mapping) else in_words(x)
+    return text if len(text) <= 99 else text[:99] + "..."

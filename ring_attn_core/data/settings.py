@@ -1,0 +1,90 @@
+"""What a ``SequenceShardedDataset`` is asked for, with every check that needs no data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..layouts import check_rank, check_ranks, named, slots
+from ..mistakes import in_words, is_integer
+from ..runs import Run
+
+BYTES = 256
+"""How many ids the bytes of a text have; special ids of a text without a tokenizer lie above."""
+
+LARGEST = 2**31 - 1
+"""The largest id: ids are int32 in JAX."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of ``SequenceShardedDataset``, which says what each of them means."""
+
+    folder: Any
+    length: int
+    layout: str
+    ranks: int
+    rank: int | None
+    seed: int
+    batch_size: int
+    replicas: int
+    replica: int
+    shuffle: bool
+    epochs: int | None
+    last: str
+    pattern: str
+    tokenizer: Any
+    end: int | None
+    cache: Any
+    restart_positions: bool
+    ignore_index: int
+
+    def __post_init__(self) -> None:
+        for name, what in (("folder", "the folder of the data"), ("tokenizer", "a tokenizer.json"), ("cache", "a folder")):
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike) and (value is not None or name == "folder"):
+                raise ValueError(f"{name} must be the path of {what}, a str or a Path, got {in_words(value)}")
+        runs = slots(self.layout)
+        check_ranks(self.ranks)
+        if self.rank is not None:
+            check_rank(self.rank, self.ranks)
+        for name, least in (("length", 1), ("batch_size", 1), ("replicas", 1), ("replica", 0), ("epochs", 1), ("end", 0)):
+            value = getattr(self, name)
+            if value is None and name in ("epochs", "end"):
+                continue
+            if not is_integer(value) or value < least:  # type: ignore[operator]
+                raise ValueError(f"{name} must be an int of at least {least}, got {in_words(value)}")
+        for name in ("seed", "ignore_index"):
+            if not is_integer(getattr(self, name)) or abs(getattr(self, name)) > LARGEST:
+                raise ValueError(f"{name} must be an int of at most {LARGEST}, got {in_words(getattr(self, name))}")
+        for name in ("shuffle", "restart_positions"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {in_words(getattr(self, name))}")
+        if self.last not in ("drop", "pad"):
+            raise ValueError(f"last must be 'drop' or 'pad', what becomes of the last tokens, got {in_words(self.last)}")
+        if not isinstance(self.pattern, str) or not self.pattern or self.pattern.startswith(("/", "\\")):
+            raise ValueError(f"pattern must name files inside of the folder, such as '**/*.txt', got {in_words(self.pattern)}")
+        if self.replica >= self.replicas:
+            raise ValueError(f"replica={self.replica} is not one of {self.replicas} replicas: pass 0 to {self.replicas - 1}")
+        if self.end is not None and not (0 if self.tokenizer is not None else BYTES) <= self.end <= LARGEST:
+            least = "0" if self.tokenizer is not None else f"{BYTES}, for the ids below are the bytes of the text"
+            raise ValueError(f"end must be an id of at least {least}, and at most {LARGEST}, got {self.end}")
+        unit = self.ranks * runs
+        if self.length % unit:
+            below = self.length // unit * unit
+            nearest = f"{below} or {below + unit}" if below else f"{unit}"
+            raise ValueError(
+                f"length={self.length} cannot be cut into {self.ranks} ranks in the layout {self.layout!r}, {runs} equal run"
+                f"{'s' * (runs > 1)} a rank: pass a multiple of {unit}, such as {nearest}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """How many contexts all replicas together take of the data for one batch."""
+        return self.batch_size * self.replicas
+
+    def runs(self) -> tuple[Run, ...]:
+        """Where the tokens of the shard stand, or of all shards one after the other where ``rank`` is None."""
+        wanted = range(self.ranks) if self.rank is None else [int(self.rank)]
+        return tuple(run for rank in wanted for run in named(self.layout)(rank, self.ranks, self.length // self.ranks))
