@@ -17,6 +17,7 @@ PUBLIC = {
     "shard_batch",
     "RingAttention.__init__",
     "RingTransformer.__init__",
+    "RingTransformer.from_config",
 }
 """What users call with keywords; each hands records on."""
 
