@@ -132,7 +132,7 @@ def test_dtypes_may_be_named_or_given():
     theirs = ring_attn_torch.RingTransformer(**TRANSFORMER, **given[1]).config
     assert ours == theirs == TransformerConfig(**TRANSFORMER, param_dtype="bfloat16", compute_dtype="float32")
     for model, more in ((ring_attn_torch.RingTransformer, {}), (ring_attn_jax.RingTransformer, {"rngs": nnx.Rngs(0)})):
-        with pytest.raises(ValueError, match="param_dtype must be one of float32, .*, got 'half'"):
+        with pytest.raises(ValueError, match=r"param_dtype must be one of float32, .*, got 'half'"):
             model(**TRANSFORMER, param_dtype="half", **more)
 
 
