@@ -8,6 +8,7 @@ published.json keeps what transformers computed, so that the tests need it only 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def their_name(name: str) -> str:
 def their_logits(name: str) -> np.ndarray:
     """What transformers computes with the same weights."""
     import torch
-    import transformers
 
+    transformers = import_module("transformers")
     config = transformers.AutoConfig.for_model(name.lower(), **_in_full(THEIR_SIZES | MODELS[name][1]))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -142,9 +143,6 @@ def their_logits(name: str) -> np.ndarray:
 
 def their_frequencies(name: str) -> tuple[np.ndarray, float]:
     """What transformers computes of a scaling: inverse frequencies, float32 [head_dim / 2], and the attention factor."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     head_dim, rotary, theirs = SCALINGS[name]
     theirs = dict(theirs)
     tokens, kind = theirs.pop("tokens", None), theirs["rope_type"]
@@ -152,8 +150,10 @@ def their_frequencies(name: str) -> tuple[np.ndarray, float]:
         return 1 / np.float32(rotary.base) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)), 1.0
     parameters = theirs | {"rope_theta": rotary.base}
     sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 2048}
-    config = LlamaConfig(**sizes, **_in_full({"rope_parameters": parameters}))
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu", seq_len=tokens)
+    config = import_module("transformers").LlamaConfig(**sizes, **_in_full({"rope_parameters": parameters}))
+    frequencies, factor = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS[kind](
+        config, device="cpu", seq_len=tokens
+    )
     return frequencies.numpy(), float(factor)
 
 
@@ -165,9 +165,7 @@ def _in_full(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def record() -> None:
-    import transformers
-
-    found: dict[str, Any] = {"transformers": transformers.__version__, "scalings": {}, "logits": {}}
+    found: dict[str, Any] = {"transformers": import_module("transformers").__version__, "scalings": {}, "logits": {}}
     for name in SCALINGS:
         frequencies, factor = their_frequencies(name)
         found["scalings"][name] = {"frequencies": frequencies.tolist(), "attention_factor": factor}

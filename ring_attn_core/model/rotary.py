@@ -162,7 +162,7 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
             f"rotaries must be a list of one value for each of {depth} layers, a Rotary, a base, or None for a layer without "
             f"positions, got {rotaries!r}"
         )
-    return tuple(x if x is None else Rotary(x) if is_number(x) else rotary_of(x, Rotary.base) for x in rotaries)
+    return tuple(x if x is None else Rotary(x) if isinstance(x, int | float) else rotary_of(x, Rotary.base) for x in rotaries)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:

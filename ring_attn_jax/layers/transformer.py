@@ -202,7 +202,7 @@ class RingTransformer(nnx.Module):
         if positions is None:
             positions = self.blocks[0].attention.layout_positions(ids.shape[1])
         weight = self.embed.embedding[...]
-        x = _look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
+        x = _look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
