@@ -151,9 +151,8 @@ def their_frequencies(name: str) -> tuple[np.ndarray, float]:
     parameters = theirs | {"rope_theta": rotary.base}
     sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 2048}
     config = import_module("transformers").LlamaConfig(**sizes, **_in_full({"rope_parameters": parameters}))
-    frequencies, factor = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS[kind](
-        config, device="cpu", seq_len=tokens
-    )
+    functions = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    frequencies, factor = functions[kind](config, device="cpu", seq_len=tokens)
     return frequencies.numpy(), float(factor)
 
 

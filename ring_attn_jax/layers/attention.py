@@ -33,10 +33,10 @@ class RingAttention(nnx.Module):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
-    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
-    attention without positions. ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh``
-    the layer takes whole arrays in layout order instead, sharded over the mesh, and calls :func:`sharded_ring_attention` with
-    ``batch_axes`` and ``head_axis``. Computes in x's dtype whatever dtype the weights are kept in.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``: the ring, a
+    mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes whole arrays in layout order instead,
+    sharded over the mesh, and calls :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Computes in x's dtype
+    whatever dtype the weights are kept in.
 
     ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
     ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an

@@ -30,9 +30,9 @@ class RingAttention(nn.Module):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
-    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
-    attention without positions. ``group``: the ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of
-    one without torch.distributed. Computes in x's dtype whatever dtype the weights are kept in.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the ring, a
+    ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computes in x's dtype
+    whatever dtype the weights are kept in.
 
     ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
     ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
