@@ -46,10 +46,12 @@ NEW: dict[str, Any] = {
 """Every new feature at once, of a size that shows in the logits."""
 
 
-def test_jax_over_a_ring_of_two_is_torch_on_one_device():
+def test_jax_over_a_ring_is_torch_over_a_ring_and_torch_on_one_device(gloo):
     weights, (tokens, labels) = transformer_weights(False, **NEW), token_ids()
     ours = run_transformer(weights, tokens, labels, 2, "zigzag", **NEW, tied=False)
     assert_near(transformer_on_rank(None, weights, tokens, labels, "contiguous", NEW | {"tied": False}), ours, 1e-5)
+    for theirs in gloo(2, transformer_on_rank, weights, tokens, labels, "zigzag", NEW | {"tied": False}):
+        assert_near(theirs, ours, 1e-5)
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -84,7 +86,7 @@ def torch_logits(name: str) -> np.ndarray:
 
 
 def jax_logits(name: str) -> np.ndarray:
-    where = {"layout": "contiguous", "mesh": mesh_of(1), "rngs": nnx.Rngs(0)}
+    where: dict[str, Any] = {"layout": "contiguous", "mesh": mesh_of(1), "rngs": nnx.Rngs(0)}
     model = from_numpy(ring_attn_jax.RingTransformer.from_config(config_of(name), **where), weights_of(name))
     return np.asarray(jax.jit(lambda tokens: model(tokens))(jnp.asarray(ids())))[0, LOOKED_AT]
 
@@ -124,12 +126,10 @@ def test_weights_are_kept_and_activations_computed_in_the_dtypes_of_the_config()
 
 
 def test_dtypes_may_be_named_or_given():
-    given = (
-        {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.float32},
-        {"param_dtype": torch.bfloat16, "compute_dtype": torch.float32},
-    )
-    ours = ring_attn_jax.RingTransformer(**TRANSFORMER, **given[0], rngs=nnx.Rngs(0)).config
-    theirs = ring_attn_torch.RingTransformer(**TRANSFORMER, **given[1]).config
+    in_jax: dict[str, Any] = TRANSFORMER | {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.float32}
+    in_torch: dict[str, Any] = TRANSFORMER | {"param_dtype": torch.bfloat16, "compute_dtype": torch.float32}
+    ours = ring_attn_jax.RingTransformer(**in_jax, rngs=nnx.Rngs(0)).config
+    theirs = ring_attn_torch.RingTransformer(**in_torch).config
     assert ours == theirs == TransformerConfig(**TRANSFORMER, param_dtype="bfloat16", compute_dtype="float32")
     for model, more in ((ring_attn_torch.RingTransformer, {}), (ring_attn_jax.RingTransformer, {"rngs": nnx.Rngs(0)})):
         with pytest.raises(ValueError, match=r"param_dtype must be one of float32, .*, got 'half'"):
@@ -158,7 +158,7 @@ def test_both_frameworks_turn_by_the_frequencies_of_a_scaling_far_out(name):
 
 
 def test_a_transformer_with_everything_new_compiles_as_one_graph():
-    sizes = TRANSFORMER | NEW | {"layout": "contiguous"}
+    sizes: dict[str, Any] = TRANSFORMER | NEW | {"layout": "contiguous"}
     model = ring_attn_torch.RingTransformer(**sizes)
     tokens = torch.from_numpy(token_ids()[0])
     compiled = torch.compile(lambda x: model(x).square().mean(), fullgraph=True, backend="aot_eager")

@@ -76,7 +76,8 @@ def test_what_is_left_open_is_filled_in():
 
 
 def test_layers_differ_in_their_masks_and_rotary_embeddings():
-    config = TransformerConfig(**SIZES | {"depth": 3}, windows=[4, None, 7], rotaries=[1e4, Rotary(1e6, Linear(8.0)), None])
+    sizes: dict[str, Any] = SIZES | {"depth": 3}
+    config = TransformerConfig(**sizes, windows=[4, None, 7], rotaries=[1e4, Rotary(1e6, Linear(8.0)), None])
     layers = [config.attention(layer) for layer in range(3)]
     assert [x.mask for x in layers] == [Band(0, 4), Band(0, None), Band(0, 7)]
     assert [x.rotary for x in layers] == [Rotary(1e4), Rotary(1e6, Linear(8.0)), None]

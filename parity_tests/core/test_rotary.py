@@ -68,19 +68,19 @@ def test_a_factor_of_1_changes_nothing(scaling):
     ("make", "message"),
     [
         (lambda: Rotary(1), "base of rotary embeddings must be greater than 1, got 1"),
-        (lambda: Rotary("10000"), "base of rotary embeddings must be greater than 1, got '10000'"),
-        (lambda: Rotary(1e4, 8.0), r"must be Linear\(...\), NTK\(...\), YaRN\(...\), Llama3\(...\) or None, got 8.0"),
+        (lambda: Rotary("10000"), "base of rotary embeddings must be greater than 1, got '10000'"),  # type: ignore[arg-type]
+        (lambda: Rotary(1e4, 8.0), r"must be Linear\(...\), NTK\(...\), YaRN\(...\), Llama3\(...\) or None, got 8.0"),  # type: ignore[arg-type]
         (lambda: Linear(0.5), "factor of Linear must be a number of at least 1, got 0.5"),
         (lambda: NTK(True), "factor of NTK must be a number of at least 1, got True"),
-        (lambda: YaRN(4.0, 4096.0), "original must be an int of at least 1, got 4096.0"),
+        (lambda: YaRN(4.0, 4096.0), "original must be an int of at least 1, got 4096.0"),  # type: ignore[arg-type]
         (lambda: YaRN(4.0, 4096, fast=1.0), "fast=1.0 must be greater than slow=1.0"),
         (lambda: YaRN(4.0, 4096, mscale=1.0), "takes mscale and mscale_all together"),
         (lambda: Llama3(8.0, 4.0, 1.0, 8192), "high=1.0 must be greater than low=4.0"),
-        (lambda: rotary_of(1e4, 1e4), r"rotary must be Rotary\(base, scaling\) or None, got 10000.0"),
+        (lambda: rotary_of(1e4, 1e4), r"rotary must be Rotary\(base, scaling\) or None, got 10000.0"),  # type: ignore[arg-type]
         (lambda: rotary_of(Rotary(1e6), 1e5), "rotary_base=100000.0 contradicts rotary=Rotary"),
         (lambda: rotary_of(Rotary(1e6), None), "rotary_base=None contradicts rotary=Rotary"),
         (lambda: layer_rotaries([1e4], 2), "one value for each of 2 layers"),
-        (lambda: layer_rotaries([1e4, "far"], 2), "rotary must be Rotary.*, got 'far'"),
+        (lambda: layer_rotaries([1e4, "far"], 2), "rotary must be Rotary.*, got 'far'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_fits_no_rotary_embedding_is_refused(make, message):

@@ -118,8 +118,9 @@ class TransformerConfig:
         """Return what the attention of a layer, from 0, computes: they differ in their masks and rotary embeddings."""
         shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
         shared["mask"] = layer_masks(self.mask, self.windows, self.depth)[layer]
-        if self.rotaries is not None:
-            rotary = layer_rotaries(self.rotaries, self.depth)[layer]
+        rotaries = layer_rotaries(self.rotaries, self.depth)
+        if rotaries is not None:
+            rotary = rotaries[layer]
             shared |= {"rotary": rotary, "rotary_base": rotary and rotary.base}
         return AttentionConfig(**shared)
 

@@ -127,8 +127,8 @@ class RingTransformer(nnx.Module):
             dim=dim,
             depth=depth,
             heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            kv_heads=kv_heads,  # type: ignore[arg-type]
+            head_dim=head_dim,  # type: ignore[arg-type]
             hidden=hidden,  # type: ignore[arg-type]
             mask=mask,
             windows=windows,
