@@ -4,6 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
+from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
 
 from .api import ring_attention
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that is not there
@@ -24,13 +27,18 @@ if TYPE_CHECKING:
     from .training.weights import from_numpy, to_numpy
 
 __all__ = [
+    "NTK",
     "Band",
+    "Llama3",
     "RingAttention",
     "RingPlan",
     "RingTransformer",
+    "Rotary",
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "TransformerConfig",
+    "YaRN",
     "attend_block",
     "causal",
     "check_ranks",

@@ -1,6 +1,9 @@
 """Exact ring attention for PyTorch: attention over sequences that no single device can hold."""
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
+from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
 
 from .api import ring_attention
 from .block import attend_block, merge
@@ -19,13 +22,18 @@ from .training.ranks import check_ranks
 from .training.weights import from_numpy, to_numpy
 
 __all__ = [
+    "NTK",
     "Band",
+    "Llama3",
     "RingAttention",
     "RingPlan",
     "RingTransformer",
+    "Rotary",
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "TransformerConfig",
+    "YaRN",
     "attend_block",
     "causal",
     "check_every_call",

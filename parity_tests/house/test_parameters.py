@@ -18,6 +18,7 @@ PUBLIC = {
     "RingAttention.__init__",
     "RingTransformer.__init__",
     "SequenceShardedDataset.__init__",
+    "RingTransformer.from_config",
 }
 """What users call with keywords; each hands records on."""
 

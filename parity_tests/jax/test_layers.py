@@ -147,6 +147,7 @@ def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Explicit))
     ids, labels = token_ids()
     everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
+    everything |= {"qk_norm": True, "qkv_bias": True}
     sizes = {"tied": False, "depth": 1, **everything}
     weights = transformer_weights(**sizes)
     expected = run_transformer(weights, ids, labels, 1, "zigzag", 7, **sizes)

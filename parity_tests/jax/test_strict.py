@@ -116,7 +116,9 @@ def test_blocks_and_their_merge_with_every_feature():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options", [{}, {"alibi": True, "sinks": True, "softcap": 5.0, "dropout_rate": 0.2}], ids=["plain", "all"]
+    "options",
+    [{}, {"alibi": True, "sinks": True, "softcap": 5.0, "dropout_rate": 0.2, "qk_norm": True, "qkv_bias": True}],
+    ids=["plain", "all"],
 )
 def test_a_transformer_and_its_loss(options):
     model = RingTransformer(

@@ -62,7 +62,9 @@ def projections(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters of RingAttention."""
     dim, q, kv = sizes["dim"], sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     shapes = {"q.weight": (q, dim), "k.weight": (kv, dim), "v.weight": (kv, dim), "o.weight": (dim, q)}
-    return shapes | ({"sinks": (sizes["heads"],)} if sizes.get("sinks") else {})
+    shapes |= {"sinks": (sizes["heads"],)} if sizes.get("sinks") else {}
+    shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)} if sizes.get("qkv_bias") else {}
+    return shapes | ({f"{name}_norm.weight": (sizes["head_dim"],) for name in "qk"} if sizes.get("qk_norm") else {})
 
 
 def layer_weights(**sizes: Any) -> Arrays:

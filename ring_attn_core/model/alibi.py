@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import check_sizes
+from .checks import check_sizes
 
 
 def alibi_slopes(heads: int, head: Any = None) -> Any:

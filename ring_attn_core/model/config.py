@@ -7,17 +7,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask
-from ..problem.checks import check_dropout_rate, check_softcap
 from ..runs import Band
+from .as_json import read_record, write_record
+from .checks import check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
 from .masks import layer_masks
+from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """What a RingAttention computes, under the names of its arguments.
 
-    ``kv_heads`` None becomes ``heads`` and ``head_dim`` None ``dim / heads``. Raises ValueError for sizes that do not fit and
-    numbers outside their range.
+    ``kv_heads`` None becomes ``heads``, ``head_dim`` None ``dim / heads``, and ``rotary`` None what ``rotary_base`` is short for.
+    ``param_dtype``: the name of a dtype. Raises ValueError for sizes that do not fit and numbers outside their range.
     """
 
     dim: int
@@ -26,17 +28,29 @@ class AttentionConfig:
     head_dim: int = None  # type: ignore[assignment]
     mask: Band = field(default_factory=causal)
     rotary_base: float | None = 10000.0
+    rotary: Rotary | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    eps: float = 1e-6
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
     dropout_rate: float = 0.0
+    param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         kv_heads, head_dim = head_sizes(self.dim, self.heads, self.kv_heads, self.head_dim)
         check_mask(self.mask)
+        rotary = rotary_of(self.rotary, self.rotary_base)
+        if rotary is not None:
+            check_rotary(head_dim, rotary)
+        check_flags(qk_norm=self.qk_norm, qkv_bias=self.qkv_bias)
+        check_eps(self.eps)
         check_scores(self.softcap, self.sinks, self.alibi, self.dropout_rate)
-        object.__setattr__(self, "kv_heads", kv_heads)
-        object.__setattr__(self, "head_dim", head_dim)
+        check_dtype("param_dtype", self.param_dtype)
+        filled = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary, "rotary_base": rotary and rotary.base}
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -46,79 +60,86 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """What a RingTransformer computes, under the names of its arguments.
+    """What a RingTransformer computes, under the names of its arguments; the same in both frameworks, to JSON and back.
 
-    ``hidden`` None becomes ``hidden_size(dim)``. Raises ValueError for sizes that do not fit and numbers outside their range.
+    ``hidden`` None becomes ``hidden_size(dim)``, the rest as in :class:`AttentionConfig`. ``windows`` and ``rotaries``: one value
+    a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. Raises ValueError for sizes that do not fit and numbers outside
+    their range.
     """
 
     vocab: int
     dim: int
     depth: int
     heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    hidden: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    kv_heads: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    head_dim: int = None  # type: ignore[assignment]
+    hidden: int = None  # type: ignore[assignment]
     mask: Band = field(default_factory=causal)
     windows: Sequence[int | None] | None = None
     rotary_base: float | None = 10000.0
+    rotary: Rotary | None = None
+    rotaries: Sequence[Rotary | float | None] | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    eps: float = 1e-6
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
     dropout_rate: float = 0.0
     tied: bool = True
+    param_dtype: str = "float32"
+    compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_sizes(vocab=self.vocab, dim=self.dim, depth=self.depth)
+        check_flags(tied=self.tied)
+        if self.compute_dtype is not None:
+            check_dtype("compute_dtype", self.compute_dtype)
         hidden = hidden_size(self.dim) if self.hidden is None else self.hidden
         check_sizes(hidden=hidden)
-        object.__setattr__(self, "hidden", hidden)
         layer_masks(self.mask, self.windows, self.depth)
-        object.__setattr__(self, "windows", None if self.windows is None else tuple(self.windows))
-        self.attention(0)
+        kv_heads, head_dim = head_sizes(self.dim, self.heads, self.kv_heads, self.head_dim)
+        rotary = rotary_of(self.rotary, self.rotary_base)
+        filled = {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "hidden": hidden,
+            "windows": None if self.windows is None else tuple(x if x is None else x.__index__() for x in self.windows),
+            "rotary": rotary,
+            "rotary_base": rotary and rotary.base,
+            "rotaries": layer_rotaries(self.rotaries, self.depth),
+        }
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+        for layer in range(self.depth):
+            self.attention(layer)
 
     def attention(self, layer: int) -> AttentionConfig:
-        """Return what the attention of a layer, from 0, computes: they differ in their masks."""
+        """Return what the attention of a layer, from 0, computes: they differ in their masks and rotary embeddings."""
         shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
         shared["mask"] = layer_masks(self.mask, self.windows, self.depth)[layer]
+        rotaries = layer_rotaries(self.rotaries, self.depth)
+        if rotaries is not None:
+            rotary = rotaries[layer]
+            shared |= {"rotary": rotary, "rotary_base": rotary and rotary.base}
         return AttentionConfig(**shared)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the values by name, as RingTransformer takes them."""
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
-def check_sizes(**sizes: int) -> None:
-    """ValueError for a size that is no int of at least 1."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+    def to_json(self) -> str:
+        """Return the record as JSON: an object with the fields above, and records in it with their ``type``."""
+        return write_record(self)
 
+    @classmethod
+    def from_json(cls, text: str) -> TransformerConfig:
+        """Return the record that ``to_json`` wrote; fields that are left out have their defaults.
 
-def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """(kv_heads, head_dim), where None means as many as query heads and ``dim / heads``.
-
-    Raises ValueError where heads do not divide ``dim`` and no head_dim is given, and where kv_heads do not divide heads.
-    """
-    check_sizes(dim=dim, heads=heads)
-    if head_dim is None:
-        if dim % heads:
-            raise ValueError(
-                f"dim={dim} cannot be split over heads={heads}: choose a number of heads that divides dim, or pass head_dim, "
-                "which need not be dim / heads"
-            )
-        head_dim = dim // heads
-    kv_heads = heads if kv_heads is None else kv_heads
-    check_sizes(kv_heads=kv_heads, head_dim=head_dim)
-    if heads % kv_heads:
-        raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}: choose a divisor, 1 for multi-query attention")
-    return kv_heads, head_dim
-
-
-def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: float) -> None:
-    """ValueError for numbers outside their range: where the layer is made, and not only at its first call."""
-    check_softcap(softcap)
-    check_dropout_rate(dropout_rate)
-    for name, flag in (("sinks", sinks), ("alibi", alibi)):
-        if not isinstance(flag, bool):
-            raise ValueError(
-                f"{name} must be True or False, got {flag!r}: the layer makes the numbers itself, one for every head"
-            )
+        Raises ValueError for what is no JSON object, for a key that is no field, naming it, and for values that do not fit.
+        """
+        return read_record(cls, text)
 
 
 def hidden_size(dim: int) -> int:

@@ -1,23 +1,228 @@
-"""Rotary position embeddings: what their arguments must be.
+"""Rotary position embeddings as frozen records, and what follows from one: inverse frequencies and the attention factor.
 
-Frequencies and angles are made in ``RotaryEmbedding._turns`` in ``layers/rotary.py`` of both packages. A scaling of them, such as
-YaRN's, would go there, and the check of its arguments here.
+Without a scaling the pair i of a head turns by ``base ** (-2 i / head_dim)`` radians a token (arXiv:2104.09864, section 3.4.2). A
+scaling stretches the positions of a trained model over a longer context. Each keeps a share of every frequency and divides the
+rest by ``factor``:
+
+    f_i    = base ** (-2 i / head_dim)                                              0 <= i < head_dim / 2
+    freq_i = f_i (kept_i + (1 - kept_i) / factor)
+
+    Linear   kept_i = 0                                                             arXiv:2306.15595, equation 4
+    NTK      kept_i = 1, with base * factor ** (head_dim / (head_dim - 2)) for base    arXiv:2309.00071, definition 1
+    YaRN     kept_i = 1 - clamp((i - low) / (high - low)),                          arXiv:2309.00071, section 3.2
+             low and high the i that turn fast and slow times in original tokens    (the authors' code rounds them outwards)
+    Llama3   kept_i = clamp((original f_i / 2 pi - low) / (high - low))             the released code of Llama 3.1
+
+with clamp(x) = min(max(x, 0), 1). Positions are not touched, so that any part of a sequence turns as in the whole.
 """
 
 from __future__ import annotations
 
-from .config import check_sizes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log, pi
+from typing import Any
+
+from .checks import check_flags, check_sizes, is_number
 
 
-def check_rotary(head_dim: int, base: float) -> None:
-    """ValueError for an odd head_dim, which has no pairs to rotate, and for a base of at most 1."""
+def _check_numbers(record: Any, least: float, *names: str) -> None:
+    """ValueError for a field of a scaling that is no number of at least ``least``."""
+    for name in names:
+        value = getattr(record, name)
+        if not is_number(value) or value < least:
+            raise ValueError(f"{name} of {type(record).__name__} must be a number of at least {least:g}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Position interpolation (Chen et al., arXiv:2306.15595): every frequency is divided by ``factor``."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, 1, "factor")
+
+
+@dataclass(frozen=True)
+class NTK:
+    """NTK-aware interpolation (arXiv:2309.00071, definition 1): a base ``factor ** (head_dim / (head_dim - 2))`` times as large.
+
+    The slowest pair turns ``factor`` times more slowly, the fastest as before. Hugging Face's "dynamic" scaling by g is this one
+    at every length L beyond the original L0, with ``factor = g L / L0 - (g - 1)``; here the factor is fixed.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, 1, "factor")
+
+
+@dataclass(frozen=True)
+class YaRN:
+    """YaRN (Peng et al., arXiv:2309.00071): divides by ``factor`` what turns slowly, and makes attention sharper.
+
+    ``original``: tokens of the context that the model was trained for. Pairs that turn at least ``fast`` times in it keep their
+    frequency, those that turn at most ``slow`` times are divided by ``factor``, and between them the share falls linearly in i.
+    ``truncate``: those two i are rounded outwards, as in the authors' code. ``attention_factor`` multiplies cosines and sines, so
+    that its square multiplies every score; None: ``0.1 ln(factor) + 1`` (equation 22), and where ``mscale`` and ``mscale_all``
+    are given, as DeepSeek does, ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
+    """
+
+    factor: float
+    original: int
+    fast: float = 32.0
+    slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, 1, "factor")
+        check_sizes(original=self.original)
+        check_flags(truncate=self.truncate)
+        _check_numbers(self, 1e-6, "fast", "slow")
+        if self.fast <= self.slow:
+            raise ValueError(f"YaRN keeps what turns fast: fast={self.fast!r} must be greater than slow={self.slow!r}")
+        given = [name for name in ("attention_factor", "mscale", "mscale_all") if getattr(self, name) is not None]
+        _check_numbers(self, 1e-6, *given)
+        if "attention_factor" not in given and len(given) == 1:
+            raise ValueError("YaRN takes mscale and mscale_all together, or neither: attention_factor is 0.1 ln(factor) + 1 then")
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """The scaling of Llama 3.1 and later: as YaRN's, but between wavelengths, and without an attention factor.
+
+    ``original``: tokens of the context that the model was trained for. Pairs that turn more than ``high`` times in it keep their
+    frequency, those that turn less than ``low`` times are divided by ``factor``, between them the share grows linearly in f_i.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, 1, "factor")
+        check_sizes(original=self.original)
+        _check_numbers(self, 1e-6, "low", "high")
+        if self.high <= self.low:
+            raise ValueError(f"Llama3 keeps what turns often: high={self.high!r} must be greater than low={self.low!r}")
+
+
+Scaling = Linear | NTK | YaRN | Llama3
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary position embedding: its ``base``, greater than 1, and a ``scaling`` to longer contexts or None."""
+
+    base: float = 10000.0
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        if not is_number(self.base) or not self.base > 1:
+            raise ValueError(
+                f"the base of rotary embeddings must be greater than 1, got {self.base!r}: 10000.0 is usual, long contexts take "
+                "more"
+            )
+        if not isinstance(self.scaling, Scaling | None):
+            raise ValueError(
+                "the scaling of rotary embeddings must be Linear(...), NTK(...), YaRN(...), Llama3(...) or None, "
+                f"got {self.scaling!r}"
+            )
+        object.__setattr__(self, "base", float(self.base))
+
+
+def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
+    """The record that ``rotary=`` and its short form ``rotary_base=`` stand for; None: no positions.
+
+    Raises ValueError where both are given and differ.
+    """
+    if rotary is None:
+        return None if base is None else Rotary(base)
+    if not isinstance(rotary, Rotary):
+        raise ValueError(f"rotary must be Rotary(base, scaling) or None, got {rotary!r}: a base alone is rotary_base=")
+    if base not in (Rotary.base, rotary.base):
+        raise ValueError(f"rotary_base={base!r} contradicts rotary={rotary!r}: pass the base inside Rotary only")
+    return rotary
+
+
+def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int) -> tuple[Rotary | None, ...] | None:
+    """The rotary embedding of every layer, a number being short for ``Rotary(base)``; None: all layers have the same.
+
+    Raises ValueError for another number of values than layers, and for one that is no rotary embedding.
+    """
+    if rotaries is None:
+        return None
+    if not isinstance(rotaries, Sequence) or len(rotaries) != depth:
+        raise ValueError(
+            f"rotaries must be a list of one value for each of {depth} layers, a Rotary, a base, or None for a layer without "
+            f"positions, got {rotaries!r}"
+        )
+    return tuple(x if x is None else Rotary(x) if isinstance(x, int | float) else rotary_of(x, Rotary.base) for x in rotaries)
+
+
+def check_rotary(head_dim: int, rotary: Rotary) -> None:
+    """ValueError for an odd head_dim, which has no pairs to rotate, and for one too small for the scaling."""
     check_sizes(head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(
             f"rotary embeddings turn pairs, so head_dim must be even, got {head_dim}: pass an even head_dim, or rotary_base=None "
             "for attention without positions"
         )
-    if not base > 1:
-        raise ValueError(
-            f"the base of rotary embeddings must be greater than 1, got {base!r}: 10000.0 is usual, long contexts take more"
-        )
+    if head_dim == 2 and isinstance(rotary.scaling, NTK):
+        raise ValueError("NTK leaves the fastest pair as it is, and head_dim=2 has no other: take Linear, or a larger head_dim")
+
+
+def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
+    """Radians a token by which every pair of features turns: ``freq_i`` above, as floats.
+
+    ``pair``: an array that holds 0, 1, ... head_dim / 2 - 1 in float64, of any framework: frequencies come like it.
+    """
+    if pair is None:
+        return tuple(inverse_frequencies(rotary, head_dim, pair) for pair in range(head_dim // 2))
+    base, scaling = rotary.base, rotary.scaling
+    if isinstance(scaling, NTK):
+        base *= scaling.factor ** (head_dim / (head_dim - 2))
+    plain = base ** (-(2 * pair / head_dim))
+    if isinstance(scaling, Linear):
+        return plain / scaling.factor
+    if isinstance(scaling, YaRN):
+        low, high = _ramp(scaling, head_dim, base)
+        kept = 1 - _clamped((pair - low) / (high - low))
+    elif isinstance(scaling, Llama3):
+        kept = _clamped((scaling.original / (2 * pi) * plain - scaling.low) / (scaling.high - scaling.low))
+    else:
+        return plain
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def attention_factor(rotary: Rotary) -> float:
+    """What cosines and sines are multiplied by: 1 but for YaRN."""
+    scaling = rotary.scaling
+    if not isinstance(scaling, YaRN):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return float(scaling.attention_factor)
+    sharper = lambda mscale: 0.1 * mscale * log(scaling.factor) + 1.0
+    if scaling.mscale is None or scaling.mscale_all is None:
+        return sharper(1.0)
+    return sharper(scaling.mscale) / sharper(scaling.mscale_all)
+
+
+def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
+    """The i, fractions included, from which on a pair turns less than ``fast`` times, and less than ``slow`` times."""
+    turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
+    low, high = turning(scaling.fast), turning(scaling.slow)
+    if scaling.truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high + 0.001 if low == high else high  # no division by 0, as in the authors' code
+
+
+def _clamped(x: Any) -> Any:
+    """``min(max(x, 0), 1)`` of a float and of an array of any framework, to the rounding of x."""
+    return (abs(x) - abs(x - 1) + 1) / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
@@ -23,31 +25,23 @@ from ..attend.dropout import draw_of
 from ..axes import ring_size
 from ..data.layout import positions as positions_of
 from ..sharded import Where, sharded
+from .parts import Linear, RMSNorm, dtype_name
 from .rotary import RotaryEmbedding
 
 
-class Linear(nnx.Linear):
-    """``y = x W^T`` without bias, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
-
-    The weight starts normal with deviation ``in ** -0.5``. flax keeps it transposed, as ``kernel`` [in, out].
-    """
-
-    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(in_features**-0.5)
-        super().__init__(in_features, out_features, use_bias=False, kernel_init=init, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return x @ self.kernel[...].astype(x.dtype)
-
-
 class RingAttention(nnx.Module):
-    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``, projections without bias.
+    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
-    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
-    attention without positions. ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh``
-    the layer takes whole arrays in layout order instead, sharded over the mesh, and calls :func:`sharded_ring_attention` with
-    ``batch_axes`` and ``head_axis``. Computes in x's dtype whatever dtype the weights are kept in.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``: the ring, a
+    mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes whole arrays in layout order instead,
+    sharded over the mesh, and calls :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Computes in x's dtype
+    whatever dtype the weights are kept in.
+
+    ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
+    ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
+    :class:`RMSNorm` over head_dim with ``eps`` before they are turned, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
+    Qwen2; o has none. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
     denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
@@ -69,10 +63,15 @@ class RingAttention(nnx.Module):
         layout: str = "zigzag",
         mask: Band = causal(),
         rotary_base: float | None = 10000.0,
+        rotary: Rotary | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
         dropout_rate: float = 0.0,
+        param_dtype: Any = "float32",
         axis_name: str = "seq",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = (),
@@ -89,20 +88,28 @@ class RingAttention(nnx.Module):
             head_dim=head_dim,  # type: ignore[arg-type]
             mask=mask,
             rotary_base=rotary_base,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            eps=eps,
             softcap=softcap,
             sinks=sinks,
             alibi=alibi,
             dropout_rate=dropout_rate,
+            param_dtype=dtype_name(param_dtype),
         )
         self.options = Options(
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
         self.where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
-        self.rotary = None if rotary_base is None else RotaryEmbedding(config.head_dim, rotary_base)
-        self.q = Linear(dim, heads * config.head_dim, rngs=rngs)
-        self.k = Linear(dim, config.kv_heads * config.head_dim, rngs=rngs)
-        self.v = Linear(dim, config.kv_heads * config.head_dim, rngs=rngs)
-        self.o = Linear(heads * config.head_dim, dim, rngs=rngs)
+        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
+        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
+        self.q = Linear(dim, heads * size, qkv_bias, kept, rngs=rngs)
+        self.k = Linear(dim, config.kv_heads * size, qkv_bias, kept, rngs=rngs)
+        self.v = Linear(dim, config.kv_heads * size, qkv_bias, kept, rngs=rngs)
+        self.o = Linear(heads * size, dim, False, kept, rngs=rngs)
+        self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
+        self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None
 
     def __call__(
@@ -128,6 +135,8 @@ class RingAttention(nnx.Module):
         if x.ndim != 3 or x.shape[-1] != self.config.dim:
             raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
         q, k, v = (project(x).reshape(*x.shape[:2], -1, self.config.head_dim) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             positions = self.layout_positions(x.shape[1]) if positions is None else positions
             q, k = self.rotary(q, positions), self.rotary(k, positions)

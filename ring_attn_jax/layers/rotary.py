@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ring_attn_core.model.rotary import check_rotary
+from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
 
 from ..attend.tiles import accumulation_dtype
 
@@ -24,15 +24,18 @@ class RotaryEmbedding(nnx.Module):
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
+    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) give the angles of another
+    frequency, and YaRN multiplies y by its attention factor.
+
     Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
     position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
 
-    Raises ValueError for an odd head_dim.
+    Raises ValueError for an odd head_dim, a base of at most 1, and what is no scaling.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
-        check_rotary(head_dim, base)
-        self.head_dim, self.base = head_dim, float(base)
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
+        self.head_dim, self.rotary = head_dim, Rotary(base, scaling)
+        check_rotary(head_dim, self.rotary)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
@@ -45,15 +48,16 @@ class RotaryEmbedding(nnx.Module):
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
     def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin, float32 [b or 1, s, head_dim / 2]."""
-        exponents = np.arange(0, self.head_dim, 2) / self.head_dim
-        fine = self.base**-exponents
+        """cos and sin times the attention factor, float32 [b or 1, s, head_dim / 2]."""
+        fine = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))
         coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
         positions = positions if positions.ndim == 2 else positions[None]
         positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 fits no int8
         quotient, rest = (t[..., None].astype(jnp.float32) for t in (positions // COARSE, positions % COARSE))
         angles = quotient * coarse.astype(np.float32)[None, None] + rest * fine.astype(np.float32)[None, None]
-        return jnp.cos(angles), jnp.sin(angles)
+        factor = attention_factor(self.rotary)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
     def _check(self, x: jax.Array, positions: jax.Array) -> None:
         if x.ndim != 4 or x.shape[-1] != self.head_dim:

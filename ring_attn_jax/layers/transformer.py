@@ -8,53 +8,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
-from ..attend.tiles import accumulation_dtype
-from .attention import Linear, RingAttention
-
-
-class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        self.weight = nnx.Param(jnp.ones(dim))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(accumulation_dtype(x.dtype))
-        scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(x.dtype).astype(wide.dtype)
-        return (wide * scale * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))).astype(x.dtype)
+from .attention import RingAttention
+from .parts import Linear, RMSNorm, dtype_name
 
 
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
 
-    def __init__(self, dim: int, hidden: int, *, rngs: nnx.Rngs) -> None:
-        self.gate = Linear(dim, hidden, rngs=rngs)
-        self.up = Linear(dim, hidden, rngs=rngs)
-        self.down = Linear(hidden, dim, rngs=rngs)
+    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        self.gate = Linear(dim, hidden, False, param_dtype, rngs=rngs)
+        self.up = Linear(dim, hidden, False, param_dtype, rngs=rngs)
+        self.down = Linear(hidden, dim, False, param_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP."""
+    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
+
+    The norms' eps and the weights' dtype are those of the attention.
+    """
 
     def __init__(self, attention: RingAttention, hidden: int, *, rngs: nnx.Rngs) -> None:
-        dim = attention.config.dim
-        self.attention_norm = RMSNorm(dim)
+        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
+        self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
-        self.mlp_norm = RMSNorm(dim)
-        self.mlp = SwiGLU(dim, hidden, rngs=rngs)
+        self.mlp_norm = RMSNorm(dim, eps, kept)
+        self.mlp = SwiGLU(dim, hidden, kept, rngs=rngs)
 
     def __call__(
         self,
@@ -90,6 +79,8 @@ class RingTransformer(nnx.Module):
 
     ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
     sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
+    ``rotaries``: one value a layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
+    all norms, 1e-5 in Llama. ``config`` says all of this as one record, from which :meth:`from_config` makes the same model.
 
     JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
     makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit
@@ -110,11 +101,17 @@ class RingTransformer(nnx.Module):
         mask: Band = causal(),
         windows: Sequence[int | None] | None = None,
         rotary_base: float | None = 10000.0,
+        rotary: Rotary | None = None,
+        rotaries: Sequence[Rotary | float | None] | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
         dropout_rate: float = 0.0,
         tied: bool = True,
+        param_dtype: Any = "float32",
         compute_dtype: Any = None,
         axis_name: str = "seq",
         mesh: Mesh | None = None,
@@ -130,26 +127,54 @@ class RingTransformer(nnx.Module):
             dim=dim,
             depth=depth,
             heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            kv_heads=kv_heads,  # type: ignore[arg-type]
+            head_dim=head_dim,  # type: ignore[arg-type]
             hidden=hidden,  # type: ignore[arg-type]
             mask=mask,
             windows=windows,
             rotary_base=rotary_base,
+            rotary=rotary,
+            rotaries=rotaries,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            eps=eps,
             softcap=softcap,
             sinks=sinks,
             alibi=alibi,
             dropout_rate=dropout_rate,
             tied=tied,
+            param_dtype=dtype_name(param_dtype),
+            compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
         )
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        self.compute_dtype = compute_dtype
-        self.embed = nnx.Embed(vocab, dim, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
+        init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
+        self.embed = nnx.Embed(vocab, dim, embedding_init=init, param_dtype=kept, rngs=rngs)
         layers = (RingAttention(**config.attention(layer).arguments, **where, **how, rngs=rngs) for layer in range(depth))
         self.blocks = nnx.List(Block(attention, config.hidden, rngs=rngs) for attention in layers)
-        self.norm = RMSNorm(dim)
-        self.head = None if tied else Linear(dim, vocab, rngs=rngs)
+        self.norm = RMSNorm(dim, eps, config.param_dtype)
+        self.head = None if tied else Linear(dim, vocab, False, config.param_dtype, rngs=rngs)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: TransformerConfig,
+        *,
+        layout: str = "zigzag",
+        axis_name: str = "seq",
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] = (),
+        head_axis: str | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+    ) -> RingTransformer:
+        """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
+        where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
+        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        return cls(**config.arguments, **where, **how, rngs=rngs)
 
     def __call__(
         self,
@@ -177,7 +202,7 @@ class RingTransformer(nnx.Module):
         if positions is None:
             positions = self.blocks[0].attention.layout_positions(ids.shape[1])
         weight = self.embed.embedding[...]
-        x = _look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
+        x = _look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
@@ -22,32 +22,22 @@ from ..arguments import Arrays
 from ..attend.dropout import Dropout
 from ..data.layout import positions as positions_of
 from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
+from .parts import Linear, RMSNorm, dtype_name
 from .rotary import RotaryEmbedding
 
 
-class Linear(nn.Linear):
-    """``y = x W^T`` without bias, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
-
-    The weight starts normal with deviation ``in ** -0.5``.
-    """
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.in_features**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
 class RingAttention(nn.Module):
-    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``, projections without bias.
+    """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
-    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``rotary_base``: None for
-    attention without positions. ``group``: the ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of
-    one without torch.distributed. Computes in x's dtype whatever dtype the weights are kept in.
+    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the ring, a
+    ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computes in x's dtype
+    whatever dtype the weights are kept in.
+
+    ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
+    ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
+    :class:`RMSNorm` over head_dim with ``eps`` before they are turned, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
+    Qwen2; o has none. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
     denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
@@ -69,10 +59,15 @@ class RingAttention(nn.Module):
         layout: str = "zigzag",
         mask: Band = causal(),
         rotary_base: float | None = 10000.0,
+        rotary: Rotary | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
         dropout_rate: float = 0.0,
+        param_dtype: torch.dtype | str = "float32",
         group: dist.ProcessGroup | DeviceMesh | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -86,20 +81,28 @@ class RingAttention(nn.Module):
             head_dim=head_dim,  # type: ignore[arg-type]
             mask=mask,
             rotary_base=rotary_base,
+            rotary=rotary,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            eps=eps,
             softcap=softcap,
             sinks=sinks,
             alibi=alibi,
             dropout_rate=dropout_rate,
+            param_dtype=dtype_name(param_dtype),
         )
         self.options = Options(
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
         self.group = group
-        self.rotary = None if rotary_base is None else RotaryEmbedding(config.head_dim, rotary_base)
-        self.q = Linear(dim, heads * config.head_dim)
-        self.k = Linear(dim, config.kv_heads * config.head_dim)
-        self.v = Linear(dim, config.kv_heads * config.head_dim)
-        self.o = Linear(heads * config.head_dim, dim)
+        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
+        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
+        self.q = Linear(dim, heads * size, qkv_bias, kept)
+        self.k = Linear(dim, config.kv_heads * size, qkv_bias, kept)
+        self.v = Linear(dim, config.kv_heads * size, qkv_bias, kept)
+        self.o = Linear(heads * size, dim, False, kept)
+        self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
+        self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32)) if sinks else None
 
     def forward(
@@ -125,6 +128,8 @@ class RingAttention(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.config.dim:
             raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
         q, k, v = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
             q, k = self.rotary(q, positions), self.rotary(k, positions)

@@ -7,7 +7,7 @@ from math import pi
 import torch
 from torch import Tensor, nn
 
-from ring_attn_core.model.rotary import check_rotary
+from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
 
 COARSE = 1024
 """Tokens between two coarse angles of RotaryEmbedding."""
@@ -20,16 +20,19 @@ class RotaryEmbedding(nn.Module):
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
+    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) give the angles of another
+    frequency, and YaRN multiplies y by its attention factor.
+
     Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
     position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
 
-    Raises ValueError for an odd head_dim.
+    Raises ValueError for an odd head_dim, a base of at most 1, and what is no scaling.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
         super().__init__()
-        check_rotary(head_dim, base)
-        self.head_dim, self.base = head_dim, float(base)
+        self.head_dim, self.rotary = head_dim, Rotary(base, scaling)
+        check_rotary(head_dim, self.rotary)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
@@ -42,14 +45,16 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [..., head_dim / 2]."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
-        fine = self.base**-exponents
+        """cos and sin times the attention factor, float32 [..., head_dim / 2]."""
+        pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
+        fine = inverse_frequencies(self.rotary, self.head_dim, pair)
         coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
         positions = positions if positions.dtype in (torch.int32, torch.int64) else positions.long()  # 1024 fits no int8
         quotient, rest = (t[..., None].float() for t in (positions // COARSE, positions % COARSE))
         angles = quotient * coarse.float() + rest * fine.float()
-        return angles.cos(), angles.sin()
+        factor = attention_factor(self.rotary)
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
     def _check(self, x: Tensor, positions: Tensor) -> None:
         if x.ndim != 4 or x.shape[-1] != self.head_dim:

@@ -14,46 +14,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
-from .attention import Linear, RingAttention
-
-
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
-
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+from .attention import RingAttention
+from .parts import Linear, RMSNorm, dtype_name
 
 
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32") -> None:
         super().__init__()
-        self.gate = Linear(dim, hidden)
-        self.up = Linear(dim, hidden)
-        self.down = Linear(hidden, dim)
+        self.gate = Linear(dim, hidden, False, param_dtype)
+        self.up = Linear(dim, hidden, False, param_dtype)
+        self.down = Linear(hidden, dim, False, param_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP."""
+    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
+
+    The norms' eps and the weights' dtype are those of the attention.
+    """
 
     def __init__(self, attention: RingAttention, hidden: int) -> None:
         super().__init__()
-        dim = attention.config.dim
-        self.attention_norm = RMSNorm(dim)
+        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
+        self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
-        self.mlp_norm = RMSNorm(dim)
-        self.mlp = SwiGLU(dim, hidden)
+        self.mlp_norm = RMSNorm(dim, eps, kept)
+        self.mlp = SwiGLU(dim, hidden, kept)
 
     def forward(
         self,
@@ -89,6 +82,8 @@ class RingTransformer(nn.Module):
 
     ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
     sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
+    ``rotaries``: one value a layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
+    all norms, 1e-5 in Llama. ``config`` says all of this as one record, from which :meth:`from_config` makes the same model.
 
     A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit
     and numbers outside their range.
@@ -108,12 +103,18 @@ class RingTransformer(nn.Module):
         mask: Band = causal(),
         windows: Sequence[int | None] | None = None,
         rotary_base: float | None = 10000.0,
+        rotary: Rotary | None = None,
+        rotaries: Sequence[Rotary | float | None] | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
         dropout_rate: float = 0.0,
         tied: bool = True,
-        compute_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | str = "float32",
+        compute_dtype: torch.dtype | str | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -125,26 +126,48 @@ class RingTransformer(nn.Module):
             dim=dim,
             depth=depth,
             heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            kv_heads=kv_heads,  # type: ignore[arg-type]
+            head_dim=head_dim,  # type: ignore[arg-type]
             hidden=hidden,  # type: ignore[arg-type]
             mask=mask,
             windows=windows,
             rotary_base=rotary_base,
+            rotary=rotary,
+            rotaries=rotaries,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            eps=eps,
             softcap=softcap,
             sinks=sinks,
             alibi=alibi,
             dropout_rate=dropout_rate,
             tied=tied,
+            param_dtype=dtype_name(param_dtype),
+            compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
         )
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        self.compute_dtype = compute_dtype
-        self.embed = nn.Embedding(vocab, dim)
+        self.compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
+        self.embed = nn.Embedding(vocab, dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
         layers = (RingAttention(**config.attention(layer).arguments, **how, group=group) for layer in range(depth))
         self.blocks = nn.ModuleList(Block(attention, config.hidden) for attention in layers)
-        self.norm = RMSNorm(dim)
-        self.head = None if tied else Linear(dim, vocab)
+        self.norm = RMSNorm(dim, eps, config.param_dtype)
+        self.head = None if tied else Linear(dim, vocab, False, config.param_dtype)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: TransformerConfig,
+        *,
+        layout: str = "zigzag",
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+    ) -> RingTransformer:
+        """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
+        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        return cls(**config.arguments, **how, group=group)
 
     def forward(
         self,

@@ -1,0 +1,67 @@
+"""A config as JSON: an object of its fields, with the records in it as objects that name their ``type``, and lists for tuples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, TypeVar
+
+from ..mistakes import in_words
+from ..runs import Band
+from .rotary import NTK, Linear, Llama3, Rotary, YaRN
+
+Record = TypeVar("Record")
+
+TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, Linear, NTK, YaRN, Llama3)}
+"""The records that may stand in a config, by the name that ``type`` gives."""
+
+
+def write_record(record: Any) -> str:
+    """Return a record as JSON, without its own type."""
+    return json.dumps({name: value for name, value in _plain(record).items() if name != "type"}, indent=2, allow_nan=False)
+
+
+def read_record(kind: type[Record], text: str) -> Record:
+    """Return the record of type ``kind`` that ``write_record`` wrote.
+
+    Raises ValueError for what is no JSON object, and for keys that are no field or missing, naming them.
+    """
+    try:
+        values = json.loads(text)
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{kind.__name__} is read from JSON, as to_json writes it, got {in_words(text)}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind.__name__} is read from a JSON object, as to_json writes it, got a {type(values).__name__}")
+    return _made(kind, values)
+
+
+def _plain(x: Any) -> Any:
+    if is_dataclass(x):
+        return {"type": type(x).__name__} | {field.name: _plain(getattr(x, field.name)) for field in fields(x)}
+    return [_plain(each) for each in x] if isinstance(x, tuple) else x
+
+
+def _read(x: Any) -> Any:
+    if isinstance(x, list):
+        return tuple(map(_read, x))
+    if not isinstance(x, dict):
+        return x
+    kind = TYPES.get(str(x.get("type")))
+    if kind is None:
+        raise ValueError(f"a record in a config has the type {' or '.join(TYPES)}, got {x.get('type')!r} in {json.dumps(x)}")
+    return _made(kind, {name: value for name, value in x.items() if name != "type"})
+
+
+def _made(kind: type[Record], values: dict[str, Any]) -> Record:
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{kind.__name__} has no {', '.join(map(repr, unknown))}, which a newer release may have written: "
+            f"it has {', '.join(known)}"
+        )
+    needed = [name for name, x in known.items() if x.default is MISSING and x.default_factory is MISSING]
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise ValueError(f"{kind.__name__} needs {', '.join(map(repr, missing))}, and the JSON leaves it out")
+    return kind(**{name: _read(value) for name, value in values.items()})

@@ -1,0 +1,42 @@
+"""What the layers are made of: linear maps and norms, their weights kept in a dtype of their own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+
+    The weight starts normal with deviation ``in ** -0.5``, the bias 0. ``param_dtype``: the name of their dtype.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=getattr(torch, param_dtype))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, dtype=getattr(torch, param_dtype)))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The name of a dtype, as a config has it: "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
