@@ -1,9 +1,10 @@
 """How long does a call keep the host busy, beside torch's own attention and JAX's call, and what does a step of a ring add?
 
-    python -m benchmarks.host [--part calls chain ring first]
+    python -m benchmarks.host [--part calls thread chain ring first]
 
 ``calls``: a ring of one, 8 heads of 64, bfloat16, causal; host microseconds of a call while the GPU works behind: forward without
 gradients, and forward with backward. SDPA is ``torch.nn.functional.scaled_dot_product_attention`` on the same tokens.
+``thread``: the backward in the caller's thread, by ``torch.autograd.set_multithreading_enabled(False)``.
 ``chain``: a call of eight in a row, of which torch.compile makes one graph.
 ``ring``: the same on all GPUs of this host; what a step adds, and the bare batched send and receive of the same keys.
 ``first``: seconds from the first call of a fresh process to its first output, imports and context of CUDA before it, with
@@ -39,11 +40,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..support import report
-from .calls import calls, chain
+from .calls import calls, chain, thread
 from .first import first
 from .ring import ring
 
-PARTS = {"calls": calls, "chain": chain, "ring": ring, "first": first}
+PARTS = {"calls": calls, "thread": thread, "chain": chain, "ring": ring, "first": first}
 
 
 def show(title: str, cells: list[dict[str, Any]]) -> Table:

@@ -54,6 +54,27 @@ def chain() -> list[dict[str, Any]]:
     return cells
 
 
+def thread() -> list[dict[str, Any]]:
+    """Host microseconds of forward + backward where autograd has a thread of its own, as by default, and where it has none."""
+    cells = []
+    for tokens in TOKENS:
+        both = {name: work for name, work in _both(tokens).items() if name in ("eager", "SDPA")}
+        here = {f"{name}, no thread": _in_this_thread(work) for name, work in both.items()}
+        times = microseconds({**both, **here})
+        cells.append(
+            {"tokens": str(tokens), **times, "eager / SDPA, no thread": times["eager, no thread"] / times["SDPA, no thread"]}
+        )
+    return cells
+
+
+def _in_this_thread(work: Work) -> Work:
+    def run() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            work()
+
+    return run
+
+
 def _arrays(tokens: int) -> list[torch.Tensor]:
     shape = 1, tokens, HEADS, HEAD_DIM
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
