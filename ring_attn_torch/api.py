@@ -140,8 +140,8 @@ def attention(
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
     plain = unwatched(tensors)
     try:
-        if plain and not group_name:
-            check_plain(tensors, arrays)
+        if plain:
+            check_plain(tensors, arrays, group_name)
         else:
             refuse_transforms(tensors)
             check_tensors(q, k, v, arrays, group_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -142,18 +143,22 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
         )
 
 
-_seen: set[tuple[Any, ...]] = set()
+_alone: set[tuple[Any, ...]] = set()
+_on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 MOST_SEEN = 4096
+"""Kinds of tensors that were checked, of a ring of one and of a group, are remembered; this many at most."""
 
 
-def check_plain(tensors: list[Tensor], arrays: Arrays) -> None:
-    """``check_tensors`` of a ring of one, of Tensors that are of no subclass and not nested: once for all that are alike."""
+def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
+    """``check_tensors`` of Tensors that are of no subclass and not nested: once for all that are alike."""
+    group = group_of(group_name)
+    seen = _alone if group is None else _on.setdefault(group, set())
     kinds = tuple([(x.device, x.layout) for x in tensors])
-    if kinds not in _seen or arrays.alibi_slopes is not None:
-        check_tensors(*tensors[:3], arrays)
-        if len(_seen) >= MOST_SEEN:
-            _seen.clear()
-        _seen.add(kinds)
+    if kinds not in seen or arrays.alibi_slopes is not None:
+        check_tensors(*tensors[:3], arrays, group_name)
+        if len(seen) >= MOST_SEEN:
+            seen.clear()
+        seen.add(kinds)
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:

@@ -16,6 +16,8 @@ from .timing import Work, microseconds
 
 TOKENS = 128, 1024, 4096
 HEADS, HEAD_DIM = 8, 64
+CHAIN = 8
+"""Calls in one compiled function, each the queries of the next."""
 
 
 def calls() -> list[dict[str, Any]]:
@@ -27,6 +29,50 @@ def calls() -> list[dict[str, Any]]:
             times = microseconds(works)
             cells.append({"tokens": str(tokens), "pass": name, **times, "eager / SDPA": times["eager"] / times["SDPA"]})
     return cells
+
+
+def chain() -> list[dict[str, Any]]:
+    """Host microseconds of one of ``CHAIN`` calls in a row, eager and as one compiled function."""
+    torch.compiler.reset()
+    q, k, v, dout = _arrays(TOKENS[0])
+    dout = dout.detach()
+
+    def calls(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for _ in range(CHAIN):
+            q = ring_attention(q, k, v)
+        return q
+
+    candidates = {"eager": calls, "compiled": torch.compile(calls, fullgraph=True)}
+    passes = {
+        "forward": lambda f: torch.no_grad()(lambda: f(q, k, v)),
+        "forward + backward": lambda f: lambda: torch.autograd.grad(f(q, k, v), (q, k, v), dout),
+    }
+    cells = []
+    for name, of in passes.items():
+        times = {c: time / CHAIN for c, time in microseconds({c: of(f) for c, f in candidates.items()}, calls=5).items()}
+        cells.append({"pass": name, **times, "compiled / eager": times["compiled"] / times["eager"]})
+    return cells
+
+
+def thread() -> list[dict[str, Any]]:
+    """Host microseconds of forward + backward where autograd has a thread of its own, as by default, and where it has none."""
+    cells = []
+    for tokens in TOKENS:
+        both = {name: work for name, work in _both(tokens).items() if name in ("eager", "SDPA")}
+        here = {f"{name}, no thread": _in_this_thread(work) for name, work in both.items()}
+        times = microseconds({**both, **here})
+        cells.append(
+            {"tokens": str(tokens), **times, "eager / SDPA, no thread": times["eager, no thread"] / times["SDPA, no thread"]}
+        )
+    return cells
+
+
+def _in_this_thread(work: Work) -> Work:
+    def run() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            work()
+
+    return run
 
 
 def _arrays(tokens: int) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ TOKENS = 1024
 
 
 def ring() -> list[dict[str, Any]]:
-    """Host microseconds a step, by pass; nothing on one GPU."""
+    """Host microseconds a step, by pass, autograd in the caller's thread; nothing on one GPU."""
     ranks = torch.cuda.device_count()
     if ranks == 1:
         return [{"ring": "needs two GPUs"}]
@@ -44,7 +44,12 @@ def _rank(rank: int, ranks: int, store: str, results: Any) -> None:
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     keys, dkv = torch.cat([k, v], -1).detach(), torch.cat([k, v], -1).detach().float()
     forward = torch.no_grad()(lambda group: ring_attention(q, k, v, group=group))
-    both = lambda group: torch.autograd.grad(ring_attention(q, k, v, group=group), (q, k, v), dout.detach())
+    dout = dout.detach()
+
+    @torch.autograd.set_multithreading_enabled(False)
+    def both(group: dist.ProcessGroup) -> None:
+        torch.autograd.grad(ring_attention(q, k, v, group=group), (q, k, v), dout)
+
     works = {
         "alone": lambda: forward(alone),
         "ring": lambda: forward(group),

@@ -15,16 +15,16 @@ ROUNDS, CALLS = 21, 40
 """Rounds of random order; calls of a candidate in a row, which the GPU's queue holds without making the host wait."""
 
 
-def microseconds(works: Mapping[str, Work]) -> dict[str, float]:
+def microseconds(works: Mapping[str, Work], calls: int = CALLS) -> dict[str, float]:
     """Median host microseconds of a call of each, in turns."""
     order = random.Random(0)
     for work in works.values():
         _once(work, 5)
-        _once(work, CALLS)
+        _once(work, calls)
     measured: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name in order.sample(sorted(works), len(works)):
-            measured[name].append(_once(works[name], CALLS))
+            measured[name].append(_once(works[name], calls))
     return {name: statistics.median(times) for name, times in measured.items()}
 
 
