@@ -155,7 +155,8 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
     seen = _alone if group is None else _on.setdefault(group, set())
     kinds = tuple([(x.device, x.layout) for x in tensors])
     if kinds not in seen or arrays.alibi_slopes is not None:
-        check_tensors(*tensors[:3], arrays, group_name)
+        q, k, v, *_ = tensors
+        check_tensors(q, k, v, arrays, group_name)
         if len(seen) >= MOST_SEEN:
             seen.clear()
         seen.add(kinds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from .ring import loop
 from .ring.agreement import agree, agreed
 from .ring.groups import group_of, rank_in, ranks_of
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 PLAIN = Tensor, torch.nn.Parameter
 
 
@@ -120,7 +121,7 @@ def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 LIBRARY = torch.library.Library("ring_attn", "DEF")
 
 
-def as_op(schema: str) -> Callable[[F], F]:
+def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make a function the op of that schema, on every device; ``torch.library.custom_op`` does too, but calls it more slowly."""
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")

@@ -47,7 +47,7 @@ def _rank(rank: int, ranks: int, store: str, results: Any) -> None:
     dout = dout.detach()
 
     @torch.autograd.set_multithreading_enabled(False)
-    def both(group: dist.ProcessGroup) -> None:
+    def both(group: Any) -> None:
         torch.autograd.grad(ring_attention(q, k, v, group=group), (q, k, v), dout)
 
     works = {
