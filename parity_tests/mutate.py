@@ -38,8 +38,8 @@ BREAKS = [
     Break(
         "torch: dk and dv swapped",
         "ring_attn_torch/op.py",
-        "    return dq, dk, dv, of_given",
-        "    return dq, dv, dk, of_given",
+        "    dk, dv = gradients_apart(dkv, k, v)",
+        "    dv, dk = gradients_apart(dkv, k, v)",
         TORCH,
     ),
     Break(
@@ -66,7 +66,7 @@ BREAKS = [
     Break(
         "torch: a zero gradient",
         "ring_attn_torch/op.py",
-        "return dq.to(q.dtype), dk",
+        "return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk",
         "return torch.zeros_like(q), dk",
         TORCH,
     ),

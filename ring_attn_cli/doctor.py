@@ -128,7 +128,7 @@ def _assembler() -> str:
 
     try:
         return older_assembler() or "not installed"
-    except ImportError as error:
+    except Exception as error:  # a broken installation is what a doctor is called for
         return f"triton does not start: {error}".partition("\n")[0]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.call import Call
-from ring_attn_core.kernels.compile import obstacle
 from ring_attn_core.kernels.launch import Launch
+from ring_attn_core.kernels.obstacles import obstacle
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_torch.attend.launch import launch
 

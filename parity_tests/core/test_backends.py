@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ring_attn_core.kernels import backends, compile, steps
+from ring_attn_core.kernels import backends, compile, obstacles, steps
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.backends import runnable, select
 from ring_attn_core.kernels.call import call_of
@@ -62,7 +62,7 @@ def test_a_triton_that_nobody_tried_is_named_once_and_passed_over(monkeypatch):
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_a_pass_that_spills_goes_to_the_portable_kernels_alone(monkeypatch, passes):
     """One warning names the kernel and its bytes; by name it is taken as it is."""
-    monkeypatch.setattr(compile, "MOST_STACK", {f"hopper_{passes}": -1})
+    monkeypatch.setattr(obstacles, "MOST_STACK", {f"hopper_{passes}": -1})
     with pytest.warns(UserWarning, match=f"in the {passes} Triton .* compiles its kernel hopper_{passes} with .* bytes") as said:
         call = runnable(on_a_gpu("auto"))
     assert call is not None
@@ -131,7 +131,7 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
     """The problem and the reason are named, once; ranks learn of it before anything is sent."""
     monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
     monkeypatch.setattr(steps, "refusal_of_backward", lambda _: "the portable kernels, whose tiles these are, are to be tried")
-    for make in (portable.delta, steps.forward, portable.dq, portable.dkv):
+    for make in (steps.in_one_pass, portable.delta, steps.forward, portable.dq, portable.dkv):
         make.cache_clear()
     of = "bfloat16 heads of 64 and 64"
     with (
@@ -141,5 +141,5 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
         assert runnable(on_a_gpu("auto")) is None
     with pytest.raises(ValueError, match=reason):
         runnable(on_a_gpu("triton"))
-    for make in (portable.delta, steps.forward, portable.dq, portable.dkv):
+    for make in (steps.in_one_pass, portable.delta, steps.forward, portable.dq, portable.dkv):
         make.cache_clear()

@@ -10,10 +10,11 @@ import pytest
 
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
-from ring_attn_core.kernels.compile import MOST_STACK, compiled, triton_release
+from ring_attn_core.kernels.compile import compiled, triton_release
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.hopper.supports import refusal, refusal_of_backward
 from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar
+from ring_attn_core.kernels.obstacles import MOST_STACK
 from ring_attn_core.kernels.ptx import as_before
 from ring_attn_core.kernels.tile_sizes import shared_memory
 

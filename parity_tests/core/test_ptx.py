@@ -100,7 +100,7 @@ def test_triton_is_asked_to_do_so_for_as_long_as_somebody_compiles(monkeypatch):
         assert re.search(r"add\.s64 %rd2", stages["ptx"]("", {}))
         assert len(asked) == 2
     assert hook() is before
-    assert ptx._inside == 0
+    assert not ptx._threads
 
 
 def test_an_assembler_that_is_not_there_is_none(monkeypatch):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..problem.options import Options
 from ..problem.problem import Problem
-from .compile import NEWEST_TRIED, triton_release, triton_version
+from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
 from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def _triton(problem: Problem) -> str | None:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
         return f"its kernels need a GPU of compute capability 8.0 (sm_80), and this one is sm_{problem.capability}"
-    if find_spec("triton") is None:
-        return "the package triton is not installed: pip install triton"
+    if (broken := broken_triton()) is not None:
+        return broken
     if problem.dtypes[0] == "float64":
         return "its kernels take bfloat16, float16 and float32, not float64"
     for name, width in (("head_dim", problem.q_shape[-1]), ("v_dim", problem.v_shape[-1])):
@@ -61,7 +61,7 @@ def _triton_tf32(problem: Problem) -> str | None:
 def _has_gluon() -> bool:
     try:
         return find_spec("triton.experimental.gluon") is not None
-    except ModuleNotFoundError:
+    except Exception:  # whatever the import of its parents raises
         return False
 
 
@@ -70,8 +70,8 @@ def _hopper(problem: Problem) -> str | None:
         return _triton(problem)
     if problem.capability != 90:
         return f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{problem.capability}"
-    if find_spec("triton") is None:
-        return "the package triton is not installed: pip install triton"
+    if (broken := broken_triton()) is not None:
+        return broken
     if not _has_gluon():
         return "its kernels are written in Gluon, which this triton does not have: pip install 'triton>=3.6'"
     if not problem.tma:
@@ -210,6 +210,8 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
+            if automatic and not failed and problem.capability >= OLDEST_GPU and (broken := broken_triton()) is not None:
+                warnings.warn(f"triton: {broken}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None
         if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):
             warnings.warn(f"hopper: {untried}. backend='triton' runs this instead, slower", stacklevel=2)
@@ -234,7 +236,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 def _obstacles(call: Call, problem: Problem, passes: Collection[str]) -> dict[str, str]:
     """Return why the kernels of a pass cannot run, by pass; nothing where they can."""
-    from .compile import obstacle
+    from .obstacles import obstacle
 
     launches = {name: _launches(call, problem, name) for name in passes}
     found = {name: obstacle(of, problem.capability, problem.options.backend != "auto") for name, of in launches.items()}

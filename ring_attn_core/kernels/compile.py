@@ -1,23 +1,26 @@
-"""Compiling a launch, on any host: what Triton makes of it, and in words why it does not run where it should."""
+"""Compiling a launch, on any host, once for a process; and which Triton there is."""
 
 from __future__ import annotations
 
+import atexit
+import errno
+import re
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
-from .binary import stack_bytes
 from .launch import Launch
 from .ptx import changed_for_products
-from .tile_sizes import shared_memory
 
 NEWEST_TRIED = 3, 9
 """The newest release of Triton that the kernels have run with; what a newer one makes of Hopper's own, nobody has measured."""
@@ -26,13 +29,15 @@ PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
 """The first PTX that knows the GPU; 8.7, CUDA 12.8's, for all others. In a JAX program XLA's own assembler reads it; left alone
 Triton stamps it for its own: 3.9 for CUDA 13.4's."""
 
-MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600}
-"""Bytes of stack for registers that do not fit, above which "auto" passes over a kernel: more than any release that was tried
-needs with every feature at once (432 and 568; parity_tests/core/hopper_launches.json)."""
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES
+"""What the system says of a folder that cannot be written."""
 
 PATIENCE = 2
 """Seconds of compiling after which a terminal is told why nothing happens."""
 
+_one_at_a_time = threading.RLock()
+_left: list[str] = []
+"""The cache of Triton that this process has left for one of its own."""
 
 MODULES = {
     "forward": "portable.forward",
@@ -57,32 +62,15 @@ def kernel_function(name: str) -> Any:
 def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch for a GPU of compute capability ``capability``, such as 90; it needs no GPU.
 
-    Launches that differ in array sizes only share it.
+    Launches that differ in array sizes only share it. Raises what Triton raised, the next time too: what does not compile is not
+    compiled again, but where there was no room. Threads wait for each other.
     """
-    return _compiled(launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages, capability)
-
-
-def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can.
-
-    ``spilling``: a kernel may keep more registers in memory than when it was measured, and be slow for it.
-    """
-    if interpreted():
-        return None
-    most, triton = shared_memory(capability), f"Triton {triton_version()}"
-    for launch in launches:
-        its = f"its kernel {launch.kernel}"
-        try:
-            kernel = compiled(launch, capability)
-        except Exception as error:  # whatever Triton, LLVM or ptxas have to say
-            said = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            return f"{its} does not compile with {triton}: {said}"
-        if kernel.metadata.shared > most:
-            return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"
-        bound = MOST_STACK.get(launch.kernel)
-        if not spilling and bound is not None and (stack := stack_bytes(kernel.asm["cubin"])) > bound:
-            return f"{triton} compiles {its} with {stack} bytes of registers in memory: with more than {bound} it is slow"
-    return None
+    of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
+    with _one_at_a_time:
+        made = _compiled(*of, capability)
+    if isinstance(made, Exception):
+        raise made
+    return made
 
 
 @contextmanager
@@ -115,55 +103,107 @@ def _compiled(
     stages: int,
     capability: int,
 ) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
+    """The kernel, or the error."""
+    try:
+        source = _source(kernel, dict(signature), dict(constants), divisible)
+        options = {
+            "num_warps": warps,
+            "num_stages": stages,
+            "enable_fp_fusion": True,
+            "ptx_version": PTX_VERSIONS.get(capability, 87),
+        }
+        return _kept(source, capability, options)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever Triton, LLVM or ptxas have to say
+        return error.with_traceback(None)
+
+
+def _source(kernel: str, types: dict[str, str], values: dict[str, Any], divisible: frozenset[str]) -> Any:
+    """What Triton compiles: a kernel of given types, and values where they are known."""
     from triton.compiler import ASTSource
 
     function = kernel_function(kernel)
-    types, values = dict(signature), dict(constants)
     make = ASTSource
     if function.is_gluon():
         from .hopper.gluon import source as make
-    source = make(
+    return make(
         function,
         signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},
         constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
         attrs={(function.arg_names.index(parameter),): [["tt.divisibility", 16]] for parameter in sorted(divisible)},
     )
-    options = {
-        "num_warps": warps,
-        "num_stages": stages,
-        "enable_fp_fusion": True,
-        "ptx_version": PTX_VERSIONS.get(capability, 87),
-    }
+
+
+def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
+    """The compiled kernel, from Triton's cache or put there; in a folder of this process where that has no room."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     _find_cache()
-    with _told(kernel), changed_for_products(triton_release()):
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compile_it = lambda: triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with _told(source.fn.__name__), changed_for_products(triton_release()):
+        try:
+            return compile_it()
+        except OSError as error:
+            if error.errno not in NO_ROOM or _left:
+                raise
+            _leave_cache(error)
+            return compile_it()
 
 
 @cache
 def _find_cache() -> None:
     """Have Triton keep its binaries in a folder of this process, where its own cannot be written, and say so."""
-    from triton import knobs
-
-    folder = Path(knobs.cache.dir)
+    folder = Path(cache_folder())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
-        knobs.cache.dir = tempfile.mkdtemp(prefix="triton-")
-        warnings.warn(
-            f"Triton cannot write its cache, {folder} ({error.strerror}): every process compiles its kernels anew, this one into "
-            f"{knobs.cache.dir}. Set TRITON_CACHE_DIR to a folder that can be written",
-            stacklevel=2,
-        )
+        _leave_cache(error)
+
+
+def _leave_cache(error: OSError) -> None:
+    """Have Triton keep its binaries in a folder of this process, and say so."""
+    from triton import knobs
+
+    folder, knobs.cache.dir = knobs.cache.dir, tempfile.mkdtemp(prefix="triton-")
+    _left.append(folder)
+    atexit.register(rmtree, knobs.cache.dir, ignore_errors=True)
+    warnings.warn(
+        f"Triton cannot write its cache, {folder} ({error.strerror}): every process compiles its kernels anew, this one into "
+        f"{knobs.cache.dir}. Set TRITON_CACHE_DIR to a folder that can be written and has room",
+        stacklevel=2,
+    )
+
+
+def cache_folder() -> str:
+    """Return the folder in which Triton keeps what it has compiled."""
+    from triton import knobs
+
+    return knobs.cache.dir
+
+
+@cache
+def broken_triton() -> str | None:
+    """Return why Triton cannot be used here at all, None where it can."""
+    try:
+        if find_spec("triton") is None:
+            return "the package triton is not installed: pip install triton"
+        interpreted()
+        cache_folder()
+    except Exception as error:  # whatever the import of a broken installation raises
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"the package triton does not start ({said}): install it anew, pip install 'triton>=3.6'"
+    return None
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return major and minor number of the installed Triton, (0, 0) where there is none under that name."""
-    words = triton_version().split(".")[:2]
-    return tuple(map(int, words)) if all(word.isdecimal() for word in words) else (0, 0)
+    """Return major and minor number of the installed Triton: (0, 0) where there is none, a number above all where it has none."""
+    version = triton_version()
+    number = re.match(r"(\d+)\.(\d+)", version)
+    return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)
 
 
 def triton_version() -> str:

@@ -52,7 +52,8 @@ Definitions = dict[str, tuple[str, list[str]]]
 """By register, for those that are written once: the operation and its operands."""
 
 _lock = threading.Lock()
-_inside = 0
+_threads: list[int] = []
+"""The threads that compile a kernel of ours, one as often as it does."""
 _before: Callable[..., Any] | None = None
 
 
@@ -111,30 +112,32 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Pass whatever Triton of that release compiles meanwhile, in any thread, through ``as_before``."""
+    """Pass what Triton of that release compiles meanwhile in this thread through ``as_before``; others' kernels stay theirs."""
     from triton import knobs
 
-    global _inside, _before
+    global _before
     runtime: Any = knobs.runtime
     if release < FIRST or not hasattr(runtime, "add_stages_inspection_hook"):
         yield
         return
     with _lock:
-        if _inside == 0:
+        if not _threads:
             _before = runtime.add_stages_inspection_hook
             runtime.add_stages_inspection_hook = _add_stage
-        _inside += 1
+        _threads.append(threading.get_ident())
     try:
         yield
     finally:
         with _lock:
-            _inside -= 1
-            if _inside == 0:
+            _threads.remove(threading.get_ident())
+            if not _threads:
                 runtime.add_stages_inspection_hook = _before
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
     """Answer Triton, which asks for a key of its cache, by no arguments, then for the stages (backend, stages, options, ...)."""
+    if threading.get_ident() not in _threads:
+        return _before(*of) if _before else None if of else ("", "")
     older = older_assembler()
     if not of:
         key = sha256(Path(__file__).read_bytes()).hexdigest() + (older or "")

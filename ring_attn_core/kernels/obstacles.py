@@ -1,0 +1,65 @@
+"""Why a launch cannot run where it should, in words, found before it is started: "auto" then goes on with the next backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .binary import stack_bytes
+from .bound import layout, parameters
+from .compile import cache_folder, compiled, interpreted, triton_version
+from .launch import Launch
+from .tile_sizes import shared_memory
+
+MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600}
+"""Bytes of stack for registers that do not fit, above which "auto" passes over a kernel: more than any release that was tried
+needs with every feature at once (432 and 568; parity_tests/core/hopper_launches.json)."""
+
+
+def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
+    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can.
+
+    ``spilling``: a kernel may keep more registers in memory than when it was measured, and be slow for it.
+    """
+    if interpreted():
+        return None
+    for launch in launches:
+        try:
+            kernel = compiled(launch, capability)
+        except Exception as error:  # whatever Triton, LLVM or ptxas have to say
+            return f"its kernel {launch.kernel} does not compile with Triton {triton_version()}: {cause_of(error)}"
+        reason = _of_kernel(launch, kernel, capability, spilling)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
+    """Return why a kernel that was compiled cannot run."""
+    its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
+    if kernel.metadata.shared > most:
+        return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"
+    try:
+        stack = stack_bytes(kernel.asm["cubin"])
+    except Exception as error:  # whatever stands there
+        return f"the binary of {its} is damaged ({cause_of(error)}): delete {cache_folder()}, where Triton keeps it"
+    bound = MOST_STACK.get(launch.kernel)
+    if not spilling and bound is not None and stack > bound:
+        return f"{triton} compiles {its} with {stack} bytes of registers in memory: with more than {bound} it is slow"
+    try:
+        values = parameters(launch, kernel).values
+        layout(kernel.asm["ptx"], [isinstance(value, bytes) for value in values])
+    except Exception as error:  # names of Triton that have changed, or parameters
+        return f"{its} cannot be started as {triton} compiles it: {cause_of(error)}"
+    return None
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line what an error of Triton, LLVM or ptxas says, the same for equal causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [re.sub(r"\S*\.ptx\b", "its PTX", line.strip()) for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("PTXAS error", "Repro command", "^"))]
+    told = [line for line in lines if re.search(r"\b(fatal|error) *:", line)] or lines[-1:]
+    return ": ".join([type(error).__name__, *told[:1]])
