@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import count_labels, loss
@@ -18,6 +17,7 @@ from ring_attn_torch.training.chunked import Labels, sum_of_hidden
 from ..support.losses import CHUNKS, exact_loss, hidden_states
 from ..support.models import Arrays, assert_near
 from ..support.spawn import PerRank
+from .memory import peak_bytes
 from .models import Group
 
 
@@ -162,18 +162,6 @@ def test_the_loss_of_hidden_states_takes_a_chunk_of_logits():
     chunk = 32 * WORDS * 4  # bytes, of which all logits have 16 times as many
     allocated = peak_bytes(lambda: loss(hidden, labels, head=head, chunk=32).backward())
     assert allocated <= 2.5 * chunk + 2 * (hidden.nbytes + head.nbytes)
-
-
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most that torch has allocated on the CPU at a time while ``function`` runs, beside what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    held = most = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
 
 
 X, W, Y = torch.ones(2, 4, 3), torch.ones(7, 3), torch.ones(2, 4, dtype=torch.long)
