@@ -81,3 +81,30 @@ def named(layout: str) -> Layout:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[layout]
+
+
+def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: object) -> int:
+    """How many tokens ``ranks`` shards [batch, tokens, ...] hold: ``length``, or all where it is None.
+
+    ValueError for another shape, and for shards that are not as long as the layout makes them of ``length`` tokens.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
+    held = shape[1] * ranks if length is None else length
+    local = padded_local(layout, ranks, held)  # type: ignore[arg-type]
+    if local != shape[1]:
+        raise ValueError(
+            f"x holds {shape[1]} tokens, and of length={held} over {ranks} ranks in {layout} a shard has {local}: pass the "
+            "length that the sequence had before it was sharded"
+        )
+    return held  # type: ignore[return-value]
+
+
+def token_position(position: object, length: int) -> int:
+    """Where a token stands that is counted from the start or, below 0, from the end; ValueError outside of the sequence."""
+    if not is_integer(position) or not -length <= position < length:  # type: ignore[operator]
+        raise ValueError(
+            f"position must be an int from {-length} to {length - 1}, or integers [batch], one for each row, got "
+            + in_words(position)
+        )
+    return int(position) % length  # type: ignore[call-overload]

@@ -15,6 +15,7 @@ from .data.batch import Shard as Shard  # by name only, as in the other package,
 from .data.batch import shard_batch
 from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
+from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .sharded import sharded_ring_attention
 from .training.ranks import check_ranks
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.rotary import RotaryEmbedding
     from .layers.transformer import RingTransformer
-    from .training.loss import loss
+    from .training.loss import count_labels, loss
     from .training.weights import from_numpy, to_numpy
 
 __all__ = [
@@ -42,10 +43,13 @@ __all__ = [
     "attend_block",
     "causal",
     "check_ranks",
+    "count_labels",
     "document_extents",
     "from_layout",
     "from_numpy",
     "full",
+    "gather",
+    "gather_token",
     "loss",
     "merge",
     "positions",
@@ -62,6 +66,7 @@ _NEEDS_FLAX = {
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
     "RingTransformer": "layers.transformer",
+    "count_labels": "training.loss",
     "loss": "training.loss",
     "from_numpy": "training.weights",
     "to_numpy": "training.weights",

@@ -11,13 +11,14 @@ from .data.batch import Shard as Shard  # by name only: import * must not hide t
 from .data.batch import shard_batch
 from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
+from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
 from .training.gradients import sum_gradients
-from .training.loss import loss
+from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
 from .training.weights import from_numpy, to_numpy
 
@@ -38,10 +39,13 @@ __all__ = [
     "causal",
     "check_every_call",
     "check_ranks",
+    "count_labels",
     "document_extents",
     "from_layout",
     "from_numpy",
     "full",
+    "gather",
+    "gather_token",
     "loss",
     "merge",
     "positions",

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 MOST = 7
 PUBLIC = {
     "ring_attention",
+    "loss",
     "attend_block",
     "sharded_ring_attention",
     "shard_batch",

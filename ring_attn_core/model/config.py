@@ -10,6 +10,7 @@ from ..masks import causal, check_mask
 from ..runs import Band
 from .as_json import read_record, write_record
 from .checks import check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
+from .chunks import check_chunk
 from .masks import layer_masks
 from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
@@ -63,8 +64,8 @@ class TransformerConfig:
     """What a RingTransformer computes, under the names of its arguments; the same in both frameworks, to JSON and back.
 
     ``hidden`` None becomes ``hidden_size(dim)``, the rest as in :class:`AttentionConfig`. ``windows`` and ``rotaries``: one value
-    a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. Raises ValueError for sizes that do not fit and numbers outside
-    their range.
+    a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: tokens of a rank that the MLP takes at a time,
+    None for all. Raises ValueError for sizes that do not fit and numbers outside their range.
     """
 
     vocab: int
@@ -89,12 +90,15 @@ class TransformerConfig:
     tied: bool = True
     param_dtype: str = "float32"
     compute_dtype: str | None = None
+    mlp_chunk: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(vocab=self.vocab, dim=self.dim, depth=self.depth)
         check_flags(tied=self.tied)
         if self.compute_dtype is not None:
             check_dtype("compute_dtype", self.compute_dtype)
+        if self.mlp_chunk is not None:
+            check_chunk("mlp_chunk", self.mlp_chunk)
         hidden = hidden_size(self.dim) if self.hidden is None else self.hidden
         check_sizes(hidden=hidden)
         layer_masks(self.mask, self.windows, self.depth)

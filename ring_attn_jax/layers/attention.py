@@ -122,6 +122,9 @@ class RingAttention(nnx.Module):
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+        context: jax.Array | None = None,
+        context_positions: jax.Array | None = None,
+        context_length: int | None = None,
     ) -> jax.Array:
         """x [b s dim], this rank's shard in layout order (with a mesh: the whole array) -> [b s dim].
 
@@ -130,26 +133,54 @@ class RingAttention(nnx.Module):
         ``dropout_seed``: an int or a 0-d integer array, the same on every rank and another at every step; dropout applies
         exactly where it is given. ``dropout_offset``: as in ring_attention.
 
-        Raises ValueError for an x of another shape, and what ring_attention raises.
+        ``context`` [b t dim], sharded like x: cross-attention, keys and values are those of this other sequence, of
+        ``context_length`` true tokens (None: all that its shards hold), at ``context_positions``, as ``positions`` are x's.
+        ``key_mask`` [b t] and ``extents`` are then about its tokens, and so is the mask: a layer whose queries see all of it is
+        made with ``mask=full()``, and mostly with ``rotary_base=None``.
+
+        Raises ValueError for an x or a context of another shape, and what ring_attention raises.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
-        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.config.head_dim) for project in (self.q, self.k, self.v))
+        source = self._source(x, context, context_positions, context_length)
+        heads = ((self.q, x), (self.k, source), (self.v, source))
+        q, k, v = (project(of).reshape(*of.shape[:2], -1, self.config.head_dim) for project, of in heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             positions = self.layout_positions(x.shape[1]) if positions is None else positions
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            if context is None:
+                k_positions = positions
+            else:
+                k_positions = self.layout_positions(source.shape[1]) if context_positions is None else context_positions
+            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
         draw = draw_of(dropout_seed, dropout_offset) if rate else None
         slopes = jnp.asarray(alibi_slopes(self.config.heads), jnp.float32) if self.config.alibi else None
         arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw)
-        options = replace(self.options, length=length, dropout_rate=rate)
+        kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
+        options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
         if isinstance(self.where, Where):
             out = sharded(q, k, v, arrays, options, self.where)
         else:
             out, _ = attention(q, k, v, arrays, options, self.where)
         return self.o(out.reshape(*x.shape[:2], -1))
+
+    def _source(
+        self, x: jax.Array, context: jax.Array | None, context_positions: jax.Array | None, context_length: int | None
+    ) -> jax.Array:
+        """What keys and values are made of; ValueError where it or x has another shape than the layer takes."""
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
+                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+        if context is not None:
+            return context
+        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
+            if given is not None:
+                raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
+        return x
+
+    def _held(self, tokens: int) -> int:
+        """How many tokens all ranks hold, of which this one holds ``tokens``; with a mesh ``tokens`` are all."""
+        return tokens if isinstance(self.where, Where) else tokens * ring_size(self.where)
 
     def layout_positions(self, tokens: int) -> jax.Array:
         """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""

@@ -16,34 +16,58 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
+from ..sharded import Where
 from .attention import RingAttention
+from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+    ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all. ``where``: over which mesh whole arrays
+    are sharded, so that every device cuts its own tokens; None inside shard_map.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        param_dtype: str = "float32",
+        chunk: int | None = None,
+        where: Where | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.chunk, self.where = chunk, where
         self.gate = Linear(dim, hidden, False, param_dtype, rngs=rngs)
         self.up = Linear(dim, hidden, False, param_dtype, rngs=rngs)
         self.down = Linear(hidden, dim, False, param_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.chunk is None:
+            return self._of(x)
+        graph, weights = nnx.split(self)
+        return in_chunks(lambda weights, x: nnx.merge(graph, weights)._of(x), weights, x, self.chunk, self.where)
+
+    def _of(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    The norms' eps and the weights' dtype are those of the attention.
+    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. The norms' eps and the weights' dtype are those of the
+    attention.
     """
 
-    def __init__(self, attention: RingAttention, hidden: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, *, rngs: nnx.Rngs) -> None:
         dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, eps, kept)
-        self.mlp = SwiGLU(dim, hidden, kept, rngs=rngs)
+        where = attention.where if isinstance(attention.where, Where) else None
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, where, rngs=rngs)
 
     def __call__(
         self,
@@ -74,8 +98,9 @@ class RingTransformer(nnx.Module):
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
-    (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. The
-    other arguments are those of :class:`RingAttention`.
+    (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32.
+    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more, and
+    computes them again in the backward; None: all at once. The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
     sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
@@ -113,6 +138,7 @@ class RingTransformer(nnx.Module):
         tied: bool = True,
         param_dtype: Any = "float32",
         compute_dtype: Any = None,
+        mlp_chunk: int | None = None,
         axis_name: str = "seq",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = (),
@@ -145,6 +171,7 @@ class RingTransformer(nnx.Module):
             tied=tied,
             param_dtype=dtype_name(param_dtype),
             compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
+            mlp_chunk=mlp_chunk,
         )
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
@@ -152,7 +179,7 @@ class RingTransformer(nnx.Module):
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
         self.embed = nnx.Embed(vocab, dim, embedding_init=init, param_dtype=kept, rngs=rngs)
         layers = (RingAttention(**config.attention(layer).arguments, **where, **how, rngs=rngs) for layer in range(depth))
-        self.blocks = nnx.List(Block(attention, config.hidden, rngs=rngs) for attention in layers)
+        self.blocks = nnx.List(Block(attention, config.hidden, mlp_chunk, rngs=rngs) for attention in layers)
         self.norm = RMSNorm(dim, eps, config.param_dtype)
         self.head = None if tied else Linear(dim, vocab, False, config.param_dtype, rngs=rngs)
 
@@ -186,12 +213,14 @@ class RingTransformer(nnx.Module):
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+        return_hidden: bool = False,
     ) -> jax.Array:
         """Token ids int [b s], this rank's shard in layout order (with a mesh: the whole array) -> logits [b s vocab].
 
-        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``positions``, ``length``, ``extents``,
-        ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape, and
-        what ring_attention raises.
+        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: what the head would be given
+        instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no more, nor does the last token
+        (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`;
+        ``shard_batch`` makes them. Raises ValueError for ids of another shape, and what ring_attention raises.
 
         ``dropout_seed``: dropout applies exactly where it is given. One seed serves all layers: layer i, from 0, draws as if its
         heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index
@@ -207,7 +236,14 @@ class RingTransformer(nnx.Module):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
+        if return_hidden:
+            return x
         return x @ weight.T.astype(x.dtype) if self.head is None else self.head(x)
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's where it is tied."""
+        return self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
 
 
 def _look_up(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
-from ..attend.tiles import accumulation_dtype
-from ..axes import axes_of, checks_are_off
+from ring_attn_core.mistakes import in_words
+from ring_attn_core.model.chunks import check_loss
+from ring_attn_core.problem.checks import check_number
+
+from ..axes import axes_of, checks_are_off, on_auto_axes
+from ..sharded import Where, on_explicit_axes
+from .chunked import Settings, sum_of_hidden, sum_of_logits
 
 
 def loss(
-    logits: jax.Array, labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    head: jax.Array | None = None,
+    chunk: int = 4096,
+    reduction: str = "mean",
+    axis_name: str | Sequence[str] | None = "seq",
+    mesh: Mesh | None = None,
+    batch_axes: str | Sequence[str] = (),
+    ignore_index: int = -100,
 ) -> jax.Array:
     """Mean cross-entropy over every label of every rank that is not ``ignore_index``, in float32: the same scalar on all ranks.
 
@@ -23,33 +40,99 @@ def loss(
     logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it shards). ``axis_name``:
     all mesh axes over which ranks hold different tokens, data parallel ones included; None outside shard_map, on whole arrays.
 
+    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
+    ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
+    are those of the whole logits; they are computed in the forward, a chunk at a time, and held until the backward: hidden's in
+    its dtype, the head's summed in float32. Products are in hidden's dtype, logits and softmax in float32. On whole arrays that
+    are sharded over ``mesh``, tokens over ``axis_name`` and rows over ``batch_axes``, pass these: every device then cuts its own
+    tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk is one of all devices together, and XLA
+    sums that gradient in each.
+
+    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the labels of all microbatches together
+    (:func:`count_labels`): the mean of their means is not the mean over all labels.
+
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are one device's on every
     rank. Under check_vma=False the loss is right, but JAX sums no gradient over the ranks, and multiplies each by their number:
     there its derivative is refused. Raises ValueError for that, for shapes that do not fit and outside shard_map; labels outside
     the vocabulary give NaN.
     """
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels must be {list(logits.shape[:-1])} for logits {list(logits.shape)}, got {list(labels.shape)}")
-    wide = logits.astype(accumulation_dtype(logits.dtype))
+    _check_arrays(logits=logits, labels=labels, **({} if head is None else {"head": head}))
+    check_number("ignore_index", ignore_index)
+    check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
+    settings = Settings(ignore_index, chunk)
+    if mesh is not None:
+        names = Where.of(mesh, axis_name, batch_axes, None)
+        on_shards = lambda *shards: _over_ranks(*shards, settings, reduction, (names.axis_name, *names.batch_axes))
+        return _mapped(on_shards, names, logits, labels, head)
+    if batch_axes:
+        raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
+    return _over_ranks(logits, labels, head, settings, reduction, axis_name)
+
+
+def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
+    """How many labels of all ranks are not ``ignore_index``: what the mean of :func:`loss` divides by; an int32 of 0 dimensions.
+
+    labels: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
+    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. ``axis_name``: as in :func:`loss`;
+    None on whole arrays, however they are sharded. Raises ValueError for what is no array and for no axis of a shard_map.
+    """
+    _check_arrays(labels=labels)
+    check_number("ignore_index", ignore_index)
+    count = (labels.astype(jnp.int32) != ignore_index).sum()
+    return count if axis_name is None else _sum("count_labels", axis_name, count)[0]
+
+
+def _over_ranks(
+    logits: jax.Array,
+    labels: jax.Array,
+    head: jax.Array | None,
+    settings: Settings,
+    reduction: str,
+    axis_name: str | Sequence[str] | None,
+) -> jax.Array:
+    """The loss of the shards of all ranks of these axes; None: of whole arrays."""
     labels = labels.astype(jnp.int32)  # unsigned ones have no place for ignore_index
-    kept = labels != ignore_index
-    index = jnp.where(kept, jnp.where(labels < 0, wide.shape[-1], labels), 0)  # a negative index would count from the end
-    chosen = jnp.take_along_axis(wide, index[..., None], -1, mode="fill")[..., 0]
-    part = jnp.where(kept, jax.nn.logsumexp(wide, -1) - chosen, 0).sum()
-    total, count = part, kept.sum()
+    if head is None:
+        total = sum_of_logits(logits, labels, settings)
+    else:
+        of_chunks = on_auto_axes(partial(sum_of_hidden, settings=settings), PartitionSpec())
+        rows = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
+        total = of_chunks(rows, head, labels.reshape(rows.shape[:2]))
+    count = (labels != settings.ignored).sum()
     if axis_name is not None:
-        total, count = _sum(axis_name, total, count)
-    return total / jnp.maximum(count, 1).astype(total.dtype)
+        total, count = _sum("loss", axis_name, total, count)
+    return total if reduction == "sum" else total / jnp.maximum(count, 1).astype(total.dtype)
 
 
-def _sum(axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
+def _mapped(on_shards: Any, where: Where, logits: jax.Array, labels: jax.Array, head: jax.Array | None) -> jax.Array:
+    """``on_shards`` of arrays that are whole: tokens, rows and the head where ``where`` puts them."""
+    sizes = math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks
+    if labels.ndim != 2 or any(tokens % size for tokens, size in zip(labels.shape, sizes, strict=True)):
+        raise ValueError(
+            f"labels {list(labels.shape)} must be [batch, tokens], which {sizes[0]} members of the mesh can share equally by "
+            f"rows and {sizes[1]} by tokens: shard with to_layout or shard_batch, which pad"
+        )
+    tokens = PartitionSpec(where.batch_axes or None, where.axis_name)
+    specs = tokens, tokens, PartitionSpec()
+    place = lambda x, spec: x if x is None else on_explicit_axes(x, where.mesh, spec)
+    placed = map(place, (logits, labels, head), specs)
+    return jax.shard_map(on_shards, mesh=where.mesh, in_specs=specs, out_specs=PartitionSpec())(*placed)
+
+
+def _check_arrays(**given: Any) -> None:
+    for name, x in given.items():
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise ValueError(f"{name} must be an array, got {in_words(x)}")
+
+
+def _sum(call: str, axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
     """psum; what is the same along an axis counts once for each of its members."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     try:
         lax.axis_size(names)
     except NameError as error:
         raise ValueError(
-            f"axis_name={axis_name!r} is no mesh axis here: call loss inside jax.shard_map over a mesh with that axis, or pass "
+            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with that axis, or pass "
             "axis_name=None for whole arrays"
         ) from error
     if lax.axis_size(names) > 1 and any(map(checks_are_off, names)):

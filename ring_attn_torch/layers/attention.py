@@ -115,6 +115,9 @@ class RingAttention(nn.Module):
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+        context: Tensor | None = None,
+        context_positions: Tensor | None = None,
+        context_length: int | None = None,
     ) -> Tensor:
         """x [b s dim], this rank's shard in layout order -> [b s dim].
 
@@ -123,28 +126,54 @@ class RingAttention(nn.Module):
         ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and another at every step; dropout applies
         exactly where it is given, whatever ``self.training`` says. ``dropout_offset``: as in ring_attention.
 
-        Raises ValueError for an x of another shape, and what ring_attention raises.
+        ``context`` [b t dim], sharded like x: cross-attention, keys and values are those of this other sequence, of
+        ``context_length`` true tokens (None: all that its shards hold), at ``context_positions``, as ``positions`` are x's.
+        ``key_mask`` [b t] and ``extents`` are then about its tokens, and so is the mask: a layer whose queries see all of it is
+        made with ``mask=full()``, and mostly with ``rotary_base=None``.
+
+        Raises ValueError for an x or a context of another shape, and what ring_attention raises.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
-        q, k, v = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in (self.q, self.k, self.v))
+        source = self._source(x, context, context_positions, context_length)
+        heads = ((self.q, x), (self.k, source), (self.v, source))
+        q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            if context is None:
+                k_positions = positions
+            else:
+                k_positions = self.layout_positions(source.shape[1], x.device) if context_positions is None else context_positions
+            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
         slopes = self._slopes(x.device) if self.config.alibi else None
         dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
-        options = replace(self.options, length=length, dropout_rate=rate)
+        kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
+        options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
         out, _ = attention(q, k, v, Arrays(extents, key_mask, self.sinks, slopes), dropout, options, group_name(self.group))
         return self.o(out.flatten(2))
+
+    def _source(self, x: Tensor, context: Tensor | None, context_positions: Tensor | None, context_length: int | None) -> Tensor:
+        """What keys and values are made of; ValueError where it or x has another shape than the layer takes."""
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
+                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+        if context is not None:
+            return context
+        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
+            if given is not None:
+                raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
+        return x
 
     def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
         """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
         ring = ring_of(self.group)
         held = positions_of(self.options.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
         return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
+
+    def _held(self, tokens: int) -> int:
+        """How many tokens all ranks hold, of which this one holds ``tokens``."""
+        return tokens * ranks_of(ring_of(self.group))
 
     def _slopes(self, device: torch.device) -> Tensor:
         """float32 [heads], made on the device: not a buffer, which ``.bfloat16()`` would round."""

@@ -18,35 +18,44 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
 from .attention import RingAttention
+from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [..., dim] -> [..., dim]."""
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32") -> None:
+    ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all.
+    """
+
+    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None) -> None:
         super().__init__()
+        self.chunk = chunk
         self.gate = Linear(dim, hidden, False, param_dtype)
         self.up = Linear(dim, hidden, False, param_dtype)
         self.down = Linear(hidden, dim, False, param_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._of(x) if self.chunk is None else in_chunks(self._of, x, self.chunk)
+
+    def _of(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    The norms' eps and the weights' dtype are those of the attention.
+    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. The norms' eps and the weights' dtype are those of the
+    attention.
     """
 
-    def __init__(self, attention: RingAttention, hidden: int) -> None:
+    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None) -> None:
         super().__init__()
         dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, eps, kept)
-        self.mlp = SwiGLU(dim, hidden, kept)
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk)
 
     def forward(
         self,
@@ -77,8 +86,9 @@ class RingTransformer(nn.Module):
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
-    (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32. The
-    other arguments are those of :class:`RingAttention`.
+    (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32.
+    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more, and
+    computes them again in the backward; None: all at once. The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
     sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
@@ -115,6 +125,7 @@ class RingTransformer(nn.Module):
         tied: bool = True,
         param_dtype: torch.dtype | str = "float32",
         compute_dtype: torch.dtype | str | None = None,
+        mlp_chunk: int | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -144,13 +155,14 @@ class RingTransformer(nn.Module):
             tied=tied,
             param_dtype=dtype_name(param_dtype),
             compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
+            mlp_chunk=mlp_chunk,
         )
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
         self.compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
         self.embed = nn.Embedding(vocab, dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
         layers = (RingAttention(**config.attention(layer).arguments, **how, group=group) for layer in range(depth))
-        self.blocks = nn.ModuleList(Block(attention, config.hidden) for attention in layers)
+        self.blocks = nn.ModuleList(Block(attention, config.hidden, mlp_chunk) for attention in layers)
         self.norm = RMSNorm(dim, eps, config.param_dtype)
         self.head = None if tied else Linear(dim, vocab, False, config.param_dtype)
 
@@ -179,11 +191,14 @@ class RingTransformer(nn.Module):
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+        return_hidden: bool = False,
     ) -> Tensor:
         """Token ids int [b s], this rank's shard in layout order -> logits [b s vocab] in the compute dtype.
 
-        ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them.
-        Raises ValueError for ids of another shape, and what ring_attention raises.
+        ``return_hidden``: what the head would be given instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no
+        more, nor does the last token (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_mask``: as in
+        :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape, and what ring_attention
+        raises.
 
         ``dropout_seed``: dropout applies exactly where it is given, whatever ``self.training`` says. One seed serves all layers:
         layer i, from 0, draws as if its heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as
@@ -198,4 +213,11 @@ class RingTransformer(nn.Module):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
+        if return_hidden:
+            return x
         return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's where it is tied."""
+        return self.embed.weight if self.head is None else self.head.weight

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -39,6 +39,18 @@ class _Unknown(NamedTuple):
     device: str
 
 
+class Call(NamedTuple):
+    """A call of another function than ring_attention, and which ``arguments`` of it all ranks must pass alike, by name."""
+
+    call: str
+    device: str
+    arguments: tuple[tuple[str, Any], ...]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the ranks compare."""
+        return {"call": self.call, **dict(self.arguments)}
+
+
 class _History:
     """What this rank knows of a group. ``era`` tells a group from one of the same name that was destroyed on the same store.
 
@@ -49,7 +61,7 @@ class _History:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
-        self.agreed: set[Problem] = set()
+        self.agreed: set[Problem | Call] = set()
         self.told: list[str] = []
         self.checks = 0
         self.checked: int | None = None
@@ -63,13 +75,13 @@ class _History:
         return f"ring_attn/{self.era}/check{self.checks}/{self.checked}"
 
 
-_seen_alone: set[Problem] = set()
+_seen_alone: set[Problem | Call] = set()
 """What this process has run as a ring of one."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
-def agree(problem: Problem, group: Group, error: Exception | None = None, again: bool = False) -> None:
+def agree(problem: Problem | Call, group: Group, error: Exception | None = None, again: bool = False) -> None:
     """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
 
     ``error`` is this rank's own objection; ``again``: ask about a problem seen before too, as all ranks then must. Raises the
@@ -88,6 +100,22 @@ def agree(problem: Problem, group: Group, error: Exception | None = None, again:
     patience = GRACE if error else timeout(group, problem.device)
     _conclude(_exchange(_verdict(problem, error), call, group, patience, history.told), error)
     history.agreed.add(problem)
+
+
+def agree_on(call: Call, group: Group, check: Callable[[], None]) -> None:
+    """Run ``check``, and return once every rank of ``group`` has done so at the same call; else raise as ``agree`` does.
+
+    A call that every rank has made before is not asked about. Under torch.compile nobody is asked.
+    """
+    error = None
+    try:
+        check()
+    except ValueError as objection:
+        error = objection
+    if not torch.compiler.is_compiling():
+        agree(call, group, error)
+    elif error is not None:
+        raise error
 
 
 def agreed(problem: Problem, group: Group) -> bool:
@@ -162,7 +190,7 @@ def _store(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def _verdict(problem: Problem, error: Exception | None) -> dict[str, Any]:
+def _verdict(problem: Problem | Call, error: Exception | None) -> dict[str, Any]:
     if error is None:
         return {"problem": {"call": "ring_attention"} | problem.fingerprint()}
     return {"error": type(error).__name__, "message": str(error)}

@@ -1,0 +1,92 @@
+"""A transformer in JAX whose MLPs and loss run in chunks: the gradients of the whole, in the memory of a chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ring_attn_jax import RingTransformer, from_layout, from_numpy, gather_token, loss, shard_batch, to_numpy
+from ring_attn_jax.layers.transformer import SwiGLU
+
+from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
+from .models import REPLICATED, run_transformer
+from .ring import AS_USERS, SEQ, mesh_of
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(2, False), (4, True)])
+def test_loss_and_gradients_in_chunks_are_those_of_the_whole(ranks, tied):
+    whole = run_transformer(transformer_weights(tied), *token_ids(), 1, "striped", tied=tied)
+    assert_near(chunked(ranks, tied), whole | {"last": whole["logits"][:, -1]}, 1e-6)
+
+
+def chunked(ranks: int, tied: bool) -> Arrays:
+    """Logits in natural order, those of the last token, the loss, and the gradients of every weight."""
+    model = RingTransformer(**TRANSFORMER, tied=tied, mlp_chunk=3, layout="striped", rngs=nnx.Rngs(0))
+    graph, parameters = nnx.split(from_numpy(model, transformer_weights(tied)), nnx.Param)
+    ids, labels = (jnp.asarray(x) for x in token_ids())
+    batch = shard_batch(ids, "striped", ranks, labels=labels)
+
+    def objective(parameters, ids, labels):
+        model = nnx.merge(graph, parameters)
+        hidden = model(ids, length=LENGTH, return_hidden=True)
+        last = gather_token(hidden, layout="striped", length=LENGTH) @ model.head_weight.T
+        return loss(hidden, labels, head=model.head_weight, chunk=7), (hidden @ model.head_weight.T, last)
+
+    step = jax.value_and_grad(objective, has_aux=True)
+    specs = (REPLICATED, SEQ, SEQ), ((REPLICATED, (SEQ, REPLICATED)), REPLICATED)
+    program = jax.jit(jax.shard_map(step, mesh=mesh_of(ranks), in_specs=specs[0], out_specs=specs[1]))
+    (value, (logits, last)), gradients = program(parameters, batch.ids, batch.labels)
+    nnx.update(model, gradients)
+    results = {"loss": np.asarray(value), "last": np.asarray(last), **to_numpy(model)}
+    return results | {"logits": np.asarray(from_layout(logits, "striped", ranks, LENGTH))}
+
+
+def test_on_a_mesh_with_explicit_axes_every_device_cuts_its_own_tokens():
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    ids, labels = token_ids()
+    sizes: dict[str, Any] = {"tied": False, "depth": 1}
+    expected = run_transformer(transformer_weights(**sizes), ids, labels, 1, "striped", **sizes)
+    with jax.set_mesh(mesh):
+        whole: dict[str, Any] = {"mesh": mesh, "batch_axes": "data"}
+        model = RingTransformer(**TRANSFORMER | sizes, **whole, mlp_chunk=4, layout="striped", rngs=nnx.Rngs(0))
+        from_numpy(model, transformer_weights(**sizes))
+        batch = shard_batch(jnp.asarray(ids), "striped", 2, labels=jnp.asarray(labels))
+        there = NamedSharding(mesh, PartitionSpec("data", "seq"))
+
+        @nnx.jit
+        def step(model, ids, labels):
+            def objective(model):
+                hidden = model(ids, length=LENGTH, return_hidden=True)
+                return loss(hidden, labels, head=model.head_weight, chunk=7, **whole)
+
+            return nnx.value_and_grad(objective)(model)
+
+        value, gradients = step(model, jax.device_put(batch.ids, there), jax.device_put(batch.labels, there))
+    nnx.update(model, gradients)
+    got = {"loss": np.asarray(value), **to_numpy(model)}
+    assert_near(got, {name: x for name, x in expected.items() if name != "logits"}, 1e-6)
+
+
+def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
+    tokens, dim, hidden = 1024, 8, 512
+    bytes_of = {}
+    for chunk in (None, 64):
+        graph, weights = nnx.split(SwiGLU(dim, hidden, chunk=chunk, rngs=nnx.Rngs(0)))
+        objective = lambda weights, x, graph=graph: nnx.merge(graph, weights)(x).sum()
+        step = jax.jit(jax.grad(objective, (0, 1))).lower(weights, jax.ShapeDtypeStruct((1, tokens, dim), jnp.float32))
+        bytes_of[chunk] = step.compile(compiler_options=AS_USERS).memory_analysis().temp_size_in_bytes
+    inside = tokens * hidden * 4
+    assert bytes_of[None] >= 2 * inside
+    assert bytes_of[64] <= 6 * inside / 16 + 8 * (tokens + hidden) * dim * 4
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.0, True, "3"])
+def test_an_mlp_chunk_without_tokens_is_refused(chunk):
+    with pytest.raises(ValueError, match="mlp_chunk is a number of tokens, an int of at least 1, got"):
+        RingTransformer(**TRANSFORMER, mlp_chunk=chunk, rngs=nnx.Rngs(0))

@@ -1,0 +1,78 @@
+"""gather and gather_token in JAX: whole sequences and single tokens on every rank, and the gradients of the shards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from ring_attn_jax import from_layout, gather, gather_token, to_layout
+
+from ..support.gathered import LENGTH, ROWS, sequence
+from .models import REPLICATED
+from .ring import SEQ, mesh_of
+
+FIRST = PartitionSpec("seq")
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "striped")])
+def test_every_rank_gets_the_whole_and_its_shard_the_sum_of_the_cotangents(ranks, layout):
+    """Each rank multiplies the whole by a cotangent of its own; what padding holds is NaN, and may not matter."""
+    x, dwhole, dtoken = sequence(ranks)
+    ring = {"layout": layout, "length": LENGTH}
+
+    def program(x, mask, ids, dwhole, dtoken):
+        whole, gradient = jax.vjp(partial(gather, **ring), x)
+        rows, of_rows = jax.vjp(lambda x: gather_token(x, jnp.asarray(ROWS), **ring), x)
+        last = gather_token(x, **ring), gather_token(x, LENGTH - 1, **ring)
+        held = whole, gather(mask, **ring), gather(ids, **ring), *last, rows
+        sums = (jax.lax.psum(dy[0], "seq") for dy in (dwhole, dtoken))
+        return held, [of(dy)[0] for of, dy in zip((gradient, of_rows), sums, strict=True)]
+
+    there = lambda x, pad: to_layout(jnp.asarray(x), layout, ranks, pad_value=pad)
+    specs = (SEQ, SEQ, SEQ, FIRST, FIRST), (REPLICATED, SEQ)
+    step = jax.jit(jax.shard_map(program, mesh=mesh_of(ranks), in_specs=specs[0], out_specs=specs[1]))
+    given = there(x, jnp.nan), there(x > 0, False), there((x * 100).astype(np.int32), 0)
+    (whole, mask, ids, last, same, rows), gradients = step(*given, dwhole, dtoken)
+    for got, expected in ((whole, x), (mask, x > 0), (ids, (x * 100).astype(np.int32)), (last, x[:, -1]), (same, x[:, -1])):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(rows, [x[0, 12], x[1, 3], 0 * x[2, 0]])
+    expected = np.zeros_like(x)
+    expected[0, 12], expected[1, 3] = dtoken.sum(0)[:2]
+    for gradient, truth in zip(gradients, (dwhole.sum(0), expected), strict=True):
+        np.testing.assert_allclose(from_layout(gradient, layout, ranks, LENGTH), truth, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_all_ranks_compute_alike_counts_once_where_jax_knows_it(check_vma):
+    x, *_ = sequence(4)
+    shards = to_layout(jnp.asarray(x), "zigzag", 4)
+    objective = lambda x: jnp.sin(gather(x, length=LENGTH)).sum() + jnp.sin(gather_token(x, length=LENGTH)).sum()
+    ring = jax.shard_map(jax.grad(objective), mesh=mesh_of(4), in_specs=SEQ, out_specs=SEQ, check_vma=check_vma)
+    got = from_layout(jax.jit(ring)(shards), "zigzag", 4, LENGTH)
+    expected = np.cos(x) * (1 + (np.arange(LENGTH) == LENGTH - 1))[:, None, None]
+    np.testing.assert_allclose(got, expected * (1 if check_vma else 4), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (gather, (jnp.ones(3),), r"x must be this rank's shard \[batch, tokens, ...\], got shape \[3\]"),
+        (gather, ([1.0],), "x must be an array, got list"),
+        (gather, (jnp.ones((1, 5)),), "x holds 5 tokens, and of length=5 over 1 ranks in zigzag a shard has 6"),
+        (gather_token, (jnp.ones((1, 6)), 6), "position must be an int from -6 to 5, or integers"),
+        (gather_token, (jnp.ones((1, 6)), 0.5), r"position must be integers \[1\], .*, got float"),
+        (gather_token, (jnp.ones((1, 6)), jnp.ones(1)), r"position must be integers \[1\], .*, got float32 \[1\]"),
+        (gather_token, (jnp.ones((2, 6)), jnp.ones(1, int)), r"position must be integers \[2\]"),
+    ],
+)
+def test_what_is_no_shard_is_refused(call, arguments, message):
+    inside = lambda *options: jax.shard_map(partial(call, *options), mesh=mesh_of(1), in_specs=(), out_specs=REPLICATED)()
+    with pytest.raises(ValueError, match=message):
+        inside(*arguments)
+    with pytest.raises(ValueError, match=f"'seq' is no mesh axis here: call {call.__name__} inside"):
+        call(jnp.ones((1, 6)))

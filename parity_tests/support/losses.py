@@ -1,0 +1,43 @@
+"""Hidden states, a head and labels in numpy, and their cross-entropy with its gradients in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .models import Arrays
+
+BATCH, LENGTH, DIM, VOCAB = 2, 40, 12, 31
+CHUNKS = (1, 7, 32, 4096)
+"""Of 80 tokens: single ones, a last one that is shorter, whole ones, and all of them."""
+
+LEFT_OUT = 0.3
+"""The share of labels that is ignored."""
+
+
+def hidden_states(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """hidden [b s dim], head [vocab dim] and labels int32 [b s]; all labels of the first stretch are ignored."""
+    rng = np.random.default_rng(11)
+    hidden, head = rng.standard_normal((BATCH, LENGTH, DIM)).astype(dtype), rng.standard_normal((VOCAB, DIM)).astype(dtype)
+    labels = rng.integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
+    labels[rng.random(labels.shape) < LEFT_OUT] = -100
+    labels[:, : LENGTH // 4] = -100
+    return hidden, head, labels
+
+
+def exact_loss(hidden: np.ndarray, head: np.ndarray, labels: np.ndarray, reduction: str = "mean") -> Arrays:
+    """The loss, dhidden, dhead and dlogits in float64."""
+    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
+    logits, kept = hidden @ head.T, labels != -100
+    chosen = np.arange(head.shape[0]) == labels[..., None]
+    lse = np.log(np.exp(logits).sum(-1))
+    count = kept.sum() if reduction == "mean" else 1
+    dlogits = (np.exp(logits - lse[..., None]) - chosen) * kept[..., None] / count
+    value = (np.where(kept, lse, 0) - (logits * chosen).sum(-1)).sum() / count
+    return {
+        "loss": np.asarray(value),
+        "dhidden": dlogits @ head,
+        "dhead": np.einsum("bsv,bsd->vd", dlogits, hidden),
+        "dlogits": dlogits,
+    }

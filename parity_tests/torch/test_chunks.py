@@ -1,0 +1,86 @@
+"""A transformer in PyTorch whose MLPs and loss run in chunks: the gradients of the whole, in the memory of a chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ring_attn_torch import RingTransformer, from_numpy, gather, gather_token, loss, shard_batch, sum_gradients
+from ring_attn_torch.layers.transformer import SwiGLU
+
+from ..support.models import TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
+from .memory import peak_bytes
+from .models import Group, gradients, rank_in, ranks_of
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, False), (4, True), (4, False)])
+def test_loss_and_gradients_in_chunks_are_those_of_the_whole(gloo, ranks, tied):
+    """In float64, where sums in another order differ by its rounding."""
+    whole = chunked_on_rank(None, tied, None)
+    for got in gloo(ranks, chunked_on_rank, tied, 3):
+        assert_near(got, whole, 1e-13)
+
+
+def chunked_on_rank(group: Group, tied: bool, chunk: int | None) -> Arrays:
+    """The loss, all gradients, and the logits of all tokens and of the last; None: nothing in chunks, and no hidden states."""
+    sizes: dict[str, Any] = TRANSFORMER | {"tied": tied, "param_dtype": "float64", "mlp_chunk": chunk}
+    model = from_numpy(RingTransformer(**sizes, group=group), transformer_weights(tied))
+    ids, labels = (torch.from_numpy(x) for x in token_ids())
+    shard = shard_batch(F.pad(ids, (0, 1)), "zigzag", ranks_of(group), rank_in(group), labels=F.pad(labels, (0, 1), value=-100))
+    length = shard.length
+    if chunk is None:
+        logits = model(shard.ids, shard.positions, length)
+        value = loss(logits, shard.labels, group=group)
+        last = logits[:, shard.positions[0] == length - 1].squeeze(1)
+    else:
+        hidden = model(shard.ids, shard.positions, length, return_hidden=True)
+        value = loss(hidden, shard.labels, head=model.head_weight, chunk=7, group=group)
+        last = gather_token(hidden, group=group, length=length) @ model.head_weight.T
+        logits = hidden @ model.head_weight.T
+    value.backward()
+    sum_gradients(model, group)
+    results = gradients(model) | {"loss": value.detach().numpy(), "last": last.detach().numpy()}
+    return results | {"logits": gather(logits.detach(), group=group, length=length).numpy()}
+
+
+def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
+    tokens, dim, hidden = 1024, 8, 512
+    x = torch.randn(1, tokens, dim, requires_grad=True)
+    bytes_of = {}
+    for chunk in (None, 64):
+        mlp = SwiGLU(dim, hidden, chunk=chunk)
+        bytes_of[chunk] = peak_bytes(lambda mlp=mlp: mlp(x).sum().backward())
+    inside = tokens * hidden * 4
+    assert bytes_of[None] >= 3 * inside
+    assert bytes_of[64] <= 8 * inside / 16 + 6 * x.nbytes + 8 * hidden * dim * 4
+
+
+def test_chunks_compile_as_one_graph_and_serve_without_gradients():
+    mlp, x = SwiGLU(8, 16, chunk=3), torch.randn(2, 10, 8)
+    whole = SwiGLU(8, 16)
+    whole.load_state_dict(mlp.state_dict())
+    compiled = torch.compile(lambda x: mlp(x), fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (whole, mlp, compiled):
+        leaf = x.clone().requires_grad_()
+        results.append((function(leaf), *torch.autograd.grad(function(leaf).sin().sum(), leaf)))
+    for other in results[1:]:
+        for mine, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(mine, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), whole(x))
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.0, True, "3"])
+def test_an_mlp_chunk_without_tokens_is_refused(chunk):
+    with pytest.raises(ValueError, match="mlp_chunk is a number of tokens, an int of at least 1, got"):
+        RingTransformer(**TRANSFORMER, mlp_chunk=chunk)
+
+
+def test_a_config_keeps_the_chunk():
+    model = RingTransformer(**TRANSFORMER, mlp_chunk=5)
+    assert type(model.config).from_json(model.config.to_json()).mlp_chunk == 5
+    assert [block.mlp.chunk for block in RingTransformer.from_config(model.config).blocks] == [5, 5]

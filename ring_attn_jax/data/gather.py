@@ -1,0 +1,86 @@
+"""Shards back to whole sequences on every rank, all tokens or one of them: the counterpart of ``shard_batch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.layouts import gathered_length, token_position
+from ring_attn_core.problem.checks import check_along
+
+from ..axes import check_axis_name
+from .layout import from_layout, positions
+
+
+def gather(x: jax.Array, *, axis_name: str = "seq", layout: str = "zigzag", length: int | None = None) -> jax.Array:
+    """This rank's shard [batch, tokens, ...] -> the whole [batch, length, ...] in natural order, on every rank.
+
+    Inside ``jax.shard_map`` over ``axis_name``; whole arrays in layout order go back by :func:`from_layout`. ``length``: the true
+    global number of tokens; None: all that the shards hold.
+
+    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens. JAX knows that the whole
+    is the same on all ranks: what all compute alike from it, and return under ``out_specs=P()``, is counted once, as on one
+    device. Inside ``shard_map(check_vma=False)`` it does not, and that gradient is as many times one device's as there are ranks.
+
+    Raises ValueError for what is no shard of such a sequence, and outside a shard_map over the axis.
+    """
+    ranks = _ranks("gather", x, axis_name)
+    held = gathered_length(x.shape, layout, ranks, length)
+    sent = x.astype(jnp.int32) if x.dtype == bool else x
+    start = lax.axis_index(axis_name) * x.shape[1]
+    placed = lax.dynamic_update_slice_in_dim(
+        jnp.zeros((x.shape[0], ranks * x.shape[1], *x.shape[2:]), sent.dtype), sent, start, 1
+    )
+    return from_layout(lax.psum(placed, axis_name).astype(x.dtype), layout, ranks, held)
+
+
+def gather_token(
+    x: jax.Array,
+    position: int | jax.Array = -1,
+    *,
+    axis_name: str = "seq",
+    layout: str = "zigzag",
+    length: int | None = None,
+) -> jax.Array:
+    """One token of each row of what the ranks hold as shards [batch, tokens, ...] -> [batch, ...] on every rank.
+
+    ``position``: its global position, from the end where it is negative, -1 for the last token; or integers [batch], one for
+    every row, from 0 on; of one that no rank holds the result is 0. Only this one token travels. The logits of the last token:
+    ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+
+    ``axis_name``, ``length``, the gradient, and what raises: as in :func:`gather`.
+    """
+    ranks = _ranks("gather_token", x, axis_name)
+    held = gathered_length(x.shape, layout, ranks, length)
+    if getattr(position, "shape", ()) or not hasattr(position, "__index__"):
+        wanted = _rows(position, x.shape[0])
+    else:
+        wanted = jnp.full((1,), token_position(position, held), jnp.int32)
+    here = positions(layout, ranks, held, lax.axis_index(axis_name))[None] == wanted[:, None]
+    here = jnp.broadcast_to(here, x.shape[:2])
+    index = jnp.argmax(here, 1).reshape(-1, *[1] * (x.ndim - 1))
+    token = jnp.take_along_axis(x, index, 1)[:, 0]
+    token = jnp.where(here.any(1).reshape(-1, *[1] * (token.ndim - 1)), token, jnp.zeros((), x.dtype))
+    return lax.psum(token.astype(jnp.int32) if x.dtype == bool else token, axis_name).astype(x.dtype)
+
+
+def _rows(position: Any, batch: int) -> jax.Array:
+    if getattr(position, "shape", None) != (batch,) or not jnp.issubdtype(position.dtype, jnp.integer):
+        shape = f"{getattr(position, 'dtype', type(position).__name__)} {list(getattr(position, 'shape', ()))}"
+        raise ValueError(f"position must be integers [{batch}], one for each row, or an int, got {shape}")
+    return position.astype(jnp.int32)
+
+
+def _ranks(call: str, x: Any, axis_name: Any) -> int:
+    check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", 0)
+    check_axis_name(axis_name)
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with that axis; whole "
+            "arrays in layout order go back by from_layout"
+        ) from error

@@ -1,0 +1,61 @@
+"""Something done to every token by itself, for a chunk of a rank's tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ring_attn_core.model.chunks import even_chunk
+
+from ..axes import on_auto_axes
+from ..sharded import Where
+
+
+def in_chunks(
+    function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: Where | None
+) -> jax.Array:
+    """``function(weights, x)`` for x [b s ...], of at most ``chunk`` tokens at a time and recomputed in the backward.
+
+    So what ``function`` holds inside is there for one chunk only, forward and backward. ``weights``: a tree of arrays.
+    ``where``: how whole arrays are sharded; then every device cuts its own tokens, and the gradients of the weights are summed
+    over devices once, not in every chunk. Of tokens that fit one chunk nothing is recomputed.
+    """
+
+    def on_shard(weights: Any, x: jax.Array) -> jax.Array:
+        if x.shape[1] <= chunk:
+            return function(weights, x)
+        step = jax.checkpoint(function, prevent_cse=False)
+        return from_chunks(lax.map(lambda part: step(weights, part), to_chunks(x, chunk)), x.shape[1])
+
+    if where is None:
+        return on_shard(weights, x)
+    axes = {*where.batch_axes, where.axis_name}
+    spec = PartitionSpec(where.batch_axes or None, where.axis_name)
+    inside = lambda weights, x: on_auto_axes(on_shard, PartitionSpec())(weights, x)  # asks which axes are Explicit inside
+    specs = PartitionSpec(), spec
+    return jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=spec, axis_names=axes)(weights, x)
+
+
+def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
+    """[b s ...] -> [chunks b c ...] with c <= chunk, padded at the end with ``pad_value``.
+
+    Chunk i has every token that is i modulo the number of chunks: where XLA shards the tokens, every device has its part of each.
+    """
+    batch, tokens = x.shape[:2]
+    length = even_chunk(tokens, chunk)
+    chunks = max(-(-tokens // length), 1)
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, length * chunks - tokens)
+    padded = jnp.pad(x, padding, constant_values=pad_value) if padding[1][1] else x
+    return jnp.moveaxis(padded.reshape(batch, length, chunks, *x.shape[2:]), 2, 0)
+
+
+def from_chunks(y: jax.Array, tokens: int) -> jax.Array:
+    """The inverse of :func:`to_chunks`."""
+    y = jnp.moveaxis(y, 0, 2)
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]

@@ -1,0 +1,119 @@
+"""The cross-entropy of one rank's labels, summed, chunk by chunk: of logits, and of hidden states whose logits nobody keeps.
+
+    total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
+    dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
+
+Everything that is float32 and as wide as the vocabulary is one chunk of tokens long; of given logits XLA fuses most of it away.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..attend.tiles import accumulation_dtype
+from ..axes import vary_alike
+from ..layers.chunks import from_chunks, to_chunks
+
+
+class Settings(NamedTuple):
+    """The label that counts nothing, and how many tokens make a chunk."""
+
+    ignored: int
+    chunk: int
+
+
+def sum_of_logits(logits: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+    """The sum of the cross-entropies of ``logits`` [..., vocab] at int32 ``labels`` [...], in float32; a 0-d array."""
+    return _sum_of_logits(*vary_alike((), logits, labels), settings)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_of_logits(logits: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+    return _entropy(logits, labels, settings)[0]
+
+
+def _logits_forward(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, Any]:
+    total, lse = _entropy(logits, labels, settings)
+    return total, (logits, labels, lse)
+
+
+def _logits_backward(settings: Settings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
+    logits, labels, lse = lax.optimization_barrier((*kept,))  # or XLA keeps the forward's float32 logits for this
+    dlogits = (_dlogits(logits, labels, lse, settings) * dtotal).astype(logits.dtype)
+    return lax.optimization_barrier(dlogits), None
+
+
+_sum_of_logits.defvjp(_logits_forward, _logits_backward)
+
+
+def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+    """The same of the logits ``hidden head^T``, for hidden [b s dim], head [vocab dim], labels [b s], computed in hidden's dtype.
+
+    What is summed over tokens and ranks, the softmax and the head's gradient, is float32.
+    """
+    wide = head.astype(accumulation_dtype(hidden.dtype))
+    return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+    return _of_chunks(hidden, head, labels, settings, gradients=False)[0]
+
+
+def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, Any]:
+    total, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
+    return total, (dhidden, dhead)
+
+
+def _hidden_backward(settings: Settings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    dhidden, dhead = kept
+    return (dhidden.astype(dtotal.dtype) * dtotal).astype(dhidden.dtype), dhead * dtotal, None
+
+
+_sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
+
+
+def _of_chunks(
+    hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings, *, gradients: bool
+) -> tuple[jax.Array, Any, Any]:
+    """The total and, made while the logits of a chunk are there, the gradients of hidden and of the head."""
+    weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
+
+    def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
+        (total, dhead), (x, labels) = carry, chunk
+        x = jnp.where((labels != settings.ignored)[..., None], x, 0)  # what stands there may be NaN
+        logits = jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=dtype)
+        part, lse = _entropy(logits, labels, settings)
+        if not gradients:
+            return (total + part, None), None
+        dlogits = _dlogits(logits, labels, lse, settings).astype(x.dtype)
+        dhead = dhead + jnp.einsum("bcv,bcd->vd", dlogits, x, preferred_element_type=dtype)
+        return (total + part, dhead), jnp.einsum("bcv,vd->bcd", dlogits, weight)
+
+    length = max(settings.chunk // max(hidden.shape[0], 1), 1)
+    chunks = to_chunks(hidden, length), to_chunks(labels, length, settings.ignored)
+    zeros = jnp.zeros((), dtype), jnp.zeros(head.shape, dtype) if gradients else None
+    zeros, _ = vary_alike((), zeros, hidden)
+    (total, dhead), dhidden = lax.scan(step, zeros, chunks)
+    return total, None if dhidden is None else from_chunks(dhidden, tokens), dhead
+
+
+def _entropy(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """The total, and the log-sum-exp of every token; a label outside the vocabulary makes the total NaN."""
+    wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
+    lse = jax.nn.logsumexp(wide, -1)
+    index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # a negative index would count from the end
+    chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
+    return jnp.where(kept, lse - chosen, 0).sum(), lse
+
+
+def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: Settings) -> jax.Array:
+    """The gradient of the total, in float32."""
+    tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
+    p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
+    return jnp.where((labels != settings.ignored)[..., None], p, 0)

@@ -1,0 +1,136 @@
+"""Shards back to whole sequences on every rank, all tokens or one of them: the counterpart of ``shard_batch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.layouts import gathered_length, token_position
+from ring_attn_core.problem.checks import check_along
+
+from ..ring.agreement import Call, agree_on
+from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
+from .layout import from_layout, positions
+
+
+def gather(
+    x: Tensor,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str = "zigzag",
+    length: int | None = None,
+) -> Tensor:
+    """This rank's shard [batch, tokens, ...] -> the whole [batch, length, ...] in natural order, on every rank.
+
+    ``group``: the ring; None is the default group. ``length``: the true global number of tokens; None: all that the shards hold.
+
+    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens, in float32. So where all
+    ranks compute the same from the whole and each calls ``backward``, as for a loss of its own, that gradient is as many times
+    one device's as there are ranks: divide by them. ``loss(..., group=group)`` on the whole does so already.
+
+    Raises ValueError, the same on every rank and before anything is sent, for what is no shard of such a sequence, and where
+    ranks hold shards of other shapes or pass other arguments, if they make this call for the first time.
+    """
+    ring = _ring(group)
+    _check("gather", x, ring, layout, length)
+    ranks = ranks_of(ring)
+    whole: Any = x if ranks == 1 else _AllGather.apply(x, ring)
+    return from_layout(whole, layout, ranks, gathered_length(tuple(x.shape), layout, ranks, length))
+
+
+def gather_token(
+    x: Tensor,
+    position: int | Tensor = -1,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str = "zigzag",
+    length: int | None = None,
+) -> Tensor:
+    """One token of each row of what the ranks hold as shards [batch, tokens, ...] -> [batch, ...] on every rank.
+
+    ``position``: its global position, from the end where it is negative, -1 for the last token; or integers [batch], one for
+    every row, from 0 on; of one that no rank holds the result is 0. Only this one token travels. The logits of the last token:
+    ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+
+    ``group``, ``length``, the gradient, and what raises: as in :func:`gather`.
+    """
+    ring = _ring(group)
+    _check("gather_token", x, ring, layout, length, position)
+    held = gathered_length(tuple(x.shape), layout, ranks_of(ring), length)
+    wanted = position if isinstance(position, Tensor) else torch.tensor([token_position(position, held)], device=x.device)
+    mine = positions(layout, ranks_of(ring), held, rank_in(ring)).to(x.device)
+    here = (mine == wanted[:, None]).expand(x.shape[0], -1)
+    token = x[torch.arange(x.shape[0], device=x.device), here.int().argmax(1)]
+    token = torch.where(here.any(1).view(-1, *[1] * (token.ndim - 1)), token, torch.zeros_like(token))
+    return token if ranks_of(ring) == 1 else _AllReduce.apply(token, ring)  # type: ignore[return-value]
+
+
+class _AllGather(torch.autograd.Function):
+    """The shards of all ranks side by side along dim 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Group) -> Tensor:
+        ctx.ring = ring
+        sent = x.contiguous()
+        sent = sent.view(torch.uint8) if x.dtype == torch.bool else sent
+        shards = sent.new_empty(ranks_of(ring) * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(shards, sent, group=ring)
+        return torch.cat(shards.view(x.dtype).chunk(ranks_of(ring)), 1)
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
+        wide = dwhole.to(torch.promote_types(dwhole.dtype, torch.float32))
+        dshards = torch.cat(wide.chunk(ranks_of(ctx.ring), 1))
+        dx = dshards.new_empty(dwhole.shape[0], dwhole.shape[1] // ranks_of(ctx.ring), *dwhole.shape[2:])
+        dist.reduce_scatter_tensor(dx, dshards, group=ctx.ring)
+        return dx.to(dwhole.dtype), None
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over the ranks, of which one has what is no 0; its gradient is the sum of the ranks' cotangents."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Group) -> Tensor:
+        ctx.ring = ring
+        return _summed(x.int() if x.dtype == torch.bool else x, ring).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
+        return _summed(dtotal.to(torch.promote_types(dtotal.dtype, torch.float32)), ctx.ring).to(dtotal.dtype), None
+
+
+def _summed(x: Tensor, ring: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=ring)
+    return x
+
+
+@constant
+def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
+    return group_of(group_name(group))
+
+
+def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, position: int | Tensor = -1) -> None:
+    """The same ValueError on all ranks, at the first such call of this group."""
+
+    def check() -> None:
+        check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)
+        if is_dtensor(x):
+            raise ValueError("x is a DTensor: pass this rank's shard, x.to_local(), in layout order")
+        held = gathered_length(tuple(x.shape), layout, ranks_of(ring), length)
+        if isinstance(position, Tensor):
+            if position.shape != x.shape[:1] or position.dtype.is_floating_point or position.dtype == torch.bool:
+                shape = f"{position.dtype} {list(position.shape)}"
+                raise ValueError(f"position must be integers [{x.shape[0]}], one for each row, or an int, got {shape}")
+        else:
+            token_position(position, held)
+
+    tensor = isinstance(x, Tensor)
+    kind = (tuple(x.shape), str(x.dtype), x.device.type) if tensor else ((), "", "cpu")
+    alike = ("x_shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("length", length)
+    where = () if isinstance(position, Tensor) else (("position", position),)
+    agree_on(Call(call, kind[2], (*alike, *where)), ring, check)

@@ -1,0 +1,157 @@
+"""The cross-entropy of one rank's labels, summed, chunk by chunk: of logits, and of hidden states whose logits nobody keeps.
+
+    total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
+    dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
+
+Everything that is float32 and as wide as the vocabulary is one chunk of tokens long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ring_attn_core.model.chunks import even_chunk
+
+
+class Labels(NamedTuple):
+    """int64 ``labels`` [n] of tokens, of which those that are ``ignored`` count nothing, and how many tokens make a ``chunk``."""
+
+    labels: Tensor
+    ignored: int
+    chunk: int
+
+    @property
+    def slices(self) -> Iterator[slice]:
+        """Return where each chunk stands."""
+        tokens = self.labels.shape[0]
+        step = even_chunk(tokens, self.chunk)
+        return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
+
+
+def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
+    """The sum of the cross-entropies of ``logits`` [n vocab], in float32; a 0-d tensor."""
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _OfLogits.apply(logits, *labels)[0]  # type: ignore[index]
+    return _of_logits(logits, labels)[0]
+
+
+def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
+    """The same of the logits ``hidden head^T``, for hidden [n dim] and head [vocab dim], computed in hidden's dtype.
+
+    Under autocast in its dtype. What is summed over tokens, the softmax and the head's gradient, is float32.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
+            return _OfHidden.apply(hidden, head, *labels)  # type: ignore[return-value]
+        return _of_hidden(hidden, head, labels, (False, False))[0]
+
+
+class _OfLogits(torch.autograd.Function):
+    """Keeps the logits, which are the caller's, and their log-sum-exp; makes their gradient, in their dtype, in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int) -> tuple[Tensor, Tensor]:
+        total, lse = _of_logits(logits, Labels(labels, ignored, chunk))
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.settings = ignored, chunk
+        return total, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        if dtotal is None:
+            return None, None, None, None
+        of = Labels(labels, *ctx.settings)
+        dlogits = torch.empty_like(logits)
+        for rows in of.slices:
+            p = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_()
+            dlogits[rows] = _minus_one_hot(p, labels[rows], of.ignored).mul_(dtotal)
+        return dlogits, None, None, None
+
+
+class _OfHidden(torch.autograd.Function):
+    """Makes the gradients while the logits of a chunk are there: nothing is recomputed, and the backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int) -> Tensor:
+        total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk), ctx.needs_input_grad[:2])
+        ctx.save_for_backward(*gradients)
+        ctx.dtype = head.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        dhidden, dhead = ctx.saved_tensors
+        dhidden = None if dhidden is None else dhidden * dtotal
+        dhead = None if dhead is None else (dhead * dtotal).to(ctx.dtype)
+        return dhidden, dhead, None, None, None
+
+
+def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
+    """The total, and the log-sum-exp [n] of every token."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
+    for rows in of.slices:
+        wide, labels = logits[rows].to(dtype), of.labels[rows]
+        lse[rows] = wide.logsumexp(-1)
+        each = lse[rows] + F.nll_loss(wide, labels, ignore_index=of.ignored, reduction="none")
+        total = total + each.masked_fill_(labels == of.ignored, 0).sum()
+    return total, lse
+
+
+def _of_hidden(
+    hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The total and, where they are ``wanted``, the gradients of hidden, in its dtype, and of the head, in float32."""
+    dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
+    total = hidden.new_zeros((), dtype=dtype)
+    dhidden = torch.empty_like(hidden) if wanted[0] else None
+    dhead = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+    for rows in of.slices:
+        labels = of.labels[rows]
+        ignored = (labels == of.ignored)[:, None]
+        x = hidden[rows].masked_fill(ignored, 0)  # what stands there may be NaN
+        p = F.log_softmax(_product(x, weight.t(), dtype), -1)
+        total = total + F.nll_loss(p, labels, ignore_index=of.ignored, reduction="sum")
+        if dhidden is None and dhead is None:
+            continue
+        dlogits = _minus_one_hot(p.exp_(), labels, of.ignored).to(hidden.dtype)
+        if dhidden is not None:
+            dhidden[rows] = dlogits @ weight
+        if dhead is not None:
+            dhead = _plus_product(dhead, dlogits.t(), x)
+    return total, dhidden, dhead
+
+
+def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """``p`` less 1 where the label stands, 0 for an ignored one: in place."""
+    left_out = (labels == ignored)[:, None]
+    p.masked_fill_(left_out, 0)
+    return p.scatter_add_(1, labels[:, None].masked_fill(left_out, 0), left_out.to(p.dtype) - 1)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a b`` in ``dtype``, into which only CUDA multiplies narrower ones as they are."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a b`` in total's dtype, in place."""
+    if a.is_cuda and a.dtype != total.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
