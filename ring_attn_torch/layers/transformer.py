@@ -17,6 +17,7 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
+from ..ring.groups import local
 from .attention import RingAttention
 from .parts import Linear, RMSNorm, dtype_name
 
@@ -192,10 +193,11 @@ class RingTransformer(nn.Module):
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
         if positions is None:
-            positions = self.blocks[0].attention.layout_positions(ids.shape[1], ids.device)  # type: ignore[union-attr, operator]
+            attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # whatever wraps the blocks
+            positions = attention.layout_positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
-        return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)
+        return F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)
