@@ -15,6 +15,7 @@ from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
 from .layers.rotary import RotaryEmbedding
+from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
 from .training.gradients import sum_gradients
@@ -54,6 +55,7 @@ __all__ = [
     "shard_batch",
     "sliding_window",
     "sum_gradients",
+    "tensor_plan",
     "to_layout",
     "to_numpy",
 ]

@@ -18,6 +18,10 @@ ONLY_IN_JAX = {
 ONLY_IN_TORCH = {
     "training/gradients.py": "where sum_gradients lives",
     "sum_gradients": "in JAX shard_map sums the gradients of replicated parameters",
+    "training/sharded.py": "what FSDP2 and tensor parallelism have done to a gradient, which XLA does by itself",
+    "tensor_plan": "in JAX head_axis and the weights' shardings say it",
+    "layers/tensor_plan.py": "where tensor_plan lives",
+    "layers/tensor_styles.py": "what tensor_plan is made of",
     "ring/agreement.py": "JAX is one program, checked when it is traced",
     "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",

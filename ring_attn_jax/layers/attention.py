@@ -184,10 +184,14 @@ class RingAttention(nnx.Module):
 
     def layout_positions(self, tokens: int) -> jax.Array:
         """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
-        layout = self.options.layout
-        if isinstance(self.where, Where):
-            held = jnp.concatenate([positions_of(layout, self.where.ranks, tokens, rank) for rank in range(self.where.ranks)])
-        else:
-            ranks = ring_size(self.where)
-            held = positions_of(layout, ranks, tokens * ranks, lax.axis_index(self.where))
-        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses
+        return layout_positions(self.options.layout, self.where, tokens)
+
+
+def layout_positions(layout: str, where: Where | str, tokens: int) -> jax.Array:
+    """int32 [tokens]: the global positions of a rank's shard of ``tokens`` in that layout, or of all on a mesh."""
+    if isinstance(where, Where):
+        held = jnp.concatenate([positions_of(layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
+    else:
+        ranks = ring_size(where)
+        held = positions_of(layout, ranks, tokens * ranks, lax.axis_index(where))
+    return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses

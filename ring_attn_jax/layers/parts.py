@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..attend.tiles import accumulation_dtype
+from ..axes import sharded_like
 
 
 class Linear(nnx.Linear):
@@ -27,8 +29,8 @@ class Linear(nnx.Linear):
         super().__init__(in_features, out_features, use_bias=bias, kernel_init=init, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        y = x @ self.kernel[...].astype(x.dtype)
-        return y if self.bias is None else y + _along_last(self.bias[...].astype(x.dtype), x.ndim)
+        y = product(x, self.kernel[...].astype(x.dtype))
+        return y if self.bias is None else y + along_last(self.bias[...].astype(x.dtype), y)
 
 
 class RMSNorm(nnx.Module):
@@ -42,7 +44,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(accumulation_dtype(x.dtype))
         scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(x.dtype).astype(wide.dtype)
-        return (wide * scale * _along_last(weight, x.ndim)).astype(x.dtype)
+        return (wide * scale * along_last(weight, wide)).astype(x.dtype)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -50,6 +52,44 @@ def dtype_name(dtype: Any) -> str:
     return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
 
 
-def _along_last(vector: jax.Array, ndim: int) -> jax.Array:
-    """[features] -> [1, ..., 1, features] of ``ndim`` dimensions."""
-    return jnp.expand_dims(vector, tuple(range(ndim - 1)))
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``x @ weight``, [..., in] and [in, out] -> [..., out], where both may be sharded over Explicit mesh axes, each in its way.
+
+    Nothing of x moves. The weight is sharded along ``in`` as x is; along ``out`` it stays sharded over the axes that x does not
+    use (tensor parallelism) and is gathered over the others (FSDP), and so is what comes out. Over Auto axes XLA decides.
+    """
+    of_x, of_weight = sharded_like(x), sharded_like(weight)
+    if not any(of_x) and not any(of_weight):
+        return x @ weight
+    free = tuple(axis for axis in _names(of_weight[1]) if not any(axis in _names(axes) for axes in of_x)) or None
+    out = on_mesh(PartitionSpec(*of_x[:-1], free), x, weight)
+    return jnp.dot(x, resharded(weight, PartitionSpec(of_x[-1], free), x), out_sharding=out)
+
+
+def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """[features] -> [1, ..., 1, features] of x's dimensions, sharded over Explicit mesh axes as x's features are."""
+    vector = resharded(vector, PartitionSpec(sharded_like(x)[-1]), x)
+    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
+
+
+def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """``table[ids]``, sharded like ``ids`` over Explicit mesh axes, the whole table gathered; NaN for ids outside of it."""
+    spec = sharded_like(ids)
+    sharding = on_mesh(PartitionSpec(*spec, None), ids, table) if any(spec) or any(sharded_like(table)) else None
+    table = resharded(table, PartitionSpec(None, None), ids)
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding)
+
+
+def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
+    """``array`` sharded so over the Explicit axes of the mesh that it is on, or one of the others."""
+    return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
+
+
+def on_mesh(spec: PartitionSpec, *arrays: jax.Array) -> NamedSharding:
+    """``spec`` on the mesh of the first array that is on one."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return NamedSharding(next(mesh for mesh in meshes if not mesh.empty), spec)
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())

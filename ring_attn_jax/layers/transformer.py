@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import TransformerConfig
@@ -16,10 +16,11 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
+from ..axes import sharded_like
 from ..sharded import Where
-from .attention import RingAttention
+from .attention import RingAttention, layout_positions
 from .chunks import in_chunks
-from .parts import Linear, RMSNorm, dtype_name
+from .parts import Linear, RMSNorm, dtype_name, look_up, product, resharded
 
 
 class SwiGLU(nnx.Module):
@@ -175,6 +176,7 @@ class RingTransformer(nnx.Module):
         )
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        self.layout, self.where = layout, axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
         self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
         self.embed = nnx.Embed(vocab, dim, embedding_init=init, param_dtype=kept, rngs=rngs)
@@ -229,25 +231,19 @@ class RingTransformer(nnx.Module):
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
         if positions is None:
-            positions = self.blocks[0].attention.layout_positions(ids.shape[1])
+            positions = layout_positions(self.layout, self.where, ids.shape[1])
         weight = self.embed.embedding[...]
-        x = _look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
+        x = look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
         if return_hidden:
             return x
-        return x @ weight.T.astype(x.dtype) if self.head is None else self.head(x)
+        logits = product(x, weight.T.astype(x.dtype)) if self.head is None else self.head(x)
+        return resharded(logits, PartitionSpec(*sharded_like(logits)[:-1], None))
 
     @property
     def head_weight(self) -> jax.Array:
         """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's where it is tied."""
         return self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
-
-
-def _look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """``table[ids]``, sharded like ``ids`` on a mesh with Explicit axes, where JAX asks for the sharding of a gather."""
-    kind = jax.typeof(ids).sharding
-    sharding = NamedSharding(kind.mesh, PartitionSpec(*kind.spec, None)) if any(kind.spec) else None
-    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding)

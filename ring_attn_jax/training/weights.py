@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -30,14 +31,15 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
     """Set the parameters of ``module``, each in its own dtype, to what ``to_numpy`` of either package gave; returns ``module``.
 
-    Raises ValueError that lists what is missing, unexpected or of another shape, and then changes nothing.
+    A parameter that was put on the devices of a mesh stays sharded as it is. Raises ValueError that lists what is missing,
+    unexpected or of another shape, and then changes nothing.
     """
     parameters = _parameters(module)
     check_state(
         {name: _turned(path, p[...]).shape for name, (path, p) in parameters.items()},
         {name: np.shape(x) for name, x in state.items()},
     )
-    flat = [(path, p.replace(jnp.asarray(_turned(path, state[name]), p.dtype))) for name, (path, p) in parameters.items()]
+    flat = [(path, p.replace(_placed(_turned(path, state[name]), p[...]))) for name, (path, p) in parameters.items()]
     nnx.update(module, nnx.from_flat_state(flat))
     return module
 
@@ -51,6 +53,13 @@ def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
 def _turned(path: tuple[Any, ...], x: Any) -> Any:
     """A flax kernel is PyTorch's weight transposed."""
     return x.T if path[-1] == "kernel" else x
+
+
+def _placed(x: Any, old: jax.Array) -> jax.Array:
+    """``x`` in the dtype of ``old``, and on its devices if somebody has put it there."""
+    if getattr(old, "committed", False):
+        return jax.device_put(np.asarray(x).astype(old.dtype), old.sharding)
+    return jnp.asarray(x, old.dtype)
 
 
 _NAMES = {"kernel": "weight", "embedding": "weight", "scale": "weight"}

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
@@ -21,7 +22,7 @@ from ..api import attention
 from ..arguments import Arrays
 from ..attend.dropout import Dropout
 from ..data.layout import positions as positions_of
-from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
+from ..ring.groups import Group, constant, group_name, group_of, local, rank_in, ranks_of
 from .parts import Linear, RMSNorm, dtype_name
 from .rotary import RotaryEmbedding
 
@@ -95,6 +96,7 @@ class RingAttention(nn.Module):
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
         self.group = group
+        self.first_head = 0  # of this rank's, where tensor parallelism splits them
         kept, size, turned = config.param_dtype, config.head_dim, config.rotary
         self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
         self.q = Linear(dim, heads * size, qkv_bias, kept)
@@ -145,12 +147,14 @@ class RingAttention(nn.Module):
             else:
                 k_positions = self.layout_positions(source.shape[1], x.device) if context_positions is None else context_positions
             q, k = self.rotary(q, positions), self.rotary(k, k_positions)
-        slopes = self._slopes(x.device) if self.config.alibi else None
-        dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
+        slopes = self._slopes(q) if self.config.alibi else None
+        sinks = None if self.sinks is None else local(self.sinks)
+        offset = layer_offset(dropout_offset, 1, self.first_head) if self.first_head else dropout_offset
+        dropout = None if dropout_seed is None else Dropout(dropout_seed, offset)
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
         kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
         options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
-        out, _ = attention(q, k, v, Arrays(extents, key_mask, self.sinks, slopes), dropout, options, group_name(self.group))
+        out, _ = attention(q, k, v, Arrays(extents, key_mask, sinks, slopes), dropout, options, group_name(self.group))
         return self.o(out.flatten(2))
 
     def _source(self, x: Tensor, context: Tensor | None, context_positions: Tensor | None, context_length: int | None) -> Tensor:
@@ -175,9 +179,10 @@ class RingAttention(nn.Module):
         """How many tokens all ranks hold, of which this one holds ``tokens``."""
         return tokens * ranks_of(ring_of(self.group))
 
-    def _slopes(self, device: torch.device) -> Tensor:
-        """float32 [heads], made on the device: not a buffer, which ``.bfloat16()`` would round."""
-        return alibi_slopes(self.config.heads, torch.arange(self.config.heads, dtype=torch.float64, device=device)).float()
+    def _slopes(self, q: Tensor) -> Tensor:
+        """float32 [heads] of the heads of q, made on its device: not a buffer, which ``.bfloat16()`` would round."""
+        heads = torch.arange(self.first_head, self.first_head + q.shape[2], dtype=torch.float64, device=q.device)
+        return alibi_slopes(self.config.heads, heads).float()
 
     def __getstate__(self) -> dict[str, Any]:
         """With the group's name for the group, which can be neither copied nor pickled."""

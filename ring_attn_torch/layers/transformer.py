@@ -17,6 +17,7 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
+from ..ring.groups import local
 from .attention import RingAttention
 from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name
@@ -207,7 +208,8 @@ class RingTransformer(nn.Module):
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
         if positions is None:
-            positions = self.blocks[0].attention.layout_positions(ids.shape[1], ids.device)  # type: ignore[union-attr, operator]
+            attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # whatever wraps the blocks
+            positions = attention.layout_positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
@@ -215,7 +217,7 @@ class RingTransformer(nn.Module):
         x = self.norm(x)
         if return_hidden:
             return x
-        return F.linear(x, self.embed.weight.to(x.dtype)) if self.head is None else self.head(x)
+        return F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)
 
     @property
     def head_weight(self) -> Tensor:

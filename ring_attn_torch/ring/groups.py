@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
@@ -58,6 +59,11 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Whether ``x`` is a DTensor, whose module takes a second to import: until somebody has, nobody has made one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return x.to_local() if is_dtensor(x) else x
 
 
 def rank_in(group: Group) -> int:

@@ -6,25 +6,80 @@ from functools import reduce
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers.attention import ring_of
-from ..ring.groups import ranks_of
+from ..ring.groups import Group, is_dtensor, local, ranks_of
+from .sharded import Reduced, dim_ranks, reduced_by_fsdp
+from .weights import named_parameters
 
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Replace the gradients of ``module``'s parameters by their sum over the ranks of ``group``, in one all-reduce.
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. Summed in float32. A parameter
-    without a gradient counts as zero, so that ranks whose tokens do not reach it take part.
+    without a gradient counts as zero, so that ranks whose tokens do not reach it take part. What comes out is the gradient of
+    one device, also of a module in these hands:
+
+    - DistributedDataParallel has made all gradients of a group their mean, and the sum of that over its ranks is theirs.
+    - FSDP2 (``fully_shard``) has made its own sum already, divided by the number of its ranks or by
+      ``set_gradient_divide_factor``. This is multiplied back, and ranks that FSDP has not summed over are: all of ``group``, or
+      none of it.
+    - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks that share them hold the same tokens, so
+      ``group`` is one of the other axes of the mesh.
+
+    Raises ValueError, the same on every rank and before anything is sent, that names a parameter whose mesh and ``group`` have
+    some ranks in common and not as above.
     """
     ring = ring_of(group)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if ranks_of(ring) == 1 or not parameters:
-        return
-    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().to(dtype) for p in parameters])
+    parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
+    by_fsdp = reduced_by_fsdp(module)
+    done = [_is_summed(name, p, by_fsdp.get(p), ring) for name, p in parameters.items()]
+    mine: list[tuple[nn.Parameter, Tensor]] = []
+    for p, summed in zip(parameters.values(), done, strict=True):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if is_dtensor(p) and is_dtensor(p.grad) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)  # a norm of tensor parallel heads has a part on every rank
+        if p in by_fsdp:
+            p.grad.mul_(by_fsdp[p].divisor)
+        if not summed:
+            mine.append((p, local(p.grad)))
+    if mine:
+        _all_reduce([gradient for _, gradient in mine], ring)
+
+
+def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
+    """Replace each by its sum over the ranks, all at once."""
+    dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
+    flat = torch.cat([x.flatten().to(dtype) for x in gradients])
     dist.all_reduce(flat, group=ring)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = total.view_as(p).to(p.dtype)
+    for x, total in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+        x.copy_(total.view_as(x))
+
+
+def _is_summed(name: str, p: nn.Parameter, by_fsdp: Reduced | None, ring: Group) -> bool:
+    """Whether the gradient of ``p`` is summed over the ring already; ValueError where it is over a part of it."""
+    if ranks_of(ring) == 1:
+        return True
+    members, covered = set(dist.get_process_group_ranks(ring)), 1
+    for ranks in dim_ranks(p):
+        common = len(members.intersection(ranks))
+        own = by_fsdp is not None and ranks in by_fsdp.ranks
+        if common > 1 and not (own and common == len(ranks)):
+            raise ValueError(_refusal(name, ranks, members, own))
+        covered *= max(common, 1)
+    if 1 < covered < len(members):
+        assert by_fsdp is not None
+        raise ValueError(_refusal(name, by_fsdp.ranks[0], members, True))
+    return covered > 1
+
+
+def _refusal(name: str, ranks: tuple[int, ...], members: set[int], by_fsdp: bool) -> str:
+    why = "FSDP has summed it already over" if by_fsdp else "it is shared, with the same tokens, by"
+    what = "ranks that FSDP has not summed over, or let it sum over all" if by_fsdp else "other axes of the mesh, also to loss"
+    return (
+        f"the gradient of {name} cannot be summed over ranks {sorted(members)}, for {why} ranks {list(ranks)}: pass as group, "
+        f'such as mesh["seq"], the {what}'
+    )

@@ -1,0 +1,39 @@
+"""Tensor parallelism: which weights of a RingTransformer are split over an axis of the mesh, and how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .transformer import RingTransformer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def tensor_plan(model: RingTransformer) -> dict[str, ParallelStyle]:
+    """The plan for ``parallelize_module(model, mesh["tensor"], tensor_plan(model))``: heads and the MLP's features are split.
+
+    Every rank of the axis keeps ``heads / ranks`` query and ``kv_heads / ranks`` key heads with their sinks, slopes and dropout,
+    ``hidden / ranks`` features of the MLP, and, unless tied, a part of the head's vocabulary; embedding and norms whole. Ids in
+    and logits out are plain tensors, the same on all of them. All parameters become DTensors of that axis, so that
+    ``torch.nn.utils.clip_grad_norm_`` finds one norm over all of them.
+
+    The ranks of the axis hold the same tokens: pass ``group=`` the other axes to ``loss`` and :func:`sum_gradients`. Use FSDP2
+    (``fully_shard``) after it, over the other axes. ``parallelize_module`` raises ValueError for heads that it cannot share.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    from .tensor_styles import Heads, Whole
+
+    plan: dict[str, ParallelStyle] = {"embed": Whole(), "norm": Whole()}
+    plan |= {f"blocks.*.{name}_norm": Whole() for name in ("attention", "mlp")}
+    plan |= {"blocks.*.attention": Heads()}
+    plan |= {f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {f"blocks.*.mlp.{name}": ColwiseParallel() for name in ("gate", "up")}
+    plan |= {"blocks.*.attention.o": RowwiseParallel(), "blocks.*.mlp.down": RowwiseParallel()}
+    if model.config.qk_norm:
+        plan |= {f"blocks.*.attention.{name}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for name in "qk"}
+    if not model.config.tied:
+        plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    return plan

@@ -1,0 +1,45 @@
+"""How tensor parallelism treats what torch.distributed has no style for; imported with the first ``tensor_plan``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .attention import RingAttention
+
+
+class Whole(ParallelStyle):
+    """Every rank keeps the module's weights whole, as DTensors, and computes the same on the same plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, input_fn=_replicated, output_fn=_local)
+
+
+def _replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+
+def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+    return output.to_local()
+
+
+class Heads(ParallelStyle):
+    """Tells a RingAttention which of its heads a rank has, and splits its sinks alike."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, RingAttention)
+        ranks, config = device_mesh.size(), module.config
+        for name, heads in (("heads", config.heads), ("kv_heads", config.kv_heads)):
+            if heads % ranks:
+                raise ValueError(
+                    f"{name}={heads} cannot be shared equally by the {ranks} ranks of tensor parallelism: choose an axis of the "
+                    "mesh whose size divides heads and kv_heads"
+                )
+        module.first_head = device_mesh.get_local_rank() * (config.heads // ranks)
+        if module.sinks is not None:
+            module.sinks = nn.Parameter(distribute_tensor(module.sinks.detach(), device_mesh, [Shard(0)]))
+        return module
