@@ -13,6 +13,7 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
+from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
@@ -25,6 +26,7 @@ __all__ = [
     "NTK",
     "Band",
     "Llama3",
+    "MultiheadAttention",
     "RingAttention",
     "RingPlan",
     "RingTransformer",

@@ -19,6 +19,10 @@ PUBLIC = {
     "RingTransformer.__init__",
     "SequenceShardedDataset.__init__",
     "RingTransformer.from_config",
+    "MultiheadAttention.__init__",
+    "MultiheadAttention.forward",
+    "attention_fn",
+    "RingAttentionFunction.__call__",
 }
 """What users call with keywords; each hands records on."""
 
