@@ -105,7 +105,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Whe
     if arrays.extents is not None:
         _check_extents(arrays.extents, k.shape[1], options, where)
     given = {"q": q, "k": k, "v": v, **given}
-    whole: dict[str, Any] = {name: _on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
+    whole: dict[str, Any] = {name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
     if arrays.dropout_seed is not None:
         whole["dropout_seed"] = arrays.dropout_seed
     return _compiled(where, tuple((name, specs[name]) for name in whole), options, return_lse)(whole)
@@ -146,7 +146,7 @@ def _check_extents(extents: Any, keys: int, options: Options, where: Where) -> N
         check_extents(shard, runs, plan.kv_length)
 
 
-def _on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
     """``x`` sharded as ``spec`` says over the Explicit axes of the mesh; XLA shards it over the Auto ones."""
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:

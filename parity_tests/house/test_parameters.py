@@ -19,6 +19,8 @@ PUBLIC = {
     "RingTransformer.__init__",
     "SequenceShardedDataset.__init__",
     "RingTransformer.from_config",
+    "RingTransformer.forward",
+    "RingTransformer.__call__",
     "MultiheadAttention.__init__",
     "MultiheadAttention.forward",
     "attention_fn",

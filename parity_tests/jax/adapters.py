@@ -26,7 +26,7 @@ REFUSED = "heads", "holes"
 BATCH, HEADS, FEATURES = 2, 4, 12
 
 NEW_NNX = {"is_causal"} <= set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
-"""Whether nnx.MultiHeadAttention takes is_causal and fewer key heads, as it does from flax 0.12.7 on."""
+"""Whether nnx.MultiHeadAttention takes is_causal and fewer key heads, as it does in newer versions of flax."""
 
 
 @dataclass
