@@ -17,6 +17,7 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .layers.adapters import attention_fn
 from .sharded import sharded_ring_attention
 from .training.ranks import check_ranks
 
@@ -41,6 +42,7 @@ __all__ = [
     "TransformerConfig",
     "YaRN",
     "attend_block",
+    "attention_fn",
     "causal",
     "check_ranks",
     "count_labels",

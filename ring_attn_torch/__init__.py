@@ -14,6 +14,7 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
+from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
@@ -27,6 +28,7 @@ __all__ = [
     "NTK",
     "Band",
     "Llama3",
+    "MultiheadAttention",
     "RingAttention",
     "RingPlan",
     "RingTransformer",

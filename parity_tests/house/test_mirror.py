@@ -14,6 +14,8 @@ ONLY_IN_JAX = {
     "sharded_ring_attention": "PyTorch has no globally sharded arrays outside DTensor",
     "sharded.py": "where sharded_ring_attention lives",
     "axes.py": "check_vma and mesh axes",
+    "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",
+    "layers/adapters.py": "where attention_fn lives",
 }
 ONLY_IN_TORCH = {
     "training/gradients.py": "where sum_gradients lives",
@@ -25,6 +27,8 @@ ONLY_IN_TORCH = {
     "ring/agreement.py": "JAX is one program, checked when it is traced",
     "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",
+    "MultiheadAttention": "the module of torch.nn; flax's modules take an attention_fn",
+    "layers/multihead.py": "where MultiheadAttention lives",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}

@@ -20,6 +20,12 @@ PUBLIC = {
     "RingTransformer.__init__",
     "SequenceShardedDataset.__init__",
     "RingTransformer.from_config",
+    "RingTransformer.forward",
+    "RingTransformer.__call__",
+    "MultiheadAttention.__init__",
+    "MultiheadAttention.forward",
+    "attention_fn",
+    "RingAttentionFunction.__call__",
 }
 """What users call with keywords; each hands records on."""
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.masks import causal
+from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
@@ -19,6 +20,7 @@ from ring_attn_core.runs import Band
 from ..axes import sharded_like
 from ..sharded import Where
 from .attention import RingAttention, layout_positions
+from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name, look_up, product, resharded
 
@@ -108,6 +110,9 @@ class RingTransformer(nnx.Module):
     ``rotaries``: one value a layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
     all norms, 1e-5 in Llama. ``config`` says all of this as one record, from which :meth:`from_config` makes the same model.
 
+    ``auto_shard``, with ``mesh``: a call takes whole sequences in natural order, ``model(ids, mask=None)``, and returns whole
+    logits.
+
     JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
     makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit
     and numbers outside their range.
@@ -147,6 +152,7 @@ class RingTransformer(nnx.Module):
         strategy: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
+        auto_shard: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.config = config = TransformerConfig(
@@ -176,6 +182,10 @@ class RingTransformer(nnx.Module):
         )
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        check_flags(auto_shard=auto_shard)
+        if auto_shard and mesh is None:
+            raise ValueError("auto_shard=True shards whole arrays over a mesh: pass mesh=...")
+        self.auto_shard = auto_shard
         self.layout, self.where = layout, axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
         self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
@@ -198,12 +208,13 @@ class RingTransformer(nnx.Module):
         strategy: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
+        auto_shard: bool = False,
         rngs: nnx.Rngs,
     ) -> RingTransformer:
         """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        return cls(**config.arguments, **where, **how, rngs=rngs)
+        return cls(**config.arguments, **where, **how, auto_shard=auto_shard, rngs=rngs)
 
     def __call__(
         self,
@@ -215,6 +226,7 @@ class RingTransformer(nnx.Module):
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+        mask: jax.Array | None = None,
         return_hidden: bool = False,
     ) -> jax.Array:
         """Token ids int [b s], this rank's shard in layout order (with a mesh: the whole array) -> logits [b s vocab].
@@ -227,7 +239,14 @@ class RingTransformer(nnx.Module):
         ``dropout_seed``: dropout applies exactly where it is given. One seed serves all layers: layer i, from 0, draws as if its
         heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index
         of the first batch row, 0) where ranks hold different rows, which ``mesh`` fills in by itself.
+
+        With ``auto_shard``: whole ids int [batch, tokens] in natural order, and ``mask`` bool likewise, False where a token is
+        padding -> whole logits [batch, tokens, vocab]; no positions, length, extents and key_mask.
         """
+        check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
+        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, Where) else None
+        if rows is not None:
+            ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
         if positions is None:
@@ -238,10 +257,10 @@ class RingTransformer(nnx.Module):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
-        if return_hidden:
-            return x
-        logits = product(x, weight.T.astype(x.dtype)) if self.head is None else self.head(x)
-        return resharded(logits, PartitionSpec(*sharded_like(logits)[:-1], None))
+        if not return_hidden:
+            x = product(x, weight.T.astype(x.dtype)) if self.head is None else self.head(x)
+            x = resharded(x, PartitionSpec(*sharded_like(x)[:-1], None))
+        return x if rows is None else rows.whole(x)
 
     @property
     def head_weight(self) -> jax.Array:

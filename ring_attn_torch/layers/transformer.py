@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import causal
+from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
@@ -19,6 +20,7 @@ from ring_attn_core.runs import Band
 
 from ..ring.groups import local
 from .attention import RingAttention
+from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name
 
@@ -96,6 +98,9 @@ class RingTransformer(nn.Module):
     ``rotaries``: one value a layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
     all norms, 1e-5 in Llama. ``config`` says all of this as one record, from which :meth:`from_config` makes the same model.
 
+    ``auto_shard``: a call takes whole sequences in natural order, ``model(ids, mask=None)``, and returns whole logits of this
+    rank's rows. A rank may bring another number of rows than the others; where all bring the same, they are computed once.
+
     A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit
     and numbers outside their range.
     """
@@ -131,6 +136,7 @@ class RingTransformer(nn.Module):
         strategy: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
+        auto_shard: bool = False,
     ) -> None:
         super().__init__()
         self.config = config = TransformerConfig(
@@ -159,6 +165,8 @@ class RingTransformer(nn.Module):
             mlp_chunk=mlp_chunk,
         )
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        check_flags(auto_shard=auto_shard)
+        self.auto_shard = auto_shard
         self.compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
         self.embed = nn.Embedding(vocab, dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -177,10 +185,11 @@ class RingTransformer(nn.Module):
         strategy: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
+        auto_shard: bool = False,
     ) -> RingTransformer:
         """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        return cls(**config.arguments, **how, group=group)
+        return cls(**config.arguments, **how, group=group, auto_shard=auto_shard)
 
     def forward(
         self,
@@ -192,6 +201,7 @@ class RingTransformer(nn.Module):
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+        mask: Tensor | None = None,
         return_hidden: bool = False,
     ) -> Tensor:
         """Token ids int [b s], this rank's shard in layout order -> logits [b s vocab] in the compute dtype.
@@ -204,20 +214,29 @@ class RingTransformer(nn.Module):
         ``dropout_seed``: dropout applies exactly where it is given, whatever ``self.training`` says. One seed serves all layers:
         layer i, from 0, draws as if its heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as
         in ring_attention; (global index of the first batch row, 0) where ranks hold different rows.
+
+        With ``auto_shard``: whole ids int [batch, tokens], of this rank's own rows or the same on all ranks, and ``mask`` bool
+        likewise, False where a token is padding -> whole logits [batch, tokens, vocab] of these rows; no positions, length,
+        extents and key_mask. Gradients are those of the sum of what the ranks backpropagate, each its own part, so all ranks
+        must call backward; :func:`loss` of whole labels gives one device's. Rows count through all ranks in dropout.
         """
+        check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
+        attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # whatever wraps the blocks
+        rows = Rows.of(ids, mask, attention) if self.auto_shard else None
+        if rows is not None:
+            ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2:
             raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
         if positions is None:
-            attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # whatever wraps the blocks
             positions = attention.layout_positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
         x = self.norm(x)
-        if return_hidden:
-            return x
-        return F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)
+        if not return_hidden:
+            x = F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)
+        return x if rows is None else rows.whole(x)
 
     @property
     def head_weight(self) -> Tensor:

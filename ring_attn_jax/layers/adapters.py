@@ -1,0 +1,175 @@
+"""Ring attention as the ``attention_fn`` of flax's attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from ring_attn_core.layouts import padded_local
+from ring_attn_core.masks import full
+from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Band
+
+from ..arguments import Arrays
+from ..attend.dropout import Draw, draw_of
+from ..data.extents import on_host
+from ..sharded import Where, sharded
+from .whole_mask import parts_of, visible_of
+
+
+def attention_fn(
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str = "seq",
+    batch_axes: str | Sequence[str] = (),
+    head_axis: str | None = None,
+    layout: str = "contiguous",
+    mask: Band = full(),
+    softcap: float | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Callable[..., jax.Array]:
+    """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
+
+    Such a module then takes and returns whole arrays [batch..., tokens, features] as before, and its attention is
+    :func:`sharded_ring_attention` over the axes of ``mesh``, whose arguments these are. ``layout``: the order that the tokens of
+    the arrays stand in. "contiguous" is the natural order, of any length; arrays in another one come from ``to_layout``.
+    ``mask``: a band that all calls keep to, such as ``causal()``, in global positions whatever the layout.
+
+    The function has every argument that the modules of flax 0.12.2 to 0.12.12 pass:
+        - ``is_causal``: as ``mask=causal()``, in global positions.
+        - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows,
+          documents, whatever is the same for all heads and, apart from keys that are hidden from everybody, one interval of keys
+          for each query. Any other is refused; under jit, where nobody can look, such a query gets NaN. A query that sees
+          no key gets 0, where flax takes the mean of all values.
+        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, of other probabilities than flax would drop, the same
+          ones on any mesh. ``broadcast_dropout=True``, flax's default, is refused where there is dropout.
+        - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted, since products
+          are exact and the softmax is float32 anyway.
+        - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
+          ``attn_weights_value_einsum`` are refused.
+
+    Raises ValueError for what is refused, for axes that the mesh does not have, and what sharded_ring_attention raises; so a
+    module with ``decode=True``, which asks with one token, works on a ring of one only.
+    """
+    options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
+    return RingAttentionFunction(Where.of(mesh, axis_name, batch_axes, head_axis), options)
+
+
+@dataclass(frozen=True)
+class RingAttentionFunction:
+    """What ``attention_fn`` returns: equal, and hashed alike, where its arguments are, so that jit compiles once."""
+
+    where: Where
+    options: Options
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        promote_dtype: Callable[..., Any] | None = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., Any] | None = None,
+        attn_weights_value_einsum: Callable[..., Any] | None = None,
+        input_positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...] -> like query."""
+        never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
+        for (name, why), given in zip(REFUSED.items(), never, strict=True):
+            if given is not None:
+                raise ValueError(f"{name} is given, and ring attention cannot honour it: {why}")
+        if promote_dtype is not None:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        q, k, v = (_one_batch(x).astype(dtype) for x in (query, key, value))
+        band, rate = self.options.mask, 0.0 if deterministic else dropout_rate
+        options = replace(self.options, mask=_causal_part(band) if is_causal else band, dropout_rate=rate)
+        arrays = Arrays(dropout_seed=_draw(dropout_rng, broadcast_dropout) if rate else None)
+        fits = None
+        if mask is not None:
+            visible = visible_of(jnp.asarray(mask), (*query.shape[:-3], q.shape[2], q.shape[1], k.shape[1]))
+            extents, key_mask, fits = parts_of(visible, self.options.layout, self.where.ranks)
+            arrays = arrays._replace(extents=extents, key_mask=key_mask)
+            _check_fits(fits)
+        out = self._attend(q, k, v, arrays, options)
+        if fits is not None:
+            out = out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]
+        return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
+        """out [batch, tokens, heads, v_dim]; natural order is padded to what the mesh can share."""
+        if options.layout != "contiguous":
+            return sharded(q, k, v, arrays, options, self.where)
+        queries, keys = q.shape[1], k.shape[1]
+        optional = {name: self._padded(getattr(arrays, name)) for name in ("extents", "key_mask")}
+        options = replace(options, length=queries, kv_length=keys)
+        q, k, v = (self._padded(x) for x in (q, k, v))
+        return sharded(q, k, v, arrays._replace(**optional), options, self.where)[:, :queries]
+
+    def _padded(self, x: Any) -> Any:
+        """``x`` with zeros behind its tokens, as many as every rank needs to hold equally many; None stays None."""
+        if x is None or not x.shape[1] % self.where.ranks:
+            return x
+        more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
+        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+
+
+REFUSED = {
+    "bias": "scores take none; biases by position are alibi_slopes of sharded_ring_attention",
+    "module": "sow_weights=True asks for the weights of attention, tokens times tokens, which are never made",
+    "qk_attn_weights_einsum": "the products are the backend's own",
+    "attn_weights_value_einsum": "the products are the backend's own",
+    "input_positions": "they are for rotary embeddings, which RingAttention has",
+}
+"""The arguments of which None alone will do, and why."""
+
+
+def _one_batch(x: jax.Array) -> jax.Array:
+    """[batch..., tokens, heads, dim] as [batch, tokens, heads, dim]."""
+    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def _causal_part(band: Band) -> Band:
+    """What ``band`` and ``causal()`` both let see."""
+    return Band(max(band.lo or 0, 0), band.hi)
+
+
+def _draw(key: jax.Array | None, broadcast: bool) -> Draw:
+    """What dropout draws by."""
+    if broadcast:
+        raise ValueError(
+            "broadcast_dropout=True drops the same probabilities in all rows and heads, and ring attention draws for each by "
+            "itself: pass broadcast_dropout=False to the module"
+        )
+    if key is None:
+        raise ValueError("dropout_rate above 0 without deterministic needs dropout_rng: pass the module its rngs")
+    return draw_of(jax.random.bits(key), (0, 0))
+
+
+def _check_fits(fits: jax.Array | None) -> None:
+    """ValueError for a mask that its parts do not say, where this process can see that."""
+    values = None if fits is None else on_host(fits)
+    if values is not None and not values.all():
+        row, query = (int(i) for i in np.argwhere(~values)[0])
+        raise ValueError(
+            "mask must be the same for all heads and, apart from keys hidden from everybody, one interval of keys for each "
+            f"query, in the order of the arrays; it is not for query {query} of batch row {row}. Bands are mask= of attention_fn"
+        )

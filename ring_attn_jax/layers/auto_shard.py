@@ -1,0 +1,67 @@
+"""Whole sequences as the shards of a ring, and the ring's logits as whole ones again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..data.layout import from_layout, to_layout
+from ..sharded import Where, on_explicit_axes
+
+
+class Rows(NamedTuple):
+    """Over which mesh axes the rows are sharded, and how many tokens they have."""
+
+    layout: str
+    where: Where
+    length: int
+
+    @classmethod
+    def of(cls, ids: jax.Array, mask: jax.Array | None, layout: str, where: Where) -> Rows:
+        """Return the record; ValueError for what does not fit."""
+        check_whole(ids, mask)
+        members = math.prod(where.mesh.shape[axis] for axis in where.batch_axes)
+        if ids.shape[0] % members:
+            raise ValueError(f"ids have {ids.shape[0]} rows, which {members} members of the mesh cannot share equally: add rows")
+        return cls(layout, where, ids.shape[1])
+
+    def shard(self, x: jax.Array) -> jax.Array:
+        """[batch, length] in natural order -> [batch, tokens] in layout order, padded, each device its rows and tokens."""
+        x, mesh = to_layout(jnp.asarray(x), self.layout, self.where.ranks), self.where.mesh
+        spec = PartitionSpec(self.where.batch_axes or None, self.where.axis_name)
+        if AxisType.Explicit in mesh.axis_types:
+            return on_explicit_axes(x, mesh, spec)
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def shard_mask(self, mask: jax.Array | None) -> jax.Array | None:
+        """Likewise of the mask, if there is one."""
+        return None if mask is None else self.shard(mask)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """[batch, tokens, features] in layout order -> [batch, length, features] in natural order."""
+        return from_layout(x, self.layout, self.where.ranks, self.length)
+
+
+def check_whole(ids: Any, mask: Any) -> None:
+    """ValueError for what are no whole sequences and no mask of them."""
+    shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
+    if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"
+        raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
+    if mask is not None and (str(getattr(mask, "dtype", "")) != "bool" or mask.shape != shape):
+        got = f"{mask.dtype} {list(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
+        raise ValueError(f"mask must be bool {list(shape)}, True where a token is no padding, got {got}")
+
+
+def check_alone(auto_shard: bool, mask: Any, **given: jax.Array | int | None) -> None:
+    """ValueError for arguments of shards beside auto_shard, and for a mask of whole sequences without it."""
+    if not auto_shard and mask is not None:
+        raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
+    for name, x in given.items():
+        if auto_shard and x is not None:
+            raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")

@@ -1,0 +1,58 @@
+"""A mask of all queries by all keys as what ring attention takes: intervals of keys, and which keys nobody sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..data.extents import whole
+from ..data.layout import from_layout
+
+
+class Parts(NamedTuple):
+    """A query sees the keys that both let it see; arrays are whole and in layout order."""
+
+    extents: jax.Array | None
+    """int32 [batch, queries, 2], as ``extents=`` of ring_attention; None where all queries see the same keys."""
+    key_mask: jax.Array
+    """bool [batch, keys], likewise."""
+    fits: jax.Array | None = None
+    """bool [batch, queries]: whether the two together say what a query sees; None where they do."""
+
+
+def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
+    """A mask of flax as bool [rows, heads, queries, keys]; of heads and queries there may be 1, which stands for all.
+
+    ``scores``: the shape (batch..., heads, queries, keys) against which it broadcasts; ValueError where it does not.
+    """
+    shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
+    if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
+        raise ValueError(f"mask must broadcast against {list(scores)}, batch, heads, queries and keys, got {list(mask.shape)}")
+    kept = (*shape[-3:-1], scores[-1])
+    return jnp.broadcast_to(mask.reshape(shape) != 0, (*scores[:-3], *kept)).reshape(-1, *kept)
+
+
+def parts_of(visible: jax.Array, layout: str, ranks: int) -> Parts:
+    """The parts of ``visible`` bool [rows, heads, queries, keys], queries and keys in layout order.
+
+    Were it one interval of keys for each query, and keys hidden from everybody, then it is also the tightest interval round
+    what the query sees, and the keys that nobody sees: these are tried.
+    """
+    visible = whole(whole(visible, 2), 3)
+    key_mask = visible.any((1, 2))
+    fits = None if visible.shape[1] == 1 else (visible == visible[:, :1]).all((1, 3))
+    visible = visible[:, 0]
+    if visible.shape[1] == 1 or not visible.size:
+        return Parts(None, key_mask, fits)
+    keys = visible.shape[2]
+    natural = lambda x, dim: x if layout == "contiguous" else from_layout(x, layout, ranks, keys, dim)
+    visible, seen = natural(visible, 2), natural(key_mask, 1)
+    counts = visible.sum(-1, dtype=jnp.int32)
+    first, end = (jnp.argmax(x, -1).astype(jnp.int32) for x in (visible, visible[..., ::-1]))
+    first, end = (jnp.where(counts > 0, x, 0) for x in (first, keys - end))
+    before = jnp.pad(jnp.cumsum(seen, -1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    between = jnp.take_along_axis(before, end, 1) - jnp.take_along_axis(before, first, 1)
+    one = between == counts
+    return Parts(jnp.stack([first, end], -1), key_mask, one if fits is None else one & fits)

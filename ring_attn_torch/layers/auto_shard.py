@@ -1,0 +1,132 @@
+"""Whole sequences on every rank as the shards of a ring, and the ring's logits as whole ones again.
+
+Every rank brings rows of its own, as many as it has. The ring computes all of them together, each rank its part of the tokens,
+and every rank gets the whole logits of the rows that it brought. Where all bring the same rows, these are computed once.
+
+    brought             rank 0: a b    rank 1: c            rows a to c, tokens 0 to 7
+    inside the ring     rank 0: tokens 0 1 6 7 of a b c     rank 1: tokens 2 3 4 5 of a b c
+    taken home          rank 0: a b    rank 1: c            all tokens
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..data.layout import from_layout, to_layout
+from ..ring.agreement import refuse, tell
+from ..ring.groups import Group, rank_in, ranks_of
+from .attention import RingAttention, ring_of
+
+
+class Rows(NamedTuple):
+    """Whose rows a ring computes, and how many tokens they have."""
+
+    layout: str
+    ring: Group
+    length: int
+    brought: tuple[int, ...]
+    """How many rows each rank brings."""
+    same: bool
+    """Whether all bring the same."""
+    masked: bool
+    """Whether some rank has a mask."""
+
+    @classmethod
+    def of(cls, ids: Tensor, mask: Tensor | None, attention: RingAttention) -> Rows:
+        """Return the record, once the ranks of the attention's ring have told each other; ValueError on all for what does not
+        fit."""
+        layout, ring = attention.options.layout, ring_of(attention.group)
+        try:
+            check_whole(ids, mask)
+        except ValueError as error:
+            refuse(error, ring, getattr(getattr(ids, "device", None), "type", "cpu"))
+        if ring is None or ranks_of(ring) == 1:
+            return cls(layout, ring, ids.shape[1], (ids.shape[0],), True, mask is not None)
+        told = tell("RingTransformer(auto_shard=True)", [*ids.shape, mask is not None, _content(ids, mask)], ring)
+        brought, lengths, masks, contents = zip(*told, strict=True)
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the ranks bring sequences of {', '.join(map(str, lengths))} tokens: pad them to the same number, and pass a "
+                "mask that is False where a token is padding"
+            )
+        return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
+
+    def shard(self, x: Tensor) -> Tensor:
+        """Integers [rows of this rank, length] -> this rank's part of the tokens of all rows, [rows, tokens]."""
+        ranks, rank = ranks_of(self.ring), rank_in(self.ring)
+        parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
+        if self.same:
+            return parts[rank]
+        return _exchange(torch.cat(parts), [len(x)] * ranks, list(self.brought), self.ring)
+
+    def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
+        """Likewise of the mask, of ones where only others have one; None where nobody has."""
+        if not self.masked:
+            return None
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        return self.shard(mask).bool()
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[rows, tokens, features] of this rank's part of the tokens -> [rows of this rank, length, features], differentiable.
+
+        In the backward every rank sends the gradients of its rows to who computed them, and what several send is added.
+        """
+        ranks, mine = ranks_of(self.ring), self.brought[rank_in(self.ring)]
+        if ranks > 1:
+            counts = [len(x)] * ranks if self.same else list(self.brought)
+            x = x.repeat(ranks, 1, 1) if self.same else x
+            parts = _Exchange.apply(x, counts, [mine] * ranks, self.ring)
+            x = parts.unflatten(0, (ranks, mine)).transpose(0, 1).flatten(1, 2)
+        return from_layout(x, self.layout, ranks, self.length)
+
+
+class _Exchange(torch.autograd.Function):
+    """``_exchange``, whose adjoint sends the gradients back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:
+        ctx.back = received, sent, ring
+        return _exchange(x, sent, received, ring)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _exchange(dout, *ctx.back), None, None, None
+
+
+def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:
+    """Send ``sent[r]`` rows of ``x`` to each rank r, in order, and return the ``received[r]`` that come from each."""
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=ring)
+    return out
+
+
+def check_whole(ids: Any, mask: Any) -> None:
+    """ValueError for what are no whole sequences and no mask of them."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != ids.shape):
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be bool {list(ids.shape)}, True where a token is no padding, got {got}")
+
+
+def check_alone(auto_shard: bool, mask: Any, **given: Tensor | int | None) -> None:
+    """ValueError for arguments of shards beside auto_shard, and for a mask of whole sequences without it."""
+    if not auto_shard and mask is not None:
+        raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
+    for name, x in given.items():
+        if auto_shard and x is not None:
+            raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")
+
+
+def _content(ids: Tensor, mask: Tensor | None) -> str:
+    """A digest by which ranks see whether they bring the same."""
+    arrays = [ids.long(), *([] if mask is None else [mask])]
+    return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

@@ -1,0 +1,113 @@
+"""A mask of all queries by all keys as what ring attention takes: a band, or intervals of keys, and which keys nobody sees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.masks import causal, full
+from ring_attn_core.runs import Band
+
+
+class Parts(NamedTuple):
+    """A query sees the keys that all three let it see."""
+
+    band: Band
+    extents: Tensor | None = None
+    """int [batch, queries, 2], as ``extents=`` of ring_attention, whole and in natural order."""
+    key_mask: Tensor | None = None
+    """bool [batch, keys], likewise."""
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """Return the arrays that there are, by name."""
+        return {name: x for name, x in (("extents", self.extents), ("key_mask", self.key_mask)) if x is not None}
+
+
+def visible_of(name: str, mask: Tensor) -> Tensor:
+    """bool, True where a mask of torch lets attend: where a bool mask is False, where an additive one is 0.
+
+    Raises ValueError for other dtypes and, unless torch.compile hides the values, for an additive mask that holds anything but 0
+    and -inf.
+    """
+    if mask.dtype == torch.bool:
+        return ~mask
+    if not mask.is_floating_point():
+        raise ValueError(f"{name} must be bool, True where attention is forbidden, or hold 0 and -inf, got {mask.dtype}")
+    visible = mask == 0
+    if not torch.compiler.is_compiling() and not (visible | (mask == float("-inf"))).all():
+        raise ValueError(
+            f"{name} adds numbers other than 0 and -inf to the scores, which would have to travel round the ring: pass a mask of "
+            "0 and -inf, or bool; biases by position are alibi_slopes of ring_attention"
+        )
+    return visible
+
+
+def whole_of(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
+    """bool [1 or batch, queries, keys], True where ``attn_mask`` of torch.nn.MultiheadAttention lets attend.
+
+    Raises ValueError for another number of dimensions, and for a mask that is not the same for all heads.
+    """
+    if attn_mask.ndim not in (2, 3) or (attn_mask.ndim == 3 and attn_mask.shape[0] != batch * heads):
+        raise ValueError(
+            f"attn_mask must be [queries, keys] or [batch * heads = {batch * heads}, queries, keys], got {list(attn_mask.shape)}"
+        )
+    visible = visible_of("attn_mask", attn_mask)
+    if attn_mask.ndim == 2:
+        return visible[None]
+    visible = visible.unflatten(0, (batch, heads))
+    if not torch.compiler.is_compiling() and not (visible == visible[:, :1]).all():
+        raise ValueError("attn_mask differs between heads, which share what they see: pass the same for all heads of a batch row")
+    return visible[:, 0]
+
+
+def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
+    """The parts of ``visible`` bool [batch, queries, keys] in natural order, with a band wherever one will do.
+
+    Were ``visible`` some band or interval, and keys hidden from everybody, then it is also the tightest ones round what each
+    query sees, and the keys that nobody sees: only these are tried. ``is_causal``: it is said to be causal.
+
+    Raises ValueError where neither fits, where it is not as causal as it is said to be, and where torch.compile hides what it is.
+    """
+    _, queries, keys = visible.shape
+    if is_causal:
+        if not torch.compiler.is_compiling() and not (visible == torch.ones_like(visible).tril()).all():
+            raise ValueError("is_causal=True beside an attn_mask that is not causal: leave out the one that is not meant")
+        return Parts(causal())
+    if torch.compiler.is_compiling():
+        raise ValueError("torch.compile hides what attn_mask holds: pass is_causal=True, beside it or in place of it")
+    if not visible.numel():
+        return Parts(full())
+    counts, row = visible.sum(-1), torch.arange(queries, device=visible.device)
+    first, end = visible.byte().argmax(-1), keys - visible.flip(-1).byte().argmax(-1)
+    lo = torch.where(counts > 0, row - end + 1, queries).min()
+    hi = torch.where(counts > 0, row - first, -keys).max()
+    lo, hi = torch.minimum(lo, hi), hi  # where nobody sees anything any band will do
+
+    everybody, seen = visible.new_ones(visible.shape[0], keys), visible.any(1)
+    begins = {True: torch.zeros_like(row), False: (row - hi).clamp(0, keys)}
+    ends = {True: torch.full_like(row, keys), False: (row - lo + 1).clamp(0, keys)}
+    tried = [(open_lo, open_hi, hidden) for hidden in (False, True) for open_lo in (True, False) for open_hi in (True, False)]
+    fits = [(_between(seen if h else everybody, begins[b], ends[a]) == counts).all() for a, b, h in tried]
+    fits += [(_between(mask, first, end)[counts > 0] == counts[counts > 0]).all() for mask in (everybody, seen)]
+    lowest, highest, *fit = torch.stack([lo, hi, *(x.long() for x in fits)]).tolist()  # the host waits once
+    for fitting, (open_lo, open_hi, hidden) in zip(fit, tried, strict=False):
+        if fitting:
+            band = Band(None if open_lo else lowest, None if open_hi else highest)
+            return Parts(band, key_mask=seen if hidden else None)
+    if not fit[-1]:
+        raise ValueError(
+            "attn_mask is neither a band (causal, a sliding window) nor one interval of keys for each query, apart from keys "
+            "hidden from everybody: pass such a mask, and padding as key_padding_mask"
+        )
+    extents = torch.stack([first, end], -1).masked_fill((counts == 0)[..., None], 0)
+    return Parts(full(), extents, None if fit[-2] else seen)
+
+
+def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """How many keys of ``mask`` [batch, keys] stand in each interval: [batch, queries]."""
+    before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
+    rows = (mask.shape[0], first.shape[-1])
+    return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]
