@@ -21,7 +21,8 @@ ONLY_IN_TORCH = {
     "ring/agreement.py": "JAX is one program, checked when it is traced",
     "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",
-    "layers/offload.py": "JAX offloads by a policy, and XLA schedules the copies",
+    "layers/recompute.py": "in JAX a policy of jax.checkpoint",
+    "layers/offload.py": "in JAX a policy of jax.checkpoint, and XLA schedules the copies",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}

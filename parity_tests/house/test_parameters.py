@@ -19,6 +19,9 @@ PUBLIC = {
     "RingTransformer.__init__",
     "SequenceShardedDataset.__init__",
     "RingTransformer.from_config",
+    "Block.forward",
+    "Block.__call__",
+    "plan",
 }
 """What users call with keywords; each hands records on."""
 

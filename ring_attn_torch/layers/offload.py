@@ -13,17 +13,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from .recompute import Fetch, Function, contexts
 
 PIECE = 2**26
 """Bytes of the largest piece of pinned memory: torch rounds each up to a power of two, and a whole tensor might double."""
 
 ON_THEIR_WAY = 3
 """How many tensors may still be on the device while they are copied: what a block keeps, its input, out and lse."""
+
+
+@torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
+def offloaded(host: Host, function: Function, x: Tensor, *shared: object) -> Tensor:
+    """Return ``function(x, *shared)``; x and attention's (out, lse) wait in host memory, what is shared stays on the device."""
+    host.begin()
+    place, shape = x.data_ptr(), x.shape
+
+    def pack(tensor: Tensor) -> Tensor | Fetch:
+        return host.put(tensor) if tensor.shape == shape and tensor.data_ptr() == place else tensor
+
+    def unpack(kept: Tensor | Fetch) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    with saved_tensors_hooks(pack, unpack):  # for the inputs: inside, checkpoint has hooks of its own
+        return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(contexts, host.put))
 
 
 class Host:

@@ -1,71 +1,38 @@
 """Blocks that keep their input and attention's (out, lse) alone; their backward computes the rest again, without the ring.
 
-torch.utils.checkpoint computes it again. What is here hands out the (out, lse) meanwhile, and says where tensors wait: on the
-device, or in host memory.
+torch.utils.checkpoint computes it again. What is here hands out the (out, lse) meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from ring_attn_core.model.activations import check_activations
 
 from ..attend.state import State
 from ..op import Keeping
-from .offload import Host
 
-Caller = Callable[..., Tensor]
-"""Takes a function, the input of a block and what all blocks share, and calls it; keeps as little as was asked for."""
+Function = Callable[..., Tensor]
+"""Of a block's input and of what all blocks share, None or tensors among it; it is called by positions."""
 
 Fetch = Callable[[], Tensor]
 """Returns a tensor that waits somewhere."""
 
 
-def caller(activations: str) -> Caller | None:
-    """Return what calls the blocks of one forward pass; None where they keep all, or where nobody wants gradients.
-
-    ``activations``: "keep", "recompute" or "offload"; ValueError for anything else.
-    """
-    check_activations(activations)
-    if activations == "keep" or not torch.is_grad_enabled():
-        return None
-    return recomputed if activations == "recompute" else partial(offloaded, Host())
-
-
-def recomputed(function: Callable[..., Tensor], x: Tensor, *shared: Any) -> Tensor:
-    """Return ``function(x, *shared)``; x and attention's (out, lse) stay on the device."""
+def recomputed(function: Function, *inputs: object) -> Tensor:
+    """Return ``function(*inputs)``; the inputs and attention's (out, lse) stay on the device."""
     if torch.compiler.is_compiling():
-        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.forward.default])
-        return checkpoint(function, x, *shared, use_reentrant=False, context_fn=contexts)
+        saved = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.forward.default])
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=saved)
     stay = lambda tensor: lambda: tensor
-    return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(_contexts, stay))
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=partial(contexts, stay))
 
 
-@torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
-def offloaded(host: Host, function: Callable[..., Tensor], x: Tensor, *shared: Any) -> Tensor:
-    """Return ``function(x, *shared)``; x and attention's (out, lse) wait in host memory."""
-    host.begin()
-    place, shape = x.data_ptr(), x.shape
-
-    def pack(tensor: Tensor) -> Tensor | Fetch:
-        return host.put(tensor) if tensor.shape == shape and tensor.data_ptr() == place else tensor
-
-    def unpack(kept: Tensor | Fetch) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept()
-
-    with saved_tensors_hooks(pack, unpack):  # for x alone: inside, checkpoint has hooks of its own
-        return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(_contexts, host.put))
-
-
-def _contexts(put: Callable[[Tensor], Fetch]) -> tuple[Keeping, Keeping]:
-    """What a function runs in for the first time, and again: each (out, lse) goes to ``put``, and comes back."""
+def contexts(put: Callable[[Tensor], Fetch]) -> tuple[Keeping, Keeping]:
+    """Return what a function runs in for the first time, and again: each (out, lse) goes to ``put``, and comes back."""
     kept: list[tuple[Fetch, Fetch]] = []
     return First(put, kept), Again(kept)
 

@@ -18,9 +18,9 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
+from .activations import Caller, caller
 from .attention import RingAttention
 from .parts import Linear, RMSNorm, dtype_name
-from .recompute import Caller, caller
 
 
 class SwiGLU(nn.Module):
