@@ -11,8 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn_torch import RingTransformer, from_numpy, loss, op
@@ -125,7 +127,7 @@ def test_compiled_blocks_run_one_forward_ring_in_one_graph():
 
 def test_offload_in_one_compiled_graph_is_refused_with_the_reason():
     model, ids, _ = small("offload", depth=1)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"offload.* copies on a stream of its own"):
+    with pytest.raises(Unsupported, match=r"offload.* copies on a stream of its own"):
         torch.compile(model, fullgraph=True, backend="eager")(ids)
 
 
@@ -209,7 +211,7 @@ def test_a_tensor_comes_back_as_it_was_in_any_number_of_pieces(monkeypatch, dtyp
         assert torch.equal(page(), kept)
 
 
-def sharded_on_rank(group: Group, activations: str) -> list[np.ndarray]:
+def sharded_on_rank(group: dist.ProcessGroup, activations: str) -> list[np.ndarray]:
     """The gradients, made whole, of a model whose parameters FSDP shards."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard

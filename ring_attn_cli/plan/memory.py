@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,11 +106,11 @@ def _table(memory: Memory) -> Table:
     table.add_column("what", no_wrap=True)
     table.add_column("")
 
-    def add(title: str, terms: Iterable[Term], **style: Any) -> None:
+    def add(title: str, terms: Iterable[Term]) -> None:
         terms = [term for term in terms if term.size]
         table.add_row(_gib(total(terms)), title, "", style="bold")
         for term in terms:
-            table.add_row(_gib(term.size), f"  {term.what}", term.words, **style)
+            table.add_row(_gib(term.size), f"  {term.what}", term.words)
 
     add("all the time", memory.stays)
     add(f"at the worst moment: {memory.worst}", memory.moments[memory.worst])
