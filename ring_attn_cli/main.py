@@ -68,9 +68,25 @@ def plan(
     kv_length: Annotated[int | None, typer.Option(help="Tokens of the keys, where they are another sequence.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the picture, as .png or .svg.")] = None,
     all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Compare all layouts, one row each.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A config.json or a name such as llama-8b: say what fits into memory.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="With --model: GPUs that share the sequence and all weights.")] = 8,
+    memory: Annotated[float, typer.Option(help="With --model: GiB of a GPU.")] = 80,
+    host_memory: Annotated[
+        float | None, typer.Option(help="With --model: GiB of host memory for a GPU.", show_default="any")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="With --model: tokens a GPU.", show_default="as many as fit")] = None,
+    activations: Annotated[str, typer.Option(help="With --model: what blocks keep: keep, recompute or offload.")] = "offload",
 ) -> None:
-    """Draw who holds what, who computes what at each step, and how the work is shared."""
+    """Draw who holds what, who computes what at each step, and how the work is shared; or, with --model, say what fits."""
     with mistakes_in_one_line():
+        if model is not None:
+            from .plan import memory as fitting
+
+            question = fitting.Question(model, gpus, memory, host_memory, tokens, activations)
+            console(plain=True).print(fitting.answer(question))
+            return
         if all_layouts and save is not None:
             raise ValueError("--save draws one plan, --all-layouts compares several: leave one of them out")
         if all_layouts:

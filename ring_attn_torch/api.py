@@ -18,7 +18,7 @@ from ring_attn_core.runs import Band
 
 from .arguments import NOTHING, Arrays, check_plain, check_tensors, refuse_transforms
 from .attend.dropout import Dropout, draw_of
-from .op import Asked, Eager, forward, unwatched
+from .op import Asked, Eager, forward, keeping, unwatched
 from .ring.agreement import refuse
 from .ring.groups import group_name, group_of
 
@@ -152,11 +152,18 @@ def attention(
         refuse(error, group_of(group_name), _device(q))
     given = arrays.given
     asked = Asked(options, tuple(given), group_name)
+    kept = keeping()
+    if kept is not None and (known := kept.known()) is not None:
+        return Eager.apply(asked, known, q, k, v, *given.values())
     if not plain:
-        return torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
-    if torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
-        return Eager.apply(asked, q, k, v, *given.values())
-    return forward(q, k, v, tuple(given.values()), asked)
+        total = torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
+    elif torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
+        total = Eager.apply(asked, None, q, k, v, *given.values())
+    else:
+        total = forward(q, k, v, tuple(given.values()), asked)
+    if kept is not None:
+        kept.keep(total)
+    return total
 
 
 _known_options = remembered(Options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
 from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -21,7 +22,7 @@ from ring_attn_core.problem.checks import check_extents
 from ring_attn_core.problem.options import Options
 
 from .arguments import NOTHING, Arrays, checked, checked_backward, problem_of
-from .attend.state import Gradients
+from .attend.state import Gradients, State
 from .ring import loop
 from .ring.agreement import agree, agreed
 from .ring.groups import group_of, rank_in, ranks_of
@@ -184,8 +185,10 @@ class Eager(torch.autograd.Function):
     """The same without the ops, whose way through the dispatcher costs the host more than all the rest of a short call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Asked, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, given, call)
+    def forward(
+        ctx: Any, call: Asked, known: State | None, q: Tensor, k: Tensor, v: Tensor, *given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, given, call) if known is None else known
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse, *given)
         return out, lse
@@ -199,7 +202,7 @@ class Eager(torch.autograd.Function):
         else:
             parts = backward(cotangents, saved, given, call)
         dq, dk, dv, dsinks = parts
-        return None, dq, dk, dv, *(dsinks if name == "sinks" else None for name in call.names)
+        return None, None, dq, dk, dv, *(dsinks if name == "sinks" else None for name in call.names)
 
 
 def unwatched(tensors: Iterable[Any]) -> bool:
@@ -213,3 +216,34 @@ def unwatched(tensors: Iterable[Any]) -> bool:
         and forward_ad._current_level < 0
         and not [x for x in tensors if type(x) not in PLAIN or x.is_meta or x.is_nested]
     )
+
+
+class Keeping:
+    """Inside this ``with``, every call asks ``known`` for its (out, lse) before it runs, and hands ``keep`` what it returns.
+
+    By this a function that is computed again for its backward runs no ring again. May be entered again, on any thread.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[Keeping | None]] = []
+
+    def known(self) -> State | None:
+        """Return the pair of the next call, in the order of the calls and without gradients; None: it has to be computed."""
+        return None
+
+    def keep(self, total: State) -> None:
+        """Take the pair that a call computed."""
+
+    def __enter__(self) -> None:
+        self._tokens.append(_keeping.set(self))
+
+    def __exit__(self, *_: object) -> None:
+        _keeping.reset(self._tokens.pop())
+
+
+_keeping: ContextVar[Keeping | None] = ContextVar("ring_attn_keeping", default=None)
+
+
+def keeping() -> Keeping | None:
+    """Return the innermost ``Keeping`` of this thread; None outside of any, and where torch.compile traces."""
+    return None if torch.compiler.is_compiling() else _keeping.get()

@@ -29,6 +29,8 @@ ONLY_IN_TORCH = {
     "ring/groups.py": "process groups and device meshes",
     "MultiheadAttention": "the module of torch.nn; flax's modules take an attention_fn",
     "layers/multihead.py": "where MultiheadAttention lives",
+    "layers/recompute.py": "in JAX a policy of jax.checkpoint",
+    "layers/offload.py": "in JAX a policy of jax.checkpoint, and XLA schedules the copies",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}

@@ -26,6 +26,9 @@ PUBLIC = {
     "MultiheadAttention.forward",
     "attention_fn",
     "RingAttentionFunction.__call__",
+    "Block.forward",
+    "Block.__call__",
+    "plan",
 }
 """What users call with keywords; each hands records on."""
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.masks import causal
+from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
@@ -19,6 +20,7 @@ from ring_attn_core.runs import Band
 
 from ..axes import sharded_like
 from ..sharded import Where
+from .activations import Caller, caller
 from .attention import RingAttention, layout_positions
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
@@ -82,8 +84,13 @@ class Block(nnx.Module):
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+        call: Caller | None = None,
     ) -> jax.Array:
-        """x [b s dim] -> [b s dim]; the other arguments are those of RingAttention."""
+        """x [b s dim] -> [b s dim]; ``call`` of :func:`caller` runs it, else the other arguments are those of RingAttention."""
+        if call is not None:
+            arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
+            again = lambda block, x: block(x, positions, length, **arrays, dropout_offset=dropout_offset)
+            return call(again, self, x)
         x = x + self.attention(
             self.attention_norm(x),
             positions,
@@ -112,6 +119,10 @@ class RingTransformer(nnx.Module):
 
     ``auto_shard``, with ``mesh``: a call takes whole sequences in natural order, ``model(ids, mask=None)``, and returns whole
     logits.
+
+    ``activations``: what a block keeps for its backward. "keep": everything that XLA likes to. "recompute": its input and
+    attention's (out, lse), from which the backward computes the rest again without the ring. "offload": these in host memory, of
+    the kind pinned_host; call the gradient inside jax.jit then.
 
     JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
     makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit
@@ -153,8 +164,11 @@ class RingTransformer(nnx.Module):
         backend: str = "auto",
         deterministic: bool = False,
         auto_shard: bool = False,
+        activations: str = "keep",
         rngs: nnx.Rngs,
     ) -> None:
+        check_activations(activations)
+        self.activations = activations
         self.config = config = TransformerConfig(
             vocab=vocab,
             dim=dim,
@@ -209,12 +223,13 @@ class RingTransformer(nnx.Module):
         backend: str = "auto",
         deterministic: bool = False,
         auto_shard: bool = False,
+        activations: str = "keep",
         rngs: nnx.Rngs,
     ) -> RingTransformer:
         """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        return cls(**config.arguments, **where, **how, auto_shard=auto_shard, rngs=rngs)
+        return cls(**config.arguments, **where, **how, auto_shard=auto_shard, activations=activations, rngs=rngs)
 
     def __call__(
         self,
@@ -253,9 +268,11 @@ class RingTransformer(nnx.Module):
             positions = layout_positions(self.layout, self.where, ids.shape[1])
         weight = self.embed.embedding[...]
         x = look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
+        arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
+        call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
-            x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
+            x = block(x, positions, length, **arrays, dropout_offset=offset, call=call)
         x = self.norm(x)
         if not return_hidden:
             x = product(x, weight.T.astype(x.dtype)) if self.head is None else self.head(x)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import causal
+from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
@@ -19,6 +20,7 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
 from ..ring.groups import local
+from .activations import Caller, caller
 from .attention import RingAttention
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
@@ -70,8 +72,11 @@ class Block(nn.Module):
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+        call: Caller | None = None,
     ) -> Tensor:
-        """x [b s dim] -> [b s dim]; the other arguments are those of RingAttention."""
+        """x [b s dim] -> [b s dim]; ``call`` of :func:`caller` runs it, else the other arguments are those of RingAttention."""
+        if call is not None:  # in here, so that hooks of the block, as FSDP's, stay around it
+            return call(self._again, x, positions, length, extents, key_mask, dropout_seed, dropout_offset)
         x = x + self.attention(
             self.attention_norm(x),
             positions,
@@ -82,6 +87,11 @@ class Block(nn.Module):
             dropout_offset=dropout_offset,
         )
         return x + self.mlp(self.mlp_norm(x))
+
+    def _again(self, x: Tensor, positions: Any, length: Any, extents: Any, key_mask: Any, seed: Any, offset: Any) -> Tensor:
+        """``forward`` without keywords: of torch.utils.checkpoint's arguments, those by position are saved like activations."""
+        masks = {"extents": extents, "key_mask": key_mask}
+        return self.forward(x, positions, length, **masks, dropout_seed=seed, dropout_offset=offset)
 
 
 class RingTransformer(nn.Module):
@@ -100,6 +110,10 @@ class RingTransformer(nn.Module):
 
     ``auto_shard``: a call takes whole sequences in natural order, ``model(ids, mask=None)``, and returns whole logits of this
     rank's rows. A rank may bring another number of rows than the others; where all bring the same, they are computed once.
+
+    ``activations``: what a block keeps for its backward. "keep": everything. "recompute": its input and attention's (out, lse),
+    from which the backward computes the rest again without the ring. "offload": these in host memory, which is pinned and copied
+    beside the computation on CUDA, and fetched one block ahead.
 
     A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit
     and numbers outside their range.
@@ -137,8 +151,11 @@ class RingTransformer(nn.Module):
         backend: str = "auto",
         deterministic: bool = False,
         auto_shard: bool = False,
+        activations: str = "keep",
     ) -> None:
         super().__init__()
+        check_activations(activations)
+        self.activations = activations
         self.config = config = TransformerConfig(
             vocab=vocab,
             dim=dim,
@@ -186,10 +203,11 @@ class RingTransformer(nn.Module):
         backend: str = "auto",
         deterministic: bool = False,
         auto_shard: bool = False,
+        activations: str = "keep",
     ) -> RingTransformer:
         """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        return cls(**config.arguments, **how, group=group, auto_shard=auto_shard)
+        return cls(**config.arguments, **how, group=group, auto_shard=auto_shard, activations=activations)
 
     def forward(
         self,
@@ -230,9 +248,11 @@ class RingTransformer(nn.Module):
         if positions is None:
             positions = attention.layout_positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
+        arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
+        call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
-            x = block(x, positions, length, extents=extents, key_mask=key_mask, dropout_seed=dropout_seed, dropout_offset=offset)
+            x = block(x, positions, length, **arrays, dropout_offset=offset, call=call)
         x = self.norm(x)
         if not return_hidden:
             x = F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)

@@ -1,0 +1,130 @@
+"""What of a model's training fits into memory, as tables: the formula of ``ring_attn_core.model.memory``, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from ring_attn_core.model.config import TransformerConfig
+    from ring_attn_core.model.memory import Memory, Term, Training
+
+
+class Question(NamedTuple):
+    """What is asked: a config.json or a model's name, GPUs, GiB of each and of the host for each (None: any), and tokens a GPU.
+
+    ``tokens`` None asks for the most that fit.
+    """
+
+    model: str
+    gpus: int
+    memory: float
+    host_memory: float | None
+    tokens: int | None
+    activations: str
+
+
+def answer(question: Question) -> RenderableType:
+    """Return what fits, for rich to print; ValueError for what is no model, and where nothing fits."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from ring_attn_core.model.memory import Training, longest, peak_memory, weights
+
+    config = config_of(question.model)
+    for name, size in (("memory", question.memory), ("host-memory", question.host_memory)):
+        if size is not None and not 0 < size < 1e6:
+            raise ValueError(f"--{name} must be a number of GiB above 0, got {size:g}")
+    limit, host = _bytes(question.memory), None if question.host_memory is None else _bytes(question.host_memory)
+    asked = Training(gpus=question.gpus, tokens=question.tokens or 1, activations=question.activations)
+    tokens = question.tokens or longest(config, asked, limit, host)
+    if not tokens:
+        raise ValueError(_too_small(config, asked, question))
+    training = Training(gpus=question.gpus, tokens=tokens, activations=question.activations)
+    memory = peak_memory(config, training)
+    lines = [
+        Text(f"{question.model}: {weights(config):,} weights, activations={training.activations!r}", style="bold"),
+        Text(_verdict(question, training, memory)),
+        Text(_fixed(training)),
+    ]
+    return Group(*lines, _table(memory))
+
+
+def config_of(model: str) -> TransformerConfig:
+    """Return the config of a file, or of a model by its name."""
+    from ring_attn_core.model.config import TransformerConfig
+    from ring_attn_core.model.shapes import shape
+
+    return TransformerConfig.from_json(Path(model).read_text()) if model.endswith(".json") else shape(model)
+
+
+def _verdict(question: Question, training: Training, memory: Memory) -> str:
+    from ring_attn_core.model.memory import total
+
+    tokens, host = f"{training.tokens:,} tokens a GPU, {training.tokens * training.gpus:,} on {training.gpus}", total(memory.host)
+    needed = f"{_gib(memory.peak)} GiB of {question.memory:g}" + (
+        f" and {_gib(host)} GiB of the host for each GPU" if host else ""
+    )
+    if question.tokens is None:
+        return f"at most {tokens}: {needed}"
+    limit = question.host_memory
+    fits = memory.peak <= _bytes(question.memory) and (limit is None or host <= _bytes(limit))
+    return f"{tokens} {'fit' if fits else 'do not fit'}: {needed}"
+
+
+def _fixed(training: Training) -> str:
+    inputs = {
+        "keep": "all activations",
+        "recompute": "every block's input, out and lse",
+        "offload": "two blocks' input, out and lse",
+    }
+    return f"on the GPU stay weights, gradients and moments, sharded over all of them, and {inputs[training.activations]}"
+
+
+def _too_small(config: TransformerConfig, asked: Training, question: Question) -> str:
+    from ring_attn_core.model.memory import peak_memory
+
+    least = _gib(peak_memory(config, asked).peak)
+    host = "" if question.host_memory is None else f", or {question.host_memory:g} GiB of the host are too few"
+    return (
+        f"{question.model} fits no 1,024 tokens a GPU: one token takes {least} GiB of {question.memory:g}{host}; take more GPUs"
+    )
+
+
+def _table(memory: Memory) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from ring_attn_core.model.memory import total
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("")
+
+    def add(title: str, terms: Iterable[Term]) -> None:
+        terms = [term for term in terms if term.size]
+        table.add_row(_gib(total(terms)), title, "", style="bold")
+        for term in terms:
+            table.add_row(_gib(term.size), f"  {term.what}", term.words)
+
+    add("all the time", memory.stays)
+    add(f"at the worst moment: {memory.worst}", memory.moments[memory.worst])
+    for name, terms in memory.moments.items():
+        if name != memory.worst:
+            table.add_row(_gib(total(terms)), f"not at once: {name}", "", style="dim")
+    if memory.host:
+        add("on the host, for each GPU", memory.host)
+    return table
+
+
+def _bytes(gib: float) -> int:
+    return int(gib * 2**30)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

@@ -1,0 +1,244 @@
+"""How much memory training takes, at its peak, on every GPU and beside it on the host: a formula, each of its terms in words.
+
+Weights are kept in ``param_dtype`` and sharded over all GPUs (FSDP), as are their gradients and AdamW's two moments, in the same
+dtype. A block computes in ``compute_dtype`` with whole weights in that dtype. The peak is what stays and a step's worst moment.
+
+Symbols    T tokens a GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B of them in a
+           block, w bytes of param_dtype, c bytes of compute_dtype, 4 of float32
+Source     counted from what autograd of this library's PyTorch layers saves, which a test compares with the formula
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .activations import check_activations
+from .checks import check_sizes
+from .config import TransformerConfig
+
+GIB = 2**30
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+STEP = 1024
+"""Tokens: ``longest`` is a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What memory depends on besides the model.
+
+    ``gpus``: over how many everything is sharded, the sequence too. ``tokens``: of all batch rows of one GPU. ``activations``: as
+    RingTransformer's. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss take at once; None: all. ``reserve``: a
+    GPU's bytes for what is no tensor (CUDA's context, NCCL's buffers, workspaces, gaps between tensors). Raises ValueError for
+    counts below 1.
+    """
+
+    gpus: int
+    tokens: int
+    activations: str = "offload"
+    mlp_chunk: int | None = 4096
+    loss_chunk: int | None = 4096
+    reserve: int = 4 * GIB
+
+    def __post_init__(self) -> None:
+        chunks = {"mlp_chunk": self.mlp_chunk, "loss_chunk": self.loss_chunk}
+        check_sizes(gpus=self.gpus, tokens=self.tokens, **{name: x for name, x in chunks.items() if x is not None})
+        check_activations(self.activations)
+
+
+class Term(NamedTuple):
+    """``size`` bytes for ``what``, which ``words`` explain."""
+
+    what: str
+    size: int
+    words: str
+
+
+class Memory(NamedTuple):
+    """What a GPU holds all the time, what it holds at each moment of a step besides, and what the host holds for it."""
+
+    stays: tuple[Term, ...]
+    moments: dict[str, tuple[Term, ...]]
+    host: tuple[Term, ...]
+
+    @property
+    def worst(self) -> str:
+        """Return the name of the moment that takes most."""
+        return max(self.moments, key=lambda name: total(self.moments[name]))
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes of a GPU at the worst moment."""
+        return total(self.stays) + total(self.moments[self.worst])
+
+
+def total(terms: Iterable[Term]) -> int:
+    """Return the bytes of some terms."""
+    return sum(term.size for term in terms)
+
+
+def block_weights(config: TransformerConfig) -> int:
+    """Return how many numbers the weights of one block are."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    extras = (q + 2 * kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm + config.heads * config.sinks
+    return 2 * config.dim * (q + kv) + extras + 3 * config.dim * config.hidden + 2 * config.dim
+
+
+def weights(config: TransformerConfig) -> int:
+    """Return how many numbers all weights are."""
+    return config.depth * block_weights(config) + _ends(config) + config.dim
+
+
+def _ends(config: TransformerConfig) -> int:
+    """Weights of the embedding, and of the head where that is another."""
+    return config.vocab * config.dim * (1 if config.tied else 2)
+
+
+def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
+    """Return what a block keeps if its activations are computed again."""
+    c = compute_bytes(config)
+    return (
+        Term("input", tokens * config.dim * c, "T d c: the input of the block"),
+        Term("out", tokens * config.heads * config.head_dim * c, "T h e c: attention's result"),
+        Term("lse", tokens * config.heads * 4, "4 T h: the log of the softmax's denominator"),
+    )
+
+
+def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
+    """Return what autograd saves of a block besides ``block_kept``: of every block, or of the one that is computed again.
+
+    Norms count as on a GPU, where they save their input; on a CPU PyTorch saves two float32 arrays in its place.
+    """
+    c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
+    angles = 0 if config.rotary is None and config.rotaries is None else 4
+    chunk = 0 if mlp_chunk is not None else tokens
+    return (
+        Term("attention's input", tokens * config.dim * c, "T d c: behind the first norm"),
+        Term("q, k, v", tokens * (q + 2 * kv) * c, "T (h + 2 g) e c: behind the rotary embedding"),
+        Term("heads to norm", tokens * (q + kv) * c * config.qk_norm, "T (h + g) e c: q and k before their norms"),
+        Term("angles", tokens * angles * (config.head_dim // 2) * 4, "8 T e: cos and sin of q and of k, in float32"),
+        Term("sum", tokens * config.dim * c, "T d c: the input and attention, which the second norm takes"),
+        Term("MLP's input", tokens * config.dim * c, "T d c: behind the second norm"),
+        Term(
+            "MLP",
+            4 * chunk * config.hidden * c,
+            "4 T f c: gate, silu(gate), up and product; 0 in chunks, which compute them again",
+        ),
+    )
+
+
+def compute_bytes(config: TransformerConfig) -> int:
+    """Return the bytes of a number in activations."""
+    return BYTES[config.compute_dtype or config.param_dtype]
+
+
+def peak_memory(config: TransformerConfig, training: Training) -> Memory:
+    """Return what training a model takes on every GPU and, for each of them, on the host."""
+    tokens, depth = training.tokens, config.depth
+    kept, saved = block_kept(config, tokens), block_saved(config, tokens, training.mlp_chunk)
+    stays, host = _weights(config, training), ()
+    here = total(kept)
+    if training.activations == "keep":
+        stays += (Term("activations", depth * (here + total(saved)), "L times all that autograd saves of a block"),)
+        saved = ()
+    elif training.activations == "recompute":
+        stays += (Term("kept", depth * here, "L T (d c + h e c + 4 h): input, out and lse of every block"),)
+    else:
+        blocks = min(2, depth)
+        stays += (
+            Term("on their way", blocks * here, "2 T (d c + h e c + 4 h): input, out and lse of the block at work and the next"),
+        )
+        host = (Term("offloaded", depth * here, "L T (d c + h e c + 4 h): input, out and lse of every block, in pinned memory"),)
+    moments = {
+        "attention": (*(x for x in saved if x.what not in OF_MLP), *_rotary(config, tokens)),
+        "loss": _loss(config, training),
+        "backward of an MLP": (*saved, *_mlp(config, training)),
+        "backward of an attention": (*(x for x in saved if x.what not in OF_MLP), *_attention(config, tokens)),
+    }
+    return Memory(stays, moments, host)
+
+
+OF_MLP = ("MLP", "MLP's input", "sum")
+"""What there is not yet when a block computes its attention, and no more when the backward comes to that."""
+
+
+def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
+    """What does not grow with the tokens."""
+    w, c, shared = BYTES[config.param_dtype], compute_bytes(config), -(-weights(config) // training.gpus)
+    block, ends = block_weights(config), _ends(config)
+    return (
+        Term("weights", shared * w, "P w / N: this GPU's part of the weights"),
+        Term("moments", 2 * shared * w, "2 P w / N: its part of AdamW's two moments"),
+        Term("gradients", shared * w, "P w / N: its part of the gradients"),
+        Term("whole weights", (2 * block + ends) * c, "(2 B + embedding and head) c: of the block at work and the next one"),
+        Term("whole gradients", block * (c + 8) + ends * c, "B (c + 8) + embedding and head c: on their way to who keeps them"),
+        Term("reserve", training.reserve, "what is no tensor: CUDA, NCCL, workspaces, gaps"),
+    )
+
+
+def _loss(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
+    c, chunk = compute_bytes(config), min(training.loss_chunk or training.tokens, training.tokens)
+    return (
+        Term("hidden", 3 * training.tokens * config.dim * c, "3 T d c: before and behind the last norm, and its gradient"),
+        Term("logits", chunk * config.vocab * (2 * c + 8), "chunk V (2 c + 8): logits and their gradient, also in float32"),
+        Term("head's gradient", config.vocab * config.dim * 4, "4 V d: summed over chunks in float32"),
+    )
+
+
+def _mlp(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
+    c, chunk = compute_bytes(config), min(training.mlp_chunk or training.tokens, training.tokens)
+    again = 4 if training.mlp_chunk is not None else 0
+    return (
+        Term("gradients of the stream", 3 * training.tokens * config.dim * c, "3 T d c: of output, sum and MLP's input"),
+        Term(
+            "MLP at work", (3 + again) * chunk * config.hidden * c, "(4 + 3) chunk f c: a chunk computed again, and its gradients"
+        ),
+    )
+
+
+def _rotary(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
+    c, q = compute_bytes(config), config.heads * config.head_dim
+    return (
+        Term("stream", tokens * config.dim * c, "T d c: what the blocks before hand on"),
+        Term(
+            "queries turned",
+            tokens * q * (12 + c),
+            "T h e (12 + c): before they are turned, in float32, turned by halves and put together",
+        ),
+    )
+
+
+def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
+    c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return (
+        Term("gradients of the stream", 2 * tokens * config.dim * c, "2 T d c: of the sum and of attention's input"),
+        Term(
+            "gradients of queries",
+            tokens * q * (2 * c + 4),
+            "T h e (2 c + 4): of out, once more with blind queries cleared; dq in float32",
+        ),
+        Term("keys of the ring", 4 * tokens * kv * c, "2 T 2 g e c: k and v at work, and those that arrive"),
+        Term("gradients of keys", 3 * 2 * tokens * kv * 4, "3 T 2 g e 4: dk and dv at work, leaving and arriving, in float32"),
+    )
+
+
+def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
+    """Return the most tokens a GPU, a multiple of STEP, with a peak of at most ``memory`` bytes; 0 where not even STEP fit.
+
+    ``host``: bytes of host memory for each GPU; None: as much as it takes. ``training.tokens`` does not matter.
+    """
+
+    def fits(steps: int) -> bool:
+        needed = peak_memory(config, replace(training, tokens=steps * STEP))
+        return needed.peak <= memory and (host is None or total(needed.host) <= host)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * STEP

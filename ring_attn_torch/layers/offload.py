@@ -1,0 +1,150 @@
+"""Tensors that wait in host memory between forward and backward: copied there while the next block runs, fetched a block ahead.
+
+On CUDA the memory is pinned and the copies run on a stream of their own. Elsewhere they are plain copies.
+
+    forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
+    copies                   0 -> host    1 -> host                      1 -> device  0 -> device
+
+What the last block puts away is still on the device when its backward begins, and is taken from there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from .recompute import Fetch, Function, contexts
+
+PIECE = 2**26
+"""Bytes of the largest piece of pinned memory: torch rounds each up to a power of two, and a whole tensor might double."""
+
+ON_THEIR_WAY = 3
+"""How many tensors may still be on the device while they are copied: what a block keeps, its input, out and lse."""
+
+
+@torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
+def offloaded(host: Host, function: Function, x: Tensor, *shared: object) -> Tensor:
+    """Return ``function(x, *shared)``; x and attention's (out, lse) wait in host memory, what is shared stays on the device."""
+    host.begin()
+    place, shape = x.data_ptr(), x.shape
+
+    def pack(tensor: Tensor) -> Tensor | Fetch:
+        return host.put(tensor) if tensor.shape == shape and tensor.data_ptr() == place else tensor
+
+    def unpack(kept: Tensor | Fetch) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept()
+
+    with saved_tensors_hooks(pack, unpack):  # for the inputs: inside, checkpoint has hooks of its own
+        return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(contexts, host.put))
+
+
+class Host:
+    """What the blocks of one forward pass keep in host memory."""
+
+    def __init__(self) -> None:
+        self._block: Block | None = None
+        self._leaving: deque[Page] = deque()
+
+    def begin(self) -> None:
+        """Begin another block: what is put from now on belongs to it."""
+        self._block = Block(self._block)
+
+    def put(self, x: Tensor) -> Page:
+        """Start to copy ``x``, whose values must not change any more; call what is returned to have it back, once or more."""
+        assert self._block is not None
+        page = Page(x.detach().contiguous(), self._block)
+        self._leaving.append(page)
+        if len(self._leaving) > ON_THEIR_WAY:
+            self._leaving.popleft().leave()
+        return page
+
+
+class Block:
+    """The pages of a block, and the block before it, whose turn comes next in the backward. Who needs the pages holds them."""
+
+    def __init__(self, before: Block | None) -> None:
+        self.before = before
+        self.pages: WeakSet[Page] = WeakSet()
+
+    def fetch(self) -> None:
+        """Start to copy all pages back."""
+        for page in list(self.pages):
+            page.fetch()
+
+
+class Page:
+    """A tensor in host memory; on the device too while it is copied, in either direction."""
+
+    def __init__(self, x: Tensor, block: Block) -> None:
+        self._block, self._shape = block, x.shape
+        block.pages.add(self)
+        self._pieces = [torch.empty_like(piece, device="cpu", pin_memory=x.is_cuda) for piece in _pieces(x)]
+        self._copy(x, self._pieces, _pieces(x))
+
+    def _copy(self, x: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        self._here: Tensor | None = x
+        with _beside(x.device) as (self._stream, side):
+            for a, b in zip(to, source, strict=True):
+                a.copy_(b, non_blocking=True)
+            self._copied = None if side is None else side.record_event()
+
+    def fetch(self) -> None:
+        """Start to copy the tensor back, if it has left the device."""
+        if self._here is None:
+            x = torch.empty(self._shape, dtype=self._pieces[0].dtype, device=self._device)
+            self._copy(x, _pieces(x), self._pieces)
+
+    def leave(self) -> None:
+        """Give up the tensor on the device; its memory is used again only once it is copied."""
+        self._settle()
+        if self._here is not None:
+            self._device, self._here = self._here.device, None
+
+    def __call__(self) -> Tensor:
+        """Return the tensor, on its device, and start to copy back what the block before this one keeps."""
+        self.fetch()
+        x = self._here
+        assert x is not None
+        self.leave()
+        if self._block.before is not None:
+            self._block.before.fetch()
+        return x
+
+    def _settle(self) -> None:
+        """Let what was computing when the copy began go on after it only."""
+        if self._copied is not None and self._stream is not None:
+            self._stream.wait_event(self._copied)
+        self._copied = None
+
+    def __del__(self) -> None:
+        self._settle()
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a contiguous tensor, cut into pieces."""
+    return x.view(-1).split(PIECE // x.element_size())
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
+    """A stream beside the current one, from what that has been given on: (the current one, it), None where there are none."""
+    if device.type != "cuda":
+        yield None, None
+        return
+    current, side = torch.cuda.current_stream(device), _side(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield current, side
+
+
+@lru_cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
