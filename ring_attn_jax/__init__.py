@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.rotary import RotaryEmbedding
     from .layers.transformer import RingTransformer
+    from .training.llama import load_llama, save_llama
     from .training.loss import loss
+    from .training.saved_weights import load_weights, save_weights
     from .training.weights import from_numpy, to_numpy
 
 __all__ = [
@@ -46,11 +48,15 @@ __all__ = [
     "from_layout",
     "from_numpy",
     "full",
+    "load_llama",
+    "load_weights",
     "loss",
     "merge",
     "positions",
     "prefix_extents",
     "ring_attention",
+    "save_llama",
+    "save_weights",
     "shard_batch",
     "sharded_ring_attention",
     "sliding_window",
@@ -62,6 +68,10 @@ _NEEDS_FLAX = {
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
     "RingTransformer": "layers.transformer",
+    "load_llama": "training.llama",
+    "save_llama": "training.llama",
+    "load_weights": "training.saved_weights",
+    "save_weights": "training.saved_weights",
     "loss": "training.loss",
     "from_numpy": "training.weights",
     "to_numpy": "training.weights",

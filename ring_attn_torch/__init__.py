@@ -17,8 +17,10 @@ from .layers.rotary import RotaryEmbedding
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
 from .training.gradients import sum_gradients
+from .training.llama import load_llama, save_llama
 from .training.loss import loss
 from .training.ranks import check_ranks
+from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
 
 __all__ = [
@@ -42,11 +44,15 @@ __all__ = [
     "from_layout",
     "from_numpy",
     "full",
+    "load_llama",
+    "load_weights",
     "loss",
     "merge",
     "positions",
     "prefix_extents",
     "ring_attention",
+    "save_llama",
+    "save_weights",
     "shard_batch",
     "sliding_window",
     "sum_gradients",

@@ -25,7 +25,7 @@ ONLY_IN_TORCH = {
 }
 RENAMED = {"group": "axis_name"}
 ONLY_JAX_TAKES = {"rngs", "mesh", "batch_axes", "head_axis"}
-ONLY_TORCH_TAKES = {"check_ranks": "group"}
+ONLY_TORCH_TAKES = {"check_ranks": "group", "save_weights": "group", "save_llama": "group"}
 """In JAX an array's sharding says who should hold the same."""
 
 
