@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.rotary import RotaryEmbedding
     from .layers.transformer import RingTransformer
+    from .training.checkpoint import Checkpoints
     from .training.llama import load_llama, save_llama
     from .training.loss import loss
     from .training.saved_weights import load_weights, save_weights
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NTK",
     "Band",
+    "Checkpoints",
     "Llama3",
     "RingAttention",
     "RingPlan",
@@ -68,6 +70,7 @@ _NEEDS_FLAX = {
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
     "RingTransformer": "layers.transformer",
+    "Checkpoints": "training.checkpoint",
     "load_llama": "training.llama",
     "save_llama": "training.llama",
     "load_weights": "training.saved_weights",

@@ -16,6 +16,7 @@ from .layers.attention import RingAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
+from .training.checkpoint import Checkpoints
 from .training.gradients import sum_gradients
 from .training.llama import load_llama, save_llama
 from .training.loss import loss
@@ -26,6 +27,7 @@ from .training.weights import from_numpy, to_numpy
 __all__ = [
     "NTK",
     "Band",
+    "Checkpoints",
     "Llama3",
     "RingAttention",
     "RingPlan",
