@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.rotary import RotaryEmbedding
     from .layers.transformer import RingTransformer
+    from .training.checkpoint import Checkpoints
+    from .training.llama import load_llama, save_llama
     from .training.loss import count_labels, loss
+    from .training.saved_weights import load_weights, save_weights
     from .training.weights import from_numpy, to_numpy
 
 __all__ = [
     "NTK",
     "Band",
+    "Checkpoints",
     "Llama3",
     "RingAttention",
     "RingPlan",
@@ -52,11 +56,15 @@ __all__ = [
     "full",
     "gather",
     "gather_token",
+    "load_llama",
+    "load_weights",
     "loss",
     "merge",
     "positions",
     "prefix_extents",
     "ring_attention",
+    "save_llama",
+    "save_weights",
     "shard_batch",
     "sharded_ring_attention",
     "sliding_window",
@@ -69,6 +77,11 @@ _NEEDS_FLAX = {
     "RotaryEmbedding": "layers.rotary",
     "RingTransformer": "layers.transformer",
     "count_labels": "training.loss",
+    "Checkpoints": "training.checkpoint",
+    "load_llama": "training.llama",
+    "save_llama": "training.llama",
+    "load_weights": "training.saved_weights",
+    "save_weights": "training.saved_weights",
     "loss": "training.loss",
     "from_numpy": "training.weights",
     "to_numpy": "training.weights",

@@ -19,14 +19,18 @@ from .layers.rotary import RotaryEmbedding
 from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
+from .training.checkpoint import Checkpoints
 from .training.gradients import sum_gradients
+from .training.llama import load_llama, save_llama
 from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
+from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
 
 __all__ = [
     "NTK",
     "Band",
+    "Checkpoints",
     "Llama3",
     "MultiheadAttention",
     "RingAttention",
@@ -49,11 +53,15 @@ __all__ = [
     "full",
     "gather",
     "gather_token",
+    "load_llama",
+    "load_weights",
     "loss",
     "merge",
     "positions",
     "prefix_extents",
     "ring_attention",
+    "save_llama",
+    "save_weights",
     "shard_batch",
     "sliding_window",
     "sum_gradients",

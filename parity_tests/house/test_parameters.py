@@ -34,6 +34,8 @@ PUBLIC = {
 
 FORWARDED = {
     "sharded_ring_attention": "ring_attention's own keywords",
+    "load_weights": "what RingTransformer.from_config takes besides the config",
+    "load_llama": "the same",
     "exact": "the fields of Features",
     "plain": "the fields of Features",
     "the_call": "the fields of Call",

@@ -16,6 +16,7 @@ import numpy as np
 
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Linear, Llama3, Rotary, YaRN
+from ring_attn_core.model.weight_names import llama_name
 
 from .models import VOCAB, Arrays, transformer_weights
 
@@ -85,16 +86,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TOKENS, LOOKED_AT = 13, slice(0, None, 4)
 """Tokens of a row, and of which of them the logits are recorded."""
 
-NAMES = {
-    "embed.": "model.embed_tokens.",
-    "head.": "lm_head.",
-    "norm.": "model.norm.",
-    "blocks.": "model.layers.",
-    ".attention_norm.": ".input_layernorm.",
-    ".mlp_norm.": ".post_attention_layernorm.",
-    ".attention.": ".self_attn.",
-}
-
 
 def config_of(name: str) -> TransformerConfig:
     return TransformerConfig(vocab=VOCAB, **SIZES | MODELS[name][0])
@@ -114,31 +105,33 @@ def recorded() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def their_name(name: str) -> str:
-    """What transformers calls a weight."""
-    for ours, theirs in NAMES.items():
-        if (ours in name) if ours.startswith(".") else name.startswith(ours):
-            name = name.replace(ours, theirs, 1)
-    for part in ("q", "k", "v", "o", "gate", "up", "down"):
-        name = name.replace(f".{part}.", f".{part}_proj.")
-    return name
-
-
 def their_logits(name: str) -> np.ndarray:
     """What transformers computes with the same weights."""
+    return logits_of(their_model(name))
+
+
+def logits_of(model: Any) -> np.ndarray:
+    """What a model of transformers computes."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(ids()).long()).logits[0, LOOKED_AT].numpy()
+
+
+def their_model(name: str) -> Any:
+    """The model in transformers with the same weights."""
     import torch
 
     transformers = import_module("transformers")
     config = transformers.AutoConfig.for_model(name.lower(), **_in_full(THEIR_SIZES | MODELS[name][1]))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    weights = {their_name(weight): torch.from_numpy(x) for weight, x in weights_of(name).items()}
+    weights = {llama_name(weight): torch.from_numpy(x) for weight, x in weights_of(name).items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert set(missing) <= {"lm_head.weight"}, missing  # where it is the embedding
     assert not unexpected, unexpected
     model.tie_weights()
-    with torch.no_grad():
-        return model(torch.from_numpy(ids()).long()).logits[0, LOOKED_AT].numpy()
+    return model
 
 
 def their_frequencies(name: str) -> tuple[np.ndarray, float]:

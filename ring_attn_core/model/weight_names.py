@@ -1,4 +1,4 @@
-"""Whether a state, weights by name, fits a module."""
+"""Names of weights: whether a state, weights by name, fits a module, and what Hugging Face's Llamas call each of ours."""
 
 from __future__ import annotations
 
@@ -6,9 +6,45 @@ from collections.abc import Mapping
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+MADE = "Build the module with the sizes the state was made with"
 
-def check_state(expected: Shapes, got: Shapes) -> None:
-    """ValueError that lists every parameter that is missing, unexpected or of another shape."""
+OUTSIDE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+"""Our names of weights outside the blocks, and those of Hugging Face."""
+
+INSIDE = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""The same of the modules inside a block, which is ``blocks.0`` here and ``model.layers.0`` there."""
+
+
+def llama_name(name: str) -> str:
+    """Return what Hugging Face calls a weight of a RingTransformer: ``model.layers.0.mlp.up_proj.weight``."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    _, layer, inner = name.split(".", 2)
+    module, kind = inner.rsplit(".", 1)
+    return f"model.layers.{layer}.{INSIDE[module]}.{kind}"
+
+
+def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
+    """ValueError that lists every parameter that is missing, unexpected or of another shape.
+
+    ``what`` names the state in the message and ``remedy`` ends it; ``most``: how many parameters it lists, counting the rest.
+    """
     problems = [f"{name} is missing" for name in expected if name not in got]
     problems += [f"{name} is unexpected" for name in got if name not in expected]
     problems += [
@@ -17,5 +53,6 @@ def check_state(expected: Shapes, got: Shapes) -> None:
         if name in got and tuple(got[name]) != tuple(shape)
     ]
     if problems:
-        listed = "; ".join(problems)
-        raise ValueError(f"the state does not fit this module: {listed}. Build the module with the sizes the state was made with")
+        listed = "; ".join(problems[:most])
+        more = f"; and {len(problems) - most} more" if most is not None and len(problems) > most else ""
+        raise ValueError(f"{what} does not fit this module: {listed}{more}. {remedy}")

@@ -1,0 +1,204 @@
+"""Checkpoints of a run in JAX: exact to the bit after a kill, on one device or on shards over a mesh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+nnx = pytest.importorskip("flax.nnx")
+optax = pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+
+import jax.numpy as jnp  # noqa: E402
+
+from ring_attn_core.model.config import TransformerConfig  # noqa: E402
+from ring_attn_jax import Checkpoints, RingTransformer  # noqa: E402
+
+from ..support.full_disk import full_disk  # noqa: E402
+from ..support.models import TRANSFORMER  # noqa: E402
+from .ring import mesh_of  # noqa: E402
+
+STEPS = 5
+
+
+class Noisy(nnx.Module):
+    """A linear map and a generator that its training draws from."""
+
+    def __init__(self, seed: int, width: int = 8) -> None:
+        self.map = nnx.Linear(width, 4, rngs=nnx.Rngs(seed))
+        self.rngs = nnx.Rngs(seed)
+
+
+def made(seed: int = 0, width: int = 8) -> tuple[Any, Any]:
+    model = Noisy(seed, width)
+    return model, nnx.Optimizer(model, optax.adamw(optax.cosine_decay_schedule(1e-2, 10)), wrt=nnx.Param)
+
+
+@nnx.jit
+def train_step(model: Noisy, optimizer: Any) -> None:
+    x = jax.random.normal(model.rngs(), (3, 8))
+    optimizer.update(model, nnx.grad(lambda model: jnp.square(model.map(x)).mean(), argnums=nnx.DiffState(0, nnx.Param))(model))
+
+
+def arrays(*modules: Any) -> list[np.ndarray]:
+    leaves = jax.tree.leaves([nnx.state(each) for each in modules])
+    return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
+
+
+def run(folder: Path | None, seed: int = 0, last: int = STEPS) -> list[np.ndarray]:
+    """Everything after a run that resumes, if it can, and saves after every step."""
+    model, optimizer = made(seed)
+    checkpoints = None if folder is None else Checkpoints(folder)
+    progress = checkpoints and checkpoints.resume(model, optimizer)
+    for step in range(progress.step if progress else 0, last):
+        train_step(model, optimizer)
+        if checkpoints is not None:
+            checkpoints.save(step + 1, model, optimizer, data=json.dumps({"batch": step}))
+    if checkpoints is not None:
+        checkpoints.close()
+    return arrays(model, optimizer)
+
+
+def assert_equal(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
+    run(tmp_path, last=3)
+    assert_equal(run(tmp_path, seed=1), run(None))
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps() == [3, 4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_4", "step_5"]
+    model, optimizer = made(2)
+    assert checkpoints.resume(model, optimizer) == (5, json.dumps({"batch": 4}), {})
+    checkpoints.close()
+
+
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
+    model, optimizer = made()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.wait()
+    saved = arrays(model, optimizer)
+    with full_disk(100), pytest.raises(OSError, match=r"of step 2 could not be saved, and those before it are as they were"):
+        save_and_wait(checkpoints, 2, model, optimizer)
+    assert checkpoints.steps() == [1]
+    train_step(model, optimizer)
+    again = Checkpoints(tmp_path)
+    progress = again.resume(model, optimizer)
+    assert progress is not None
+    assert progress.step == 1
+    assert_equal(arrays(model, optimizer), saved)
+
+
+def save_and_wait(checkpoints: Checkpoints, step: int, model: Any, optimizer: Any) -> None:
+    checkpoints.save(step, model, optimizer)
+    checkpoints.wait()
+
+
+def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
+    run(tmp_path, last=2)
+    model, optimizer = made(5)
+    before = arrays(model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"step_2 holds does not fit this module: .*model\.map\.kernel is \[8, 4\] and must be \[9, 4\]"
+    ):
+        Checkpoints(tmp_path).resume(*made(0, width=9))
+    with pytest.raises(ValueError, match=r"model\.kernel is missing"):
+        Checkpoints(tmp_path).resume(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"optimizer must be an nnx module, got .*nnx\.Optimizer"):
+        Checkpoints(tmp_path).resume(model, optax.adamw(1e-2))
+    for file in (tmp_path / "step_2").rglob("*"):
+        if file.is_file() and "d" in file.parent.parts:
+            file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"step_2 is damaged .*delete this folder to resume from the one before"):
+        Checkpoints(tmp_path).resume(model, optimizer)
+    assert_equal(arrays(model, optimizer), before)
+    (tmp_path / "step_2").rename(tmp_path / "put_aside")
+    progress = Checkpoints(tmp_path).resume(model, optimizer)
+    assert progress is not None
+    assert progress.step == 1
+
+
+def test_a_checkpoint_of_another_transformer_is_refused_by_its_config(tmp_path):
+    config = TransformerConfig(**TRANSFORMER, windows=(3, None))
+    model = RingTransformer.from_config(config, rngs=nnx.Rngs(0))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model)
+    with pytest.raises(ValueError, match=r"is of another model: windows is \[3, None\] there and None here"):
+        checkpoints.resume(RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="was saved without an optimizer: resume without one"):
+        checkpoints.resume(model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param))
+    checkpoints.close()
+
+
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path):
+    model, optimizer = made()
+    with pytest.raises(ValueError, match="keep must be an int of at least 1"):
+        Checkpoints(tmp_path, keep=0)
+    checkpoints = Checkpoints(tmp_path)
+    for step, data, more, message in (
+        (-1, None, None, "step must be an int of at least 0"),
+        (1, {"batch": 1}, None, "data must be the text that the dataset's"),
+        (1, None, {"x": jnp.ones(2)}, "more must be a dict that JSON can hold"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoints.save(step, model, optimizer, data=data, more=more)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
+    checkpoints.save(3, model, optimizer)
+    with pytest.raises(ValueError, match="step 3 is not after step 3, of which"):
+        checkpoints.save(3, model, optimizer)
+    checkpoints.close()
+
+
+def test_shards_are_resumed_on_another_mesh(tmp_path):
+    model, optimizer = made()
+    placed = lambda ranks: jax.NamedSharding(mesh_of(ranks), jax.P("seq"))
+    model.map.kernel.set_value(jax.device_put(model.map.kernel.get_value(), placed(4)))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model, optimizer)
+    other, fresh = made(1)
+    other.map.kernel.set_value(jax.device_put(other.map.kernel.get_value(), placed(2)))
+    checkpoints.resume(other, fresh)
+    assert other.map.kernel.get_value().sharding == placed(2)
+    assert_equal(arrays(other, fresh), arrays(model, optimizer))
+    checkpoints.close()
+
+
+KILLED = """
+import os, pathlib, signal, sys, threading
+from parity_tests.jax.test_checkpoint import Checkpoints, made, train_step
+
+folder, delay = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+model, optimizer = made(1)
+checkpoints = Checkpoints(folder)
+progress = checkpoints.resume(model, optimizer)
+first = progress.step if progress else 0
+train_step(model, optimizer)
+checkpoints.save(first + 1, model, optimizer)
+checkpoints.wait()
+train_step(model, optimizer)
+threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+checkpoints.save(first + 2, model, optimizer)
+threading.Event().wait()
+"""
+
+
+def test_a_run_killed_while_it_saves_ends_in_the_same_bits(tmp_path):
+    """Two kills, at different moments of a save; each leaves the checkpoint of the step before, or of that step."""
+    run(tmp_path, last=1)
+    for delay in (0.01, 0.05):
+        command = [sys.executable, "-c", KILLED, str(tmp_path), str(delay)]
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+        assert done.returncode == -9, done.stderr
+    assert Checkpoints(tmp_path).steps()[-1] >= 3
+    assert_equal(run(tmp_path, seed=3, last=8), run(None, last=8))

@@ -1,0 +1,213 @@
+"""Configs of Hugging Face's Llama, Mistral, Qwen2 and Qwen3, and the TransformerConfig that computes the same.
+
+Theirs are dicts, as config.json holds them. What a model of ours cannot compute is refused by name, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .checks import check_sizes
+from .config import TransformerConfig
+from .rotary import NTK, Linear, Llama3, Rotary, YaRN
+
+Theirs = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """One of the architectures: the class in transformers, what it has, and what it takes for keys that a file leaves out."""
+
+    architecture: str
+    qk_norm: bool
+    qkv_bias: bool
+    defaults: Theirs
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", False, False, {}),
+    "mistral": Family("MistralForCausalLM", False, False, {"num_key_value_heads": 8}),
+    "qwen2": Family("Qwen2ForCausalLM", False, True, {"num_key_value_heads": 32}),
+    "qwen3": Family("Qwen3ForCausalLM", True, False, {"num_key_value_heads": 32, "head_dim": 128}),
+}
+"""By the ``model_type`` of a config."""
+
+SIZES = {
+    "vocab_size": "vocab",
+    "hidden_size": "dim",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "heads",
+    "intermediate_size": "hidden",
+}
+"""Sizes that every config must say, and what we call them."""
+
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""What a config must say, if it says anything, for our layers to compute the same."""
+
+
+def config_of(theirs: Theirs) -> TransformerConfig:
+    """Return the config of the model that ``theirs``, from a config.json, describes.
+
+    Raises ValueError for another architecture and for what our layers do not compute, naming it.
+    """
+    kind = theirs.get("model_type")
+    if kind is None and "vocab" in theirs:
+        raise ValueError("this folder was written by save_weights: read it with load_weights")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
+    family = FAMILIES[kind]
+    missing = [name for name in SIZES if name not in theirs]
+    if missing:
+        raise ValueError(f"the config of a {kind} model must have {', '.join(missing)}")
+    check_sizes(**{name: theirs[name] for name in SIZES})
+    for name, needed in FIXED.items():
+        if theirs.get(name, needed) not in (needed, None):
+            raise ValueError(f"{name} of a {kind} model must be {needed!r}, got {theirs[name]!r}: our layers do not compute that")
+    get = lambda name, default=None: theirs.get(name, family.defaults.get(name, default))
+    return TransformerConfig(
+        **{ours: theirs[name] for name, ours in SIZES.items()},
+        kv_heads=get("num_key_value_heads"),
+        head_dim=get("head_dim"),
+        windows=_windows(kind, theirs, get("sliding_window", 4096), get("max_window_layers", 28)),
+        rotary=_rotary(theirs),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        eps=get("rms_norm_eps", 1e-6),
+        dropout_rate=float(get("attention_dropout", 0.0)),
+        tied=bool(get("tie_word_embeddings", False)),
+        param_dtype=get("dtype") or get("torch_dtype") or "float32",
+    )
+
+
+def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
+    """Return how the names end that a file may hold besides weights: frequencies, and what a tied model has twice."""
+    return (".rotary_emb.inv_freq", "lm_head.weight") if config.tied else (".rotary_emb.inv_freq",)
+
+
+def their_config(config: TransformerConfig, length: int) -> dict[str, Any]:
+    """Return the config under which transformers computes the same; ``length`` is the longest sequence that it should allow.
+
+    Raises ValueError for what none of the four architectures computes, naming it.
+    """
+    windows = _checked_windows(config)
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "mistral" if any(windows) else "llama"
+    sizes = {w + 1 for w in windows if w is not None}  # theirs count the token itself
+    if len(sizes) > 1 or (kind == "mistral" and None in windows):
+        raise ValueError(
+            f"windows={windows} fit no {kind} model, which has one size of window{' in all layers' * (kind == 'mistral')}: keep "
+            "this model with save_weights"
+        )
+    found: dict[str, Any] = {"architectures": [FAMILIES[kind].architecture], "model_type": kind}
+    found |= {name: getattr(config, ours) for name, ours in SIZES.items()}
+    found |= {
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "attention_dropout": config.dropout_rate,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": length,
+        "sliding_window": max(sizes, default=None),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": config.param_dtype,
+    }
+    found |= _their_rotary(config.rotary)
+    if kind in ("qwen2", "qwen3"):
+        slides = [w is not None for w in windows]
+        first = slides.index(True) if any(slides) else config.depth
+        found |= {
+            "use_sliding_window": any(slides),
+            "max_window_layers": first,  # releases before layer_types know this only
+            "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
+        }
+    return found
+
+
+def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
+    """One value a layer, or None where no layer has a window. ``first``: the layer from which on Qwen's have one."""
+    depth = theirs["num_hidden_layers"]
+    if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):
+        return None
+    layers = theirs.get("layer_types")
+    if kind == "mistral":
+        slides = [True] * depth
+    elif layers is None:
+        slides = [layer >= (first or 0) for layer in range(depth)]
+    else:
+        slides = [layer == "sliding_attention" for layer in layers]
+    return tuple(window - 1 if x else None for x in slides) if any(slides) else None
+
+
+def _rotary(theirs: Theirs) -> Rotary:
+    """The rotary embedding, from ``rope_parameters`` or, of older releases, ``rope_scaling`` and ``rope_theta``."""
+    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if any(isinstance(x, Mapping) for x in given.values()):
+        raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(given)}")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope_parameters must turn whole heads, got partial_rotary_factor {given['partial_rotary_factor']}")
+    base = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
+    kind = given.get("rope_type") or given.get("type") or "default"
+    most = theirs.get("max_position_embeddings")
+    original = theirs.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or most
+    needs = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
+    missing = [name for name in needs if name not in given]
+    if missing:
+        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}, got {dict(given)}")
+    if kind == "default":
+        return Rotary(base)
+    if kind == "linear":
+        return Rotary(base, Linear(given["factor"]))
+    if kind == "llama3":
+        return Rotary(base, Llama3(*(given[name] for name in needs), original))
+    if kind == "yarn":
+        scales = given.get("mscale"), given.get("mscale_all_dim")
+        mscale, mscale_all = scales if all(scales) else (None, None)  # what transformers makes of one alone
+        factor = given.get("factor") or most / original  # type: ignore[operator]
+        fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
+        attention, truncate = given.get("attention_factor"), given.get("truncate", True)
+        return Rotary(base, YaRN(factor, original, fast, slow, attention, mscale, mscale_all, truncate))  # type: ignore[arg-type]
+    raise ValueError(
+        f"rope_type must be default, linear, llama3 or yarn, got {kind!r}: set another in config.json. What is called dynamic "
+        "changes with the length of a call, and up to max_position_embeddings is default"
+    )
+
+
+def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
+    """``rope_parameters``, and ``rope_theta`` with ``rope_scaling`` for older releases."""
+    assert rotary is not None, "a model without positions was refused"
+    scaling = rotary.scaling
+    if isinstance(scaling, Linear):
+        found: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3):
+        found = {"rope_type": "llama3", "factor": scaling.factor, "original_max_position_embeddings": scaling.original}
+        found |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    elif isinstance(scaling, YaRN):
+        found = {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": scaling.original}
+        found |= {"beta_fast": scaling.fast, "beta_slow": scaling.slow, "truncate": scaling.truncate}
+        more = {"attention_factor": scaling.attention_factor, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
+        found |= {name: x for name, x in more.items() if x is not None}
+    else:
+        found = {"rope_type": "default"}
+    with_base = found | {"rope_theta": rotary.base}
+    return {"rope_theta": rotary.base, "rope_parameters": with_base} | ({"rope_scaling": with_base} if scaling else {})
+
+
+def _checked_windows(config: TransformerConfig) -> list[int | None]:
+    """The window of every layer; ValueError for a config that says what transformers does not compute."""
+    attention = [config.attention(layer) for layer in range(config.depth)]
+    refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
+    refused += ["mask"] * any(x.mask.lo != 0 for x in attention)
+    refused += ["rotaries"] * any(x.rotary != config.rotary for x in attention)
+    refused += ["rotary_base=None"] * (config.rotary is None)
+    refused += ["the scaling NTK"] * (config.rotary is not None and isinstance(config.rotary.scaling, NTK))
+    refused += ["qk_norm and qkv_bias together"] * (config.qk_norm and config.qkv_bias)
+    if refused:
+        raise ValueError(f"no Llama, Mistral, Qwen2 or Qwen3 computes {', '.join(refused)}: keep this model with save_weights")
+    return [x.mask.hi for x in attention]

@@ -1,0 +1,71 @@
+"""How far a run has come, as a checkpoint says it beside the arrays: what both packages write and compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..mistakes import in_words
+from .config import TransformerConfig
+from .weight_names import check_state
+
+MAY_CHANGE = "compute_dtype", "dropout_rate"
+"""What a resumed run may set anew: fields of a config that neither shape weights nor change what a trained model means."""
+
+
+class Progress(NamedTuple):
+    """Where a run is to go on: after ``step``, with the dataset resumed from ``data``; ``more`` is what was saved along."""
+
+    step: int
+    data: str | None
+    more: dict[str, Any]
+
+
+def described(progress: Progress, config: TransformerConfig | None) -> dict[str, Any]:
+    """Return what a checkpoint says of a run, as JSON carries it; ValueError for what is no step, no text or not JSON."""
+    step, data, more = progress
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be an int of at least 0, how many steps the run has made, got {in_words(step)}")
+    if data is not None and not isinstance(data, str):
+        raise ValueError(f"data must be the text that the dataset's state() returns, or None, got {in_words(data)}")
+    try:
+        more = json.loads(json.dumps(more))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"more must be a dict that JSON can hold, numbers and texts: {error}") from error
+    return {"step": step, "data": data, "more": more, "config": None if config is None else json.loads(config.to_json())}
+
+
+def progress_of(where: Path, found: dict[str, Any], config: TransformerConfig | None) -> Progress:
+    """Return the progress that ``described`` wrote; ValueError where the model's config differs, naming the fields."""
+    lacking = [name for name in ("step", "data", "more", "config") if name not in found]
+    if lacking:
+        raise ValueError(f"{where} says nothing of {', '.join(lacking)}: it is no checkpoint, or a damaged one")
+    theirs, mine = found["config"], None if config is None else json.loads(config.to_json())
+    if theirs is not None and mine is not None:
+        names = [name for name in {**theirs, **mine} if name not in MAY_CHANGE and theirs.get(name) != mine.get(name)]
+        if names:
+            listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
+            raise ValueError(f"{where} is of another model: {listed}. Make the model as it was, or give this run another folder")
+    return Progress(found["step"], found["data"], found["more"])
+
+
+def check_arrays(where: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
+    """ValueError that names what arrays of a checkpoint are missing, unexpected or of another shape than the run's."""
+    remedy = "Make the model and the optimizer as they were, or give this run another folder"
+    check_state(expected, found, f"what {where} holds", remedy, most=8)
+
+
+def check_next(step: int, steps: list[int], folder: Path) -> None:
+    """ValueError for a step that does not come after those that have checkpoints."""
+    if steps and step <= max(steps):
+        raise ValueError(
+            f"step {step} is not after step {max(steps)}, of which {folder} has a checkpoint: resume from it, delete it to go "
+            "back, or give this run another folder"
+        )
+
+
+def check_keep(keep: int) -> None:
+    """ValueError for a number of checkpoints to keep that is no int of at least 1."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep must be an int of at least 1, how many checkpoints stay, got {in_words(keep)}")

@@ -1,0 +1,130 @@
+"""Weights in a folder: config.json and safetensors files, which either framework reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.weight_files import CONFIG, current, opened, read_config, replacing, sources, write
+
+from ..layers.parts import dtype_name
+from ..layers.transformer import RingTransformer
+from .ranks import _gathered
+from .weights import _parameters, _turned
+
+
+def save_weights(model: RingTransformer, folder: str | Path) -> None:
+    """Save the weights and the config of a RingTransformer in ``folder``, which takes the place of the one there, if any.
+
+    The folder has ``config.json``, what ``TransformerConfig.to_json`` writes, and ``model.safetensors`` (beyond 5 GB several
+    files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
+    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is whole.
+
+    Sharded weights are put together. Between several processes (``jax.distributed``) each must call it; the first one writes,
+    and nobody returns before it has. Raises ValueError for a model that is none and for a folder in which other things are kept,
+    and OSError where it cannot be written, the same in every process.
+    """
+    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), _ours)
+
+
+def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
+    """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``.
+
+    ``dtype``: in which to keep the weights, and ``compute_dtype``: in which to compute; None is what the config says. ``ring``:
+    the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but ``rngs``. With ``mesh`` the weights are
+    copied to all of its devices, without one they lie on the default device. Every process reads the files by itself, one weight
+    at a time.
+
+    Raises ValueError for a folder that is none, a config that cannot be read, a file that is missing or truncated, and weights
+    that are missing, unexpected or of another shape than the config says, naming them.
+    """
+    place = current(folder)
+    return load_folder(place, with_dtypes(read_config(place), dtype, compute_dtype), _ours, (), ring)
+
+
+def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
+    """Return the config with other dtypes for the weights and the activations; None leaves one as it is."""
+    given = {"param_dtype": kept, "compute_dtype": computed}
+    return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
+
+
+def load_folder(
+    folder: Path, config: TransformerConfig, renamed: Callable[[str], str], ignored: tuple[str, ...], ring: dict[str, Any]
+) -> RingTransformer:
+    """Make the model of ``config`` with the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
+    model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
+    kept = _parameters(model)
+    shapes = {name: _shape(path, p) for name, (path, p) in kept.items()}
+    mesh = ring.get("mesh")
+    everywhere = None if mesh is None else jax.NamedSharding(mesh, jax.P())
+    flat = []
+    for file, names in sources(folder, shapes, renamed, ignored).items():
+        with opened(file) as weights:
+            for name, theirs in names.items():
+                path, p = kept[name]
+                x = _turned(path, weights.get_tensor(theirs)).astype(p.get_value().dtype)
+                flat.append((path, p.replace(_placed(x, everywhere))))
+    nnx.update(model, nnx.from_flat_state(flat))
+    return model
+
+
+def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed: Callable[[str], str]) -> None:
+    """Save the weights under ``renamed(our name)`` beside the text of config.json; every process calls it."""
+    from safetensors.numpy import save_file
+
+    weights, error = _whole(model), None
+    if jax.process_index() == 0:
+        try:
+            with replacing(folder) as new:
+                (new / CONFIG).write_text(config)
+                write(new, ((renamed(name), x) for name, x in weights), save_file)
+        except Exception as objection:
+            error = objection
+    for _ in weights:  # whoever does not write helps to put shards together, and so does a process that failed in the middle
+        pass
+    if jax.process_count() == 1:
+        if error is not None:
+            raise error
+        return
+    kind, _, message = _gathered("" if error is None else f"{type(error).__name__} {error}")[0].partition(" ")
+    if kind:
+        raise (OSError if kind == "OSError" else ValueError)(f"process 0: {message}") from error
+
+
+def transformer_in(model: RingTransformer) -> RingTransformer:
+    """Return the model itself; ValueError where it is no RingTransformer."""
+    if not isinstance(model, RingTransformer):
+        raise ValueError(f"weights are saved of a RingTransformer, got {type(model).__name__}")
+    return model
+
+
+def _ours(name: str) -> str:
+    return name
+
+
+def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights by name on the host, one after the other, each put together of its shards."""
+    for name, (path, p) in _parameters(model).items():
+        x = p[...]
+        whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+        yield name, np.ascontiguousarray(_turned(path, whole))
+
+
+def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
+    """The shape of a weight in a file."""
+    shape = tuple(p.get_value().shape)
+    return shape[::-1] if path[-1] == "kernel" else shape
+
+
+def _placed(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
+    """The array on its devices, which may be those of several processes."""
+    return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -1,0 +1,132 @@
+"""Weights in a folder: config.json and safetensors files, which either framework reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.weight_files import CONFIG, current, opened, read_config, replacing, sources, write
+from ring_attn_core.model.weight_names import check_state
+
+from ..layers.attention import ring_of
+from ..layers.parts import dtype_name
+from ..layers.transformer import RingTransformer
+from ..ring.agreement import tell
+from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
+
+WRAPPERS = "_orig_mod.", "_checkpoint_wrapped_module."
+"""What torch.compile and activation checkpointing put into the names of weights."""
+
+
+def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    """Save the weights and the config of a RingTransformer in ``folder``, which takes the place of the one there, if any.
+
+    The folder has ``config.json``, what ``TransformerConfig.to_json`` writes, and ``model.safetensors`` (beyond 5 GB several
+    files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
+    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is whole.
+
+    ``model``: a RingTransformer, or one inside of torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are put
+    together. ``group``: all ranks that hold parts or copies of it; None is the default group. Each must call it; its rank 0
+    writes, and nobody returns before it has. Raises ValueError for a model that is none and for a folder in which other things
+    are kept, and OSError where it cannot be written, the same on every rank.
+    """
+    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), _ours, ring_of(group))
+
+
+def load_weights(
+    folder: str | Path, *, dtype: torch.dtype | str | None = None, compute_dtype: torch.dtype | str | None = None, **ring: Any
+) -> RingTransformer:
+    """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``, on the default device.
+
+    ``dtype``: in which to keep the weights, and ``compute_dtype``: in which to compute; None is what the config says. ``ring``:
+    the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank reads the files by itself, one
+    weight at a time.
+
+    Raises ValueError for a folder that is none, a config that cannot be read, a file that is missing or truncated, and weights
+    that are missing, unexpected or of another shape than the config says, naming them.
+    """
+    place = current(folder)
+    return load_folder(place, with_dtypes(read_config(place), dtype, compute_dtype), _ours, (), ring)
+
+
+def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
+    """Return the config with other dtypes for the weights and the activations; None leaves one as it is."""
+    given = {"param_dtype": kept, "compute_dtype": computed}
+    return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
+
+
+def load_folder(
+    folder: Path, config: TransformerConfig, renamed: Callable[[str], str], ignored: tuple[str, ...], ring: dict[str, Any]
+) -> RingTransformer:
+    """Make the model of ``config`` with the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
+    with torch.device("meta"):
+        model = RingTransformer.from_config(config, **ring)
+    kept = dict(model.named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in kept.items()}
+    state = {}
+    for file, names in sources(folder, shapes, renamed, ignored).items():
+        with opened(file, "pt", str(torch.get_default_device())) as weights:
+            for name, theirs in names.items():
+                state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # not a part of the mapped file
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed: Callable[[str], str], ring: Group) -> None:
+    """Save the weights under ``renamed(our name)`` beside the text of config.json; every rank of ``ring`` calls it."""
+    from safetensors.torch import save_file
+
+    parameters = {_plain_name(name): p for name, p in model.named_parameters()}
+    with torch.device("meta"):
+        expected = dict(RingTransformer.from_config(model.config).named_parameters())
+    check_state(*({name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)), most=8)
+    weights, error = _whole(parameters), None
+    if ring is None or rank_in(ring) == 0:
+        try:
+            with replacing(folder) as new:
+                (new / CONFIG).write_text(config)
+                write(new, ((renamed(name), x) for name, x in weights), save_file)
+        except Exception as objection:
+            error = objection
+    for _ in weights:  # whoever does not write helps to put shards together, and so does a rank that failed in the middle
+        pass
+    if ring is None or ranks_of(ring) == 1:
+        if error is not None:
+            raise error
+        return
+    told = tell("saving weights", error and [type(error).__name__, str(error)], ring)[0]
+    if told is not None:
+        raise (OSError if told[0] == "OSError" else ValueError)(f"rank 0: {told[1]}") from error
+
+
+def transformer_in(model: nn.Module) -> RingTransformer:
+    """Return the RingTransformer that ``model`` is or wraps; ValueError where there is none."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, RingTransformer):
+            return module
+    raise ValueError(f"weights are saved of a RingTransformer, or of what wraps one, got {type(model).__name__}")
+
+
+def _ours(name: str) -> str:
+    return name
+
+
+def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    """The weights by name on the host, one after the other, each put together of its shards."""
+    for name, p in parameters.items():
+        x = p.detach()
+        yield name, (x.full_tensor() if is_dtensor(x) else x).cpu().contiguous()
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
