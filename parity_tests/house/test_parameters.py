@@ -17,7 +17,11 @@ PUBLIC = {
     "sharded_ring_attention",
     "shard_batch",
     "RingAttention.__init__",
+    "RingAttention.__call__",
+    "RingAttention.forward",
     "RingTransformer.__init__",
+    "RingTransformer.__call__",
+    "RingTransformer.forward",
     "SequenceShardedDataset.__init__",
     "RingTransformer.from_config",
 }
