@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(function: Callable[[], Any]) -> int:
     """The most that torch has allocated on the CPU at a time while ``function`` runs, beside what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         function()
     held = most = 0
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
