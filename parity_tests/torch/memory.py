@@ -15,6 +15,6 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     held = most = 0
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            held += event.nbytes()
+            held += event.nbytes()  # type: ignore[attr-defined]
             most = max(most, held)
     return most

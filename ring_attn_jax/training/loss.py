@@ -62,7 +62,8 @@ def loss(
     settings = Settings(ignore_index, chunk)
     if mesh is not None:
         names = Where.of(mesh, axis_name, batch_axes, None)
-        on_shards = lambda *shards: _over_ranks(*shards, settings, reduction, (names.axis_name, *names.batch_axes))
+        axes = names.axis_name, *names.batch_axes
+        on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
         return _mapped(on_shards, names, logits, labels, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
