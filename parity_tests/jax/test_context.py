@@ -37,7 +37,7 @@ def test_cross_attention_over_a_ring_is_exact(ranks, layout, whole, rotary):
         sharded = forward
         if not whole:
             sharded = jax.shard_map(forward, mesh=mesh, in_specs=(REPLICATED, SEQ, SEQ, SEQ), out_specs=SEQ)
-        out, vjp = jax.vjp(lambda *given: sharded(*given, key_mask), state, x, context)
+        out, vjp = jax.vjp(lambda state, x, context: sharded(state, x, context, key_mask), state, x, context)
         return out, *vjp(dout)
 
     x, context, key_mask, dout = arrays()

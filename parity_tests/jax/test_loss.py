@@ -121,7 +121,7 @@ def test_the_loss_of_logits_sets_aside_less_than_their_float32():
 
 def test_the_loss_of_hidden_states_takes_a_chunk_of_logits():
     hidden, head = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, ROWS, 16), (WORDS, 16)))
-    objective = lambda given, labels: chunked(*given, labels, chunk=32, axis_name=None)
+    objective = lambda given, labels: chunked(given[0], given[1], labels, chunk=32, axis_name=None)
     chunk = 32 * WORDS * 4  # bytes, of which all logits have 16 times as many
     assert temp_bytes(objective, (hidden, head)) <= 4.1 * chunk + 4 * (ROWS + WORDS) * 16 * 4
 
@@ -130,7 +130,7 @@ def temp_bytes(objective: Any, given: Any) -> int:
     """What a program holds beside its arguments and results, loss and gradients."""
     labels = jax.ShapeDtypeStruct((1, ROWS), jnp.int32)
     program = jax.jit(jax.value_and_grad(objective)).lower(given, labels).compile(compiler_options=AS_USERS)
-    return program.memory_analysis().temp_size_in_bytes
+    return program.memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]
 
 
 X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)

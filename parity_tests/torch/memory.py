@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(function: Callable[[], Any]) -> int:
     """The most that torch has allocated on the CPU at a time while ``function`` runs, beside what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         function()
     held = most = 0
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
-            held += event.nbytes()
+            held += event.nbytes()  # type: ignore[attr-defined]
             most = max(most, held)
     return most

@@ -70,7 +70,7 @@ def accumulated_on_rank(group: Group, hidden: np.ndarray, labels: np.ndarray, he
     assert weight.grad is not None
     means = [loss(hidden, of, head=weight, group=group).item() for hidden, of in rows]
     value = sum(value.detach() for value in values)
-    return {"loss": np.asarray(value), "dhead": weight.grad.numpy(), "of_means": np.mean(means)}
+    return {"loss": np.asarray(value), "dhead": weight.grad.numpy(), "of_means": np.asarray(np.mean(means))}
 
 
 def test_the_heads_gradient_is_summed_in_float32():

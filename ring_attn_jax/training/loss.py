@@ -56,13 +56,14 @@ def loss(
     there its derivative is refused. Raises ValueError for that, for shapes that do not fit and outside shard_map; labels outside
     the vocabulary give NaN.
     """
-    _check_arrays(logits=logits, labels=labels, **({} if head is None else {"head": head}))
+    _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_number("ignore_index", ignore_index)
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     settings = Settings(ignore_index, chunk)
     if mesh is not None:
         names = Where.of(mesh, axis_name, batch_axes, None)
-        on_shards = lambda *shards: _over_ranks(*shards, settings, reduction, (names.axis_name, *names.batch_axes))
+        axes = names.axis_name, *names.batch_axes
+        on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
         return _mapped(on_shards, names, logits, labels, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
@@ -76,7 +77,7 @@ def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "
     ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. ``axis_name``: as in :func:`loss`;
     None on whole arrays, however they are sharded. Raises ValueError for what is no array and for no axis of a shard_map.
     """
-    _check_arrays(labels=labels)
+    _check_arrays({"labels": labels})
     check_number("ignore_index", ignore_index)
     count = (labels.astype(jnp.int32) != ignore_index).sum()
     return count if axis_name is None else _sum("count_labels", axis_name, count)[0]
@@ -119,7 +120,7 @@ def _mapped(on_shards: Any, where: Where, logits: jax.Array, labels: jax.Array, 
     return jax.shard_map(on_shards, mesh=where.mesh, in_specs=specs, out_specs=PartitionSpec())(*placed)
 
 
-def _check_arrays(**given: Any) -> None:
+def _check_arrays(given: dict[str, Any]) -> None:
     for name, x in given.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise ValueError(f"{name} must be an array, got {in_words(x)}")

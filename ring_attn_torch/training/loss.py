@@ -52,7 +52,7 @@ def loss(
     ring = ring_of(group)
 
     def check() -> None:
-        _check(ignore_index, logits=logits, labels=labels, **({} if head is None else {"head": head}))
+        _check(ignore_index, {"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
         check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, reduction)
 
     alike = ("ignore_index", ignore_index), ("reduction", reduction), ("head", head is not None)
@@ -79,7 +79,7 @@ def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None
     """
     ring = ring_of(group)
     call = Call("count_labels", _device(labels), (("ignore_index", ignore_index),))
-    agree_on(call, ring, lambda: _check(ignore_index, labels=labels))
+    agree_on(call, ring, lambda: _check(ignore_index, {"labels": labels}))
     count = _count(labels, ignore_index)
     if ranks_of(ring) > 1:
         dist.all_reduce(count, group=ring)
@@ -90,7 +90,7 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels.long() != ignore_index).sum()
 
 
-def _check(ignore_index: Any, **given: Any) -> None:
+def _check(ignore_index: Any, given: dict[str, Any]) -> None:
     """ValueError for what is no tensor or a DTensor, and for an ignored label that is no number."""
     for name, x in given.items():
         if is_dtensor(x):
