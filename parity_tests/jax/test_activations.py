@@ -71,7 +71,7 @@ def test_no_ring_runs_again_and_what_blocks_keep_goes_to_the_host_and_back(whole
     assert moved == {"keep": 0, "recompute": 0, "offload": 2 * BLOCK * SIZES["depth"]}
 
 
-KINDS_OF_RESULTS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="looks at the kinds of memory of a program's results")
+KINDS_OF_RESULTS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="looks at where results lie")
 
 
 @pytest.mark.parametrize("activations", ["recompute", pytest.param("offload", marks=KINDS_OF_RESULTS)])
