@@ -71,7 +71,10 @@ def test_no_ring_runs_again_and_what_blocks_keep_goes_to_the_host_and_back(whole
     assert moved == {"keep": 0, "recompute": 0, "offload": 2 * BLOCK * SIZES["depth"]}
 
 
-@pytest.mark.parametrize("activations", LITTLE)
+KINDS_OF_RESULTS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="looks at where results lie")
+
+
+@pytest.mark.parametrize("activations", ["recompute", pytest.param("offload", marks=KINDS_OF_RESULTS)])
 def test_a_block_keeps_its_input_out_and_lse_alone(activations):
     model = RingTransformer(**TRANSFORMER, mesh=mesh_of(1), activations=activations, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model, nnx.Param)
