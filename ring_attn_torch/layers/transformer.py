@@ -205,7 +205,7 @@ class RingTransformer(nn.Module):
         must call backward; :func:`loss` of whole labels gives one device's. Rows count through all ranks in dropout.
         """
         check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
-        rows = Rows.of(ids, mask, self.blocks[0].attention) if self.auto_shard else None
+        rows = Rows.of(ids, mask, self.blocks[0].attention) if self.auto_shard else None  # type: ignore[arg-type]
         if rows is not None:
             ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2:
