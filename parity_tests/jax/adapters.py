@@ -114,8 +114,8 @@ def _results(
     inputs = [rng.standard_normal((BATCH, n, FEATURES)) for n in (queries, keys)]
     dout = rng.standard_normal((BATCH, queries, drawn.made["out_features"])) * drawn.visible.any(2)[..., None]
     forward, weights = _module(drawn, more)
-    mask = None if mask is None else jnp.asarray(mask)
-    out, vjp = jax.vjp(lambda w, q, k: forward(w, q, k, mask=mask, **called), weights, *map(there, inputs))
+    given = None if mask is None else jnp.asarray(mask)
+    out, vjp = jax.vjp(lambda w, q, k: forward(w, q, k, mask=given, **called), weights, *map(there, inputs))
     gradients, *of_inputs = vjp(there(dout))
     named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(gradients)}
     return {"out": back(out) * drawn.visible.any(2)[..., None], "dq": back(of_inputs[0]), "dk": back(of_inputs[1]), **named}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ SIZES = TRANSFORMER | {"depth": 1, "mask": full(), "dropout_rate": 0.2}
 MASK = np.arange(LENGTH) < np.array([37, 20])[:, None]
 
 
-def step(mesh: Mesh, auto_shard: bool, **arguments: object) -> Arrays:
+def step(mesh: Mesh, auto_shard: bool, **arguments: Any) -> Arrays:
     """Logits, loss and every weight's gradient, of rows with padding."""
     weights = transformer_weights(depth=1)
     model = RingTransformer(**SIZES, mesh=mesh, auto_shard=auto_shard, rngs=nnx.Rngs(0), **arguments)

@@ -133,4 +133,4 @@ def test_arguments_of_shards_and_of_whole_sequences_do_not_mix():
     with pytest.raises(ValueError, match=r"mask must be bool \[2, 8\], .*, got torch.int64 \[2, 8\]"):
         whole(ids, mask=ids)
     with pytest.raises(ValueError, match="auto_shard must be True or False, got 1"):
-        RingTransformer(**SIZES, auto_shard=1)
+        RingTransformer(**SIZES, auto_shard=1)  # type: ignore[arg-type]
