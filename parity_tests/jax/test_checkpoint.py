@@ -83,6 +83,8 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tasks that orbax leaves when a write fails
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
     model, optimizer = made()
     checkpoints = Checkpoints(tmp_path)

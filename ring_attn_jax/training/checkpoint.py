@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ring_attn_core.model.config import TransformerConfig
@@ -39,7 +40,8 @@ class Checkpoints:
         check_keep(keep)
         self.folder, self.keep = Path(folder).resolve(), keep
         options = orbax.CheckpointManagerOptions(max_to_keep=keep, step_prefix="step", cleanup_tmp_directories=True)
-        self._manager = orbax.CheckpointManager(self.folder, options=options)
+        handlers = {"state": orbax.PyTreeCheckpointHandler(), "run": orbax.JsonCheckpointHandler()}
+        self._manager = orbax.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         self._pending: int | None = None
 
     def save(
@@ -64,8 +66,8 @@ class Checkpoints:
         self.wait()
         run = described(Progress(step, data, more or {}), _config(model)) | {"optimizer": optimizer is not None}
         check_next(step, self.steps(), self.folder)
-        arrays = {name: variable.get_value() for name, (_, variable) in _variables(model, optimizer).items()}
-        items = orbax.args.Composite(state=orbax.args.StandardSave(arrays), run=orbax.args.JsonSave(run))
+        arrays = {name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()}
+        items = orbax.args.Composite(state=orbax.args.PyTreeSave(arrays), run=orbax.args.JsonSave(run))
         self._pending = step
         try:
             self._manager.save(step, args=items)
@@ -96,7 +98,7 @@ class Checkpoints:
         if optimizer is not None and not run.get("optimizer"):
             raise ValueError(f"{where} was saved without an optimizer: resume without one")
         mine = _variables(model, optimizer)
-        arrays = {name: variable.get_value() for name, (_, variable) in mine.items()}
+        arrays = {name: _plain(variable.get_value()) for name, (_, variable) in mine.items()}
         compared = held if optimizer is not None else {name: x for name, x in held.items() if name.startswith("model.")}
         check_arrays(where, {name: tuple(x.shape) for name, x in arrays.items()}, compared)
         like = jax.tree.map(orbax.utils.to_shape_dtype_struct, arrays)
@@ -110,7 +112,8 @@ class Checkpoints:
         for which, module in (("model", model), ("optimizer", optimizer)):
             names = [name for name in mine if name.startswith(f"{which}.")]
             if names:
-                nnx.update(module, nnx.from_flat_state([(mine[n][0], mine[n][1].replace(found[n])) for n in names]))
+                flat = ((path, variable, found[name]) for name, (path, variable) in mine.items() if name in names)
+                nnx.update(module, nnx.from_flat_state([(path, v.replace(_like(v.get_value(), x))) for path, v, x in flat]))
         return progress
 
     def wait(self) -> None:
@@ -130,7 +133,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in ascending order."""
-        return sorted(self._manager.all_steps(read=True))
+        return sorted(self._manager.all_steps())
 
     def _failed(self, error: Exception) -> OSError:
         step, self._pending = self._pending, None
@@ -142,7 +145,7 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:
         for which, module in (("model", model), ("optimizer", optimizer)):
-            if not isinstance(module, nnx.Module) and (which == "model" or module is not None):
+            if not isinstance(module, nnx.Pytree) and (which == "model" or module is not None):
                 raise ValueError(
                     f"{which} must be an nnx module, got {type(module).__name__}: "
                     "optax's transformations become one as nnx.Optimizer(model, transformation, wrt=nnx.Param)"
@@ -151,6 +154,17 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
                 yield ".".join(map(str, (which, *path))), (path, variable)
 
     return dict(each())
+
+
+def _plain(x: jax.Array) -> jax.Array:
+    """The array, and of keys of jax.random the integers that they are made of."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
+    """What ``_plain`` was given, as keys where ``x`` are keys."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(x)) if is_key else plain
 
 
 def _config(model: nnx.Module) -> TransformerConfig | None:
