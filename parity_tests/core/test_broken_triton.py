@@ -34,7 +34,7 @@ def nothing_remembered(monkeypatch):
 
 def on_a_gpu(backend: str, tokens: int = 256) -> Problem:
     shape = (1, tokens, 2, 64)
-    return Problem(shape, shape, shape, ("bfloat16",) * 3, "cuda", 1, Options(backend=backend), capability=90)
+    return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", 1, Options(backend=backend), capability=90)
 
 
 def test_a_name_that_only_the_start_needs_is_missed_before_the_start(monkeypatch):
