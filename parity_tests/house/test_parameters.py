@@ -24,8 +24,6 @@ PUBLIC = {
     "RingTransformer.forward",
     "SequenceShardedDataset.__init__",
     "RingTransformer.from_config",
-    "RingTransformer.forward",
-    "RingTransformer.__call__",
     "MultiheadAttention.__init__",
     "MultiheadAttention.forward",
     "attention_fn",
