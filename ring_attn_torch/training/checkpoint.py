@@ -40,8 +40,10 @@ class Checkpoints:
         checkpoints.close()
 
     ``keep``: how many stay. ``group``: all ranks that train together; None is the default group. Each makes the same calls, and
-    all of them see ``folder``. Parameters and optimizer states may be DTensors (FSDP2, tensor parallelism): each rank writes its
-    shards through torch.distributed.checkpoint, and a run may be resumed on another number of ranks.
+    all of them see ``folder``. Where they are but a part of the default group, ``save`` returns when all is written, for torch
+    makes no second group of them without the ranks that take no part. Parameters and optimizer states may be DTensors (FSDP2,
+    tensor parallelism): each rank writes its shards through torch.distributed.checkpoint, and a run may be resumed on another
+    number of ranks.
 
     A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has another name
     until all of it is on the disk, so that a kill or a full disk at any moment leaves the ones before it whole.
@@ -54,12 +56,11 @@ class Checkpoints:
         self._ring = None if ring is None or ranks_of(ring) == 1 else ring
         self._rank = 0 if self._ring is None else rank_in(self._ring)
         self._pending: tuple[int, Future[Any]] | None = None
+        self._background = None
         if self._ring is None:
-            self._background = None
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        else:  # one of its own, for a thread that must not meet the training's collectives
-            members = dist.get_process_group_ranks(self._ring)
-            self._background = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        elif ranks_of(self._ring) == dist.get_world_size():  # one of its own, away from the training's collectives
+            self._background = dist.new_group(backend="gloo")
 
     def save(
         self,
@@ -79,6 +80,7 @@ class Checkpoints:
         has failed, the same on every rank.
         """
         from torch.distributed.checkpoint import async_save
+        from torch.distributed.checkpoint import save as save_now
 
         self.wait()
         tensors = _tensors(model, optimizer if optimizer and optimizer.state else None, self._rank)  # asking makes empty states
@@ -94,8 +96,14 @@ class Checkpoints:
         new, done = self.folder / f".step-{step:09}.saving", self.folder / f"step-{step:09}"
         self._by_first_rank("Checkpoints.save", prepare)
         writer = _writer(new, lambda: self._commit(new, done, described_run))
-        saving = async_save(tensors, storage_writer=writer, process_group=self._background, no_dist=self._ring is None)
-        self._pending = step, saving  # type: ignore[assignment]
+        if self._ring is None or self._background is not None:
+            saving: Any = async_save(tensors, storage_writer=writer, process_group=self._background, no_dist=self._ring is None)
+            self._pending = step, saving
+        else:
+            try:
+                save_now(tensors, storage_writer=writer, process_group=self._ring)
+            except BaseException as error:
+                raise _failed(step, error) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress | None:
         """Set weights, optimizer and generators to those of the newest checkpoint; None, and nothing changed, without one.
@@ -126,7 +134,7 @@ class Checkpoints:
         others = ("rng.",) if optimizer is not None else ("rng.", "optimizer.")
         compared = lambda shapes: {name: shape for name, shape in shapes.items() if not name.startswith(others)}
         check_arrays(where, compared({name: tuple(x.shape) for name, x in mine.items()}), compared(held))
-        load(mine, storage_reader=reader, process_group=self._background, no_dist=self._ring is None)
+        load(mine, storage_reader=reader, process_group=self._background or self._ring, no_dist=self._ring is None)
         if optimizer is not None:
             _set_groups(optimizer, found["optimizer"], with_states)
         for name in mine:
@@ -142,13 +150,7 @@ class Checkpoints:
         try:
             saving.result()
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            failures = getattr(error, "failures", None) or {0: (error, None)}  # of torch.distributed.checkpoint, by rank
-            rank, (first, _) = min(failures.items())
-            raise OSError(
-                f"the checkpoint of step {step} could not be saved, and those before it are as they were: {first} (rank {rank})"
-            ) from error
+            raise _failed(step, error) from error
 
     def close(self) -> None:
         """Wait for the save under way, as ``wait`` does: at the end of the run."""
@@ -242,6 +244,17 @@ def _set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]], w
                 group[name].fill_(x)
             elif name != "params":
                 group[name] = tuple(x) if isinstance(x, list) else x  # betas, of which JSON makes a list
+
+
+def _failed(step: int, error: BaseException) -> BaseException:
+    """What a save that ended in ``error`` raises: an OSError with the first rank's reason, or an interrupt as it is."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    failures = getattr(error, "failures", None) or {0: (error, None)}  # of torch.distributed.checkpoint, by rank
+    rank, (first, _) = min(failures.items())
+    return OSError(
+        f"the checkpoint of step {step} could not be saved, and those before it are as they were: {first} (rank {rank})"
+    )
 
 
 def _config(model: nn.Module) -> TransformerConfig | None:
