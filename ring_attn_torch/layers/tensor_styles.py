@@ -16,7 +16,7 @@ class Whole(ParallelStyle):
     """Every rank keeps the module's weights whole, as DTensors, and computes the same on the same plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, input_fn=_replicated, output_fn=_local)
+        return distribute_module(module, device_mesh, input_fn=_replicated, output_fn=_local)  # type: ignore[arg-type]
 
 
 def _replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -38,16 +38,20 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     done = [_is_summed(name, p, by_fsdp.get(p), ring) for name, p in parameters.items()]
     mine: list[tuple[nn.Parameter, Tensor]] = []
     for p, summed in zip(parameters.values(), done, strict=True):
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if is_dtensor(p) and is_dtensor(p.grad) and p.grad.placements != p.placements:
-            p.grad = p.grad.redistribute(placements=p.placements)  # a norm of tensor parallel heads has a part on every rank
+        p.grad = torch.zeros_like(p) if p.grad is None else _placed(p.grad, p)
         if p in by_fsdp:
             p.grad.mul_(by_fsdp[p].divisor)
         if not summed:
             mine.append((p, local(p.grad)))
     if mine:
         _all_reduce([gradient for _, gradient in mine], ring)
+
+
+def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
+    """The gradient sharded like its parameter: of a norm of tensor parallel heads every rank has a part of the sum."""
+    if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
+        return gradient.redistribute(placements=p.placements)
+    return gradient
 
 
 def _all_reduce(gradients: list[Tensor], ring: Group) -> None:

@@ -35,12 +35,13 @@ def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, Reduced]:
 
     FSDP tells nobody by what it divides, so this reads its own records, of which PyTorch has changed the name once.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import: until somebody has, nothing is sharded by it
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a second to import: until somebody has, nothing is sharded by it
     found: dict[nn.Parameter, Reduced] = {}
-    for each in module.modules() if fsdp is not None and hasattr(fsdp, "FSDPModule") else ():
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return found
+    for each in module.modules():
         if isinstance(each, fsdp.FSDPModule):
-            state: Any = each._get_fsdp_state()
-            for group in _groups(state):
+            for group in _groups(each._get_fsdp_state()):  # type: ignore[operator]
                 found |= dict.fromkeys((x.sharded_param for x in group.fsdp_params), _reduced(group))
     return found
 
