@@ -153,7 +153,8 @@ def test_folders_of_transformers_are_read_and_written(name, tmp_path):
 
 def test_what_transformers_does_not_compute_is_refused_by_name(tmp_path):
     for feature, value in (("sinks", True), ("softcap", 3.0), ("alibi", True), ("rotary_base", None), ("windows", (3, 5))):
-        model = ring_attn_torch.RingTransformer(**TRANSFORMER | {feature: value})
+        sizes: dict[str, Any] = {**TRANSFORMER, feature: value}
+        model = ring_attn_torch.RingTransformer(**sizes)
         with pytest.raises(ValueError, match=rf"{feature}.*save_weights"):
             ring_attn_torch.save_llama(model, tmp_path / "a")
         assert not (tmp_path / "a").exists()

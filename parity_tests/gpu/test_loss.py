@@ -21,7 +21,8 @@ def test_loss_of_hidden_states_in_chunks_is_exact(dtype):
     hidden, head = (x.requires_grad_() for x in narrow)
     labels = torch.from_numpy(rng.integers(0, 517, (1, 1000))).cuda()
     labels[:, ::3] = -100
-    truth = exact_loss(*(x.detach().double().cpu().numpy() for x in (hidden, head)), labels.cpu().numpy(), "sum")
+    wide = [x.detach().double().cpu().numpy() for x in (hidden, head)]
+    truth = exact_loss(wide[0], wide[1], labels.cpu().numpy(), "sum")
     for of_head in (head, head.detach().float().requires_grad_()):
         value = loss(hidden, labels, head=of_head, chunk=128, reduction="sum")
         dhidden, dhead = (x.double().cpu().numpy() for x in torch.autograd.grad(value, (hidden, of_head)))

@@ -80,7 +80,8 @@ def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
         graph, weights = nnx.split(SwiGLU(dim, hidden, chunk=chunk, rngs=nnx.Rngs(0)))
         objective = lambda weights, x, graph=graph: nnx.merge(graph, weights)(x).sum()
         step = jax.jit(jax.grad(objective, (0, 1))).lower(weights, jax.ShapeDtypeStruct((1, tokens, dim), jnp.float32))
-        bytes_of[chunk] = step.compile(compiler_options=AS_USERS).memory_analysis().temp_size_in_bytes
+        analysis: Any = step.compile(compiler_options=AS_USERS).memory_analysis()
+        bytes_of[chunk] = analysis.temp_size_in_bytes
     inside = tokens * hidden * 4
     assert bytes_of[None] >= 2 * inside
     assert bytes_of[64] <= 8 * inside / 16 + 8 * (tokens + hidden) * dim * 4

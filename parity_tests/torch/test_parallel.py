@@ -42,7 +42,7 @@ class Hands(NamedTuple):
 
 
 def transformer(group: Group | DeviceMesh, tied: bool) -> RingTransformer:
-    sizes = TRANSFORMER | FEATURES | {"tied": tied}
+    sizes: dict[str, Any] = {**TRANSFORMER, **FEATURES, "tied": tied}
     return from_numpy(RingTransformer(**sizes, group=group).double(), weights(tied))
 
 
@@ -210,7 +210,8 @@ def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused(gloo):
 def heads_refused(group: Group) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
-    model = RingTransformer(**TRANSFORMER | {"kv_heads": 1})
+    sizes: dict[str, Any] = {**TRANSFORMER, "kv_heads": 1}
+    model = RingTransformer(**sizes)
     with pytest.raises(ValueError, match="kv_heads=1 cannot be shared equally by the 2 ranks of tensor parallelism: choose"):
         parallelize_module(model, the_mesh()["tensor"], tensor_plan(model))
 

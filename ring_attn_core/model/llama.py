@@ -165,7 +165,8 @@ def _rotary(theirs: Theirs) -> Rotary:
     if kind == "linear":
         return Rotary(base, Linear(given["factor"]))
     if kind == "llama3":
-        return Rotary(base, Llama3(*(given[name] for name in needs), original))
+        factor, low, high = (given[name] for name in needs)
+        return Rotary(base, Llama3(factor, low, high, original))  # type: ignore[arg-type]
     if kind == "yarn":
         scales = given.get("mscale"), given.get("mscale_all_dim")
         mscale, mscale_all = scales if all(scales) else (None, None)  # what transformers makes of one alone

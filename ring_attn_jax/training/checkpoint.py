@@ -89,7 +89,8 @@ class Checkpoints:
             return None
         where = self.folder / f"step_{steps[-1]}"
         try:
-            run = self._manager.restore(steps[-1], args=orbax.args.Composite(run=orbax.args.JsonRestore())).run
+            restored: Any = self._manager.restore(steps[-1], args=orbax.args.Composite(run=orbax.args.JsonRestore()))
+            run = restored.run
             metadata = self._manager.item_metadata(steps[-1]).state
             held = {name: tuple(x.shape) for name, x in metadata.tree.items()}
         except Exception as error:
@@ -106,7 +107,8 @@ class Checkpoints:
             like, restore_args=orbax.checkpoint_utils.construct_restore_args(like), partial_restore=True
         )
         try:
-            found = self._manager.restore(steps[-1], args=orbax.args.Composite(state=restore)).state
+            restored = self._manager.restore(steps[-1], args=orbax.args.Composite(state=restore))
+            found = restored.state
         except Exception as error:
             raise _damaged(where, error) from error
         for which, module in (("model", model), ("optimizer", optimizer)):

@@ -79,8 +79,8 @@ class Checkpoints:
         Raises ValueError for a step that is not after the newest one and for what is not JSON, and OSError where the save before
         has failed, the same on every rank.
         """
-        from torch.distributed.checkpoint import async_save
-        from torch.distributed.checkpoint import save as save_now
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+        from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
         self.wait()
         tensors = _tensors(model, optimizer if optimizer and optimizer.state else None, self._rank)  # asking makes empty states
@@ -97,7 +97,7 @@ class Checkpoints:
         self._by_first_rank("Checkpoints.save", prepare)
         writer = _writer(new, lambda: self._commit(new, done, described_run))
         if self._ring is None or self._background is not None:
-            saving: Any = async_save(tensors, storage_writer=writer, process_group=self._background, no_dist=self._ring is None)
+            saving: Any = async_save(tensors, storage_writer=writer, process_group=self._background, no_dist=self._ring is None)  # type: ignore[arg-type]
             self._pending = step, saving
         else:
             try:
@@ -112,8 +112,8 @@ class Checkpoints:
         generators. Raises ValueError for a checkpoint of another model or optimizer, naming what differs, and for one that is
         damaged, naming the file: delete its folder to resume from the one before. Then neither weights nor generators change.
         """
-        from torch.distributed.checkpoint import load
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         self.wait()
         steps = self.steps()
@@ -134,7 +134,7 @@ class Checkpoints:
         others = ("rng.",) if optimizer is not None else ("rng.", "optimizer.")
         compared = lambda shapes: {name: shape for name, shape in shapes.items() if not name.startswith(others)}
         check_arrays(where, compared({name: tuple(x.shape) for name, x in mine.items()}), compared(held))
-        load(mine, storage_reader=reader, process_group=self._background or self._ring, no_dist=self._ring is None)
+        load(mine, storage_reader=reader, process_group=self._background or self._ring, no_dist=self._ring is None)  # type: ignore[arg-type]
         if optimizer is not None:
             _set_groups(optimizer, found["optimizer"], with_states)
         for name in mine:

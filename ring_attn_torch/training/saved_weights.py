@@ -87,7 +87,8 @@ def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed
     parameters = {_plain_name(name): p for name, p in model.named_parameters()}
     with torch.device("meta"):
         expected = dict(RingTransformer.from_config(model.config).named_parameters())
-    check_state(*({name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)), most=8)
+    shapes = [{name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)]
+    check_state(shapes[0], shapes[1], most=8)
     weights, error = _whole(parameters), None
     if ring is None or rank_in(ring) == 0:
         try:
