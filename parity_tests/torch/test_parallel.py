@@ -63,8 +63,8 @@ def sharded_by_fsdp(model: RingTransformer, mesh: DeviceMesh, factor: float | No
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for module in model.modules() if factor else ():
-        if isinstance(module, FSDPModule):
+    for module in model.modules():
+        if factor is not None and isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(factor)
 
 
