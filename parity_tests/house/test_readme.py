@@ -94,7 +94,7 @@ def test_every_make_target_it_names_exists(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if ":" not in link]
-    assert links
+    assert links or page != "README.md"
     for link in links:
         path, _, heading = re.sub(r"\s", "", link).partition("#")
         target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
