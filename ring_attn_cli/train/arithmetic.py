@@ -44,14 +44,14 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> 
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """The learning rate of every step: from ``rate / warmup`` up to ``rate``, then half a cosine down to ``last_rate * rate``."""
+    """The learning rate of every step: up to ``learning_rate`` in even steps, then half a cosine down to ``last_rate`` of it."""
 
     def rate(step: int) -> float:
         if step < optimizer.warmup:
-            return optimizer.rate * (step + 1) / optimizer.warmup
+            return optimizer.learning_rate * (step + 1) / optimizer.warmup
         passed = (step - optimizer.warmup) / max(1, steps - 1 - optimizer.warmup)
         low = optimizer.last_rate
-        return optimizer.rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(passed, 1.0))))
+        return optimizer.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(passed, 1.0))))
 
     return [rate(step) for step in range(steps)]
 

@@ -42,9 +42,9 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW, whose rate grows over ``warmup`` steps and falls as a cosine to ``last_rate`` of itself; ``clip``: global norm."""
+    """AdamW; its rate grows over ``warmup`` steps, then falls as a cosine to ``last_rate`` of it. ``clip``: the largest norm."""
 
-    rate: float = 3e-3
+    learning_rate: float = 3e-3
     last_rate: float = 0.1
     warmup: int = 20
     beta1: float = 0.9
@@ -118,7 +118,7 @@ class Config:
         for name, value in whole.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("rate", "eps", "clip"):
+        for name in ("learning_rate", "eps", "clip"):
             if not getattr(self.optimizer, name) > 0:
                 raise ValueError(f"optimizer.{name} must be more than 0, got {getattr(self.optimizer, name)}")
         unit = self.ring.ranks * layouts.slots(self.ring.layout)

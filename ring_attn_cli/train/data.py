@@ -22,7 +22,7 @@ def arguments(config: Config, held_out: bool = False) -> dict[str, Any]:
         "pattern": of.held_out if held_out else of.pattern,
         "tokenizer": of.tokenizer,
         "end": of.end,
-        "cache": Path(config.out, "cache"),
+        "cache": Path(config.out, ".cache"),
     }
 
 

@@ -123,7 +123,7 @@ class TorchSide:
         of = config.optimizer
         matrices, vectors = ([p for p in self._model.parameters() if (p.ndim > 1) == many] for many in (True, False))
         groups = [{"params": matrices, "weight_decay": of.decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, of.rate, (of.beta1, of.beta2), of.eps)
+        self._optimizer = torch.optim.AdamW(groups, of.learning_rate, (of.beta1, of.beta2), of.eps)
         self._rates = rates(of, config.steps)
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep, group=places.everybody)
 
