@@ -128,8 +128,9 @@ def train(
     coordinator: Annotated[
         str | None, typer.Option(help="JAX in several processes: HOST:PORT of the first, or auto under Slurm and others.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="With --coordinator HOST:PORT: how many processes.")] = None,
-    process: Annotated[int | None, typer.Option(help="With --coordinator HOST:PORT: which this is.")] = None,
+    process: Annotated[
+        str | None, typer.Option(help="With --coordinator HOST:PORT: which this is, and of how many: 0/4 to 3/4.")
+    ] = None,
 ) -> None:
     """Train a language model, or go on where the run in that folder stopped; under torchrun on its processes."""
     with mistakes_in_one_line():
@@ -137,7 +138,7 @@ def train(
         from .train.config import read
         from .train.run import Program, run
 
-        program = None if coordinator is None else Program(coordinator, processes, process)
+        program = None if coordinator is None else Program.of(coordinator, process)
         try:
             run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
         except Failure as failure:

@@ -88,6 +88,8 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(text: str, wor
         (["--framework", "numpy"], "unknown framework 'numpy': choose one of torch, jax"),
         (["no.toml"], "there is no no.toml: pass the path of a TOML file"),
         (["--coordinator", "auto"], "--coordinator is for JAX"),
+        (["--coordinator", "host:1"], "--coordinator host:1 with --process None says of no process which it is"),
+        (["--coordinator", "host:1", "--process", "4/4"], "--coordinator host:1 with --process 4/4 says of no process"),
         (["--ranks", "3"], "data.length = 1024 cannot be split by 3 ranks"),
     ],
 )

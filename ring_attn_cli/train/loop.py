@@ -101,7 +101,8 @@ class Log:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self._path, self._tell = path, tell
 
-    def __call__(self, kind: str, **values: Any) -> None:
+    def __call__(self, kind: str, **values: object) -> None:
+        """Write a line, and tell it."""
         line = {"kind": kind, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

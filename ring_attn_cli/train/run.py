@@ -29,6 +29,19 @@ class Program:
     processes: int | None = None
     process: int | None = None
 
+    @classmethod
+    def of(cls, coordinator: str, process: str | None) -> Program:
+        """What the command was given, ``process`` as "0/4"; ValueError for what is none."""
+        if coordinator == "auto" and process is None:
+            return cls(coordinator)
+        number, _, of = (process or "").partition("/")
+        if ":" not in coordinator or not (number.isdigit() and of.isdigit() and int(number) < int(of)):
+            raise ValueError(
+                f"--coordinator {coordinator} with --process {process} says of no process which it is: pass auto, or "
+                "--coordinator HOST:PORT --process 0/4, to the other processes 1/4 and so on"
+            )
+        return cls(coordinator, int(of), int(number))
+
 
 def run(config: Config, framework: str, program: Program | None = None) -> None:
     """Train, and leave log, picture, checkpoints and weights in ``config.out``; go on where a run in that folder stopped.

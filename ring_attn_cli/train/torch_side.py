@@ -57,6 +57,11 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
 def launched(config: Config, tell: Tell) -> None:
     """What a process that torchrun started does."""
     rank = dist.get_node_local_rank(0)
+    if torch.cuda.is_available() and torch.cuda.device_count() <= rank:
+        raise ValueError(
+            f"torchrun has started more processes here than the {torch.cuda.device_count()} GPUs that they see: start one for "
+            "each GPU, or hide all of them (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
     device = device_of(rank, rank + 1)
     dist.init_process_group(backend_of(device), timeout=timedelta(minutes=30))
     try:

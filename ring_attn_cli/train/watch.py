@@ -16,7 +16,7 @@ class Watch:
 
     def __init__(self, config: Config, console: Console) -> None:
         self._config, self._console = config, console
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}")
+        columns = MofNCompleteColumn(), BarColumn(8), TimeRemainingColumn(), TextColumn("{task.description}")
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("starting", total=config.steps)
         self._found: list[str] = []
@@ -51,4 +51,4 @@ def in_short(line: dict[str, Any]) -> str:
     """A step in a few words."""
     mfu = "" if line["mfu"] is None else f", MFU {line['mfu']:.1%}"
     speed = f"{line['tokens_per_second']:,.0f} tokens/s, {line['tflops']:.3g} TFLOP/s{mfu}"
-    return f"loss {line['loss']:.4f}, norm {line['norm']:.2f}, {speed}, {line['memory'] / 2**30:.2f} GiB"
+    return f"loss {line['loss']:.4f}, {speed}, {line['memory'] / 2**30:.2f} GiB"
