@@ -104,7 +104,7 @@ def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, t
     in_jax(ours)
     truth = numbers(one)
     assert len(truth["losses"]) == 10 and truth["by position"].shape == (2, 3) and len(truth["passkeys"]) == 4
-    assert truth["norms"].max() > one.optimizer.clip > truth["norms"].min() * 0  # clipping takes part
+    assert truth["norms"].min() < one.optimizer.clip < truth["norms"].max()  # some steps are clipped
     for config in (four, ours):
         assert_close(numbers(config), truth)
         assert_close(weights(config), weights(one))
@@ -133,7 +133,7 @@ def test_a_truncated_checkpoint_is_named(gloo, tmp_path: Path):
     (folder,) = Path(config.out, "checkpoints").glob("step-*")
     for file in folder.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="step-000000004"):
+    with pytest.raises(ValueError, match=r"step-000000004.*truncated"):
         gloo(1, on_ranks, replace(config, steps=6))
 
 
