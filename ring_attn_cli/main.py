@@ -25,7 +25,7 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-app = typer.Typer(help="Exact ring attention: run the demo, look at a plan.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Exact ring attention: run the demo, train, look at a plan.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -116,6 +116,34 @@ def demo(
 
         status = run(Settings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
     raise typer.Exit(status)
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; without one the defaults.", show_default=False)] = None,
+    framework: Annotated[str, typer.Option(help="jax or torch.")] = "torch",
+    out: Annotated[str | None, typer.Option(help="Folder of the run, in place of the config's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="In place of the config's.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Members of the ring, in place of the config's.")] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="JAX in several processes: HOST:PORT of the first, or auto under Slurm and others.")
+    ] = None,
+    process: Annotated[
+        str | None, typer.Option(help="With --coordinator HOST:PORT: which this is, and of how many: 0/4 to 3/4.")
+    ] = None,
+) -> None:
+    """Train a language model, or go on where the run in that folder stopped; under torchrun on its processes."""
+    with mistakes_in_one_line():
+        from .demo.processes import Failure
+        from .train.config import read
+        from .train.run import Program, run
+
+        program = None if coordinator is None else Program.of(coordinator, process)
+        try:
+            run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
+        except Failure as failure:
+            typer.echo(f"ring-attn: {failure}", err=True)
+            raise typer.Exit(1) from None
 
 
 @app.command()

@@ -75,11 +75,20 @@ def test_an_example_trains(framework):
     assert losses[-1] < losses[0] - 1
 
 
-def run(program: str, framework: str, folder: Path = ROOT, processes: int = 4) -> str:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_an_example_of_a_language_model_trains(framework, tmp_path):
+    pytest.importorskip(framework)
+    done = run(str(ROOT / "examples" / f"{framework}_train_lm.py"), framework, tmp_path, arguments=("10",))
+    first, last = (float(value) for value in re.findall(r"loss ([\d.]+)", done))
+    assert last < first - 0.5
+
+
+def run(program: str, framework: str, folder: Path = ROOT, processes: int = 4, arguments: tuple[str, ...] = ()) -> str:
     """What a program prints, ``processes`` of it in PyTorch."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if framework == "torch" else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
-    command = [sys.executable, *launch, program]
+    command = [sys.executable, *launch, program, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,0 +1,160 @@
+"""``ring-attn train`` before a framework comes: its config, its arithmetic, its log, and how it answers a mistake."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+np = pytest.importorskip("numpy")
+
+from ring_attn_cli.main import app  # noqa: E402
+from ring_attn_cli.train import arithmetic, picture  # noqa: E402
+from ring_attn_cli.train.config import Config, Optimizer, read  # noqa: E402
+from ring_attn_cli.train.loop import Log, lines  # noqa: E402
+
+
+def config_of(folder: Path, text: str) -> Config:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return read(path)
+
+
+def test_a_file_changes_what_it_names_and_nothing_else(tmp_path: Path):
+    text = "steps = 7\n[optimizer]\nlearning_rate = 1\n[model]\ndim = 64\nwindows = [3, 4]\n[passkey]\nlengths = [200]\n"
+    found, usual = config_of(tmp_path, text), Config()
+    assert (found.steps, found.optimizer.learning_rate, found.passkey.lengths) == (7, 1.0, (200,))
+    assert (found.data, found.ring, found.evaluation) == (usual.data, usual.ring, usual.evaluation)
+    assert (found.transformer().dim, found.transformer().windows, found.transformer().heads) == (64, (3, 4), 4)
+    assert read(None) == usual
+    assert read(None, ranks=2, steps=3, out=None).ring.ranks == 2
+
+
+def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "train.md").read_text()
+    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    found = config_of(tmp_path, text)
+    assert found.rows == 2 and found.tokens == 2 * 4 * found.data.length
+    assert found.transformer().rotary is not None and found.transformer().rotary.base == 500000.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz = 7", "the top of the config has no key 'stepz': did you mean 'steps'? it has out, steps"),
+        ("[optimizer]\nlearn_rate = 1", "[optimizer] has no key 'learn_rate': did you mean 'learning_rate'?"),
+        ("[model]\nhead = 4", "[model] has no key 'head': did you mean 'heads'?"),
+        ("[model]\nqqq = 4", "[model] has no key 'qqq': it has vocab, dim"),
+        ("[modle]\ndim = 4", "the top of the config has no key 'modle': did you mean 'model'?"),
+        ("steps = 7.5", "steps must be an integer, got 7.5"),
+        ("steps = true", "steps must be an integer, got True"),
+        ("data = 3", "data must be a table, [data], got 3"),
+        ("[passkey]\nlengths = 3", "passkey.lengths must be a list of integers, got 3"),
+        ("[optimizer]\nlearning_rate = 'x'", "optimizer.learning_rate must be a number, got 'x'"),
+        ("[optimizer]\nclip = 0", "optimizer.clip must be more than 0, got 0.0"),
+        ("steps = 0", "steps must be at least 1, got 0"),
+        (
+            "[data]\nlength = 1023",
+            "data.length = 1023 cannot be split by 4 ranks in the layout 'zigzag': make it a multiple of 8",
+        ),
+        ("[ring]\nlayout = 'spiral'", "unknown layout 'spiral'"),
+        ("init_from = 'there'\n[model]\ndim = 4", "init_from = 'there' says what the model is, and so does [model]"),
+        ("init_from = 'nowhere'", "init_from = 'nowhere' is no folder"),
+        ("[data]\nfolder = 'nowhere'", "folder='nowhere' does not exist"),
+        ("[data]\nfolder = '.'\npattern = '*.none'", "no file in . fits pattern='*.none'"),
+        ("[model]\nvocab = 255", "the data have ids from 0 to 255, and the model 255: make model.vocab at least 256"),
+        ("[passkey]\nlengths = [20]", "length of a passkey must be an int of at least"),
+        ("steps = ", "is no TOML"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line_before_anything_starts(text: str, words: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.toml").write_text(text)
+    for package in ("torch", "safetensors"):
+        pytest.importorskip(package)
+    done = CliRunner().invoke(app, ["train", "config.toml"])
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--framework", "numpy"], "unknown framework 'numpy': choose one of torch, jax"),
+        (["no.toml"], "there is no no.toml: pass the path of a TOML file"),
+        (["--coordinator", "auto"], "--coordinator is for JAX"),
+        (["--coordinator", "host:1"], "--coordinator host:1 with --process None says of no process which it is"),
+        (["--coordinator", "host:1", "--process", "4/4"], "--coordinator host:1 with --process 4/4 says of no process"),
+        (["--ranks", "3"], "data.length = 1024 cannot be split by 3 ranks"),
+    ],
+)
+def test_a_mistake_on_the_command_line_too(arguments: list[str], words: str):
+    done = CliRunner().invoke(app, ["train", *arguments])
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+
+
+def test_the_rate_warms_up_and_falls_as_a_cosine():
+    found = arithmetic.rates(Optimizer(learning_rate=2.0, last_rate=0.1, warmup=4), 15)
+    assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert found[4] == 2.0
+    assert math.isclose(found[9], 1.1)  # half way
+    assert math.isclose(found[14], 0.2)
+    assert found[4:] == sorted(found[4:], reverse=True)
+    assert arithmetic.rates(Optimizer(learning_rate=2.0, warmup=0), 1) == [2.0]
+
+
+def test_operations_and_peaks_are_those_of_the_formula():
+    config = Config(model={"depth": 3, "dim": 64, "heads": 4, "kv_heads": 1, "head_dim": 8}).transformer()
+    assert arithmetic.flops_per_token(1000, 50, config) == 6 * 1000 + 3.5 * 2 * 50 * 4 * 8 * 3
+    names = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.5, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312.0}
+    names |= {"NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA A10": 125.0, "NVIDIA B200": 2250.0}
+    assert {name: arithmetic.peak(name) for name in names} == names
+    assert arithmetic.peak("cpu") is None
+
+
+def test_buckets_end_at_halves_of_the_length():
+    assert arithmetic.edges(1024, 4) == [128, 256, 512, 1024]
+    assert arithmetic.edges(6, 8) == [1, 3, 6]
+
+
+def test_first_weights_depend_on_name_and_seed():
+    like = {"embed.weight": np.zeros((50, 64)), "a.weight": np.zeros((32, 256), np.float32), "norm.weight": np.zeros(4)}
+    like |= {"q.bias": np.ones(4), "sinks": np.ones(2)}
+    found = arithmetic.first_weights(like, 3)
+    assert abs(found["embed.weight"].std() / 0.02 - 1) < 0.05
+    assert abs(found["a.weight"].std() * 16 - 1) < 0.05
+    assert found["a.weight"].dtype == np.float32
+    assert [found[name].tolist() for name in ("norm.weight", "q.bias", "sinks")] == [[1] * 4, [0] * 4, [0] * 2]
+    alone = arithmetic.first_weights({"a.weight": like["a.weight"]}, 3)
+    np.testing.assert_array_equal(alone["a.weight"], found["a.weight"])
+    assert (arithmetic.first_weights(like, 4)["a.weight"] != found["a.weight"]).any()
+
+
+def test_a_resumed_log_loses_what_came_after_the_checkpoint(tmp_path: Path):
+    path, told = tmp_path / "log.jsonl", []
+    log = Log(path, 0, lambda kind, line: told.append(kind))
+    for step in range(1, 6):
+        log("step", step=step, loss=1.0 / step)
+    path.write_text(path.read_text() + '{"kind": "st')  # a kill in the middle of a line
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
+    Log(path, 3, lambda kind, line: None)("step", step=4, loss=0.0)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert told == ["step"] * 5
+
+
+def test_a_picture_is_drawn_of_any_log(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    log = Log(tmp_path / "log.jsonl", 0, lambda kind, line: None)
+    picture.draw(tmp_path / "log.jsonl", tmp_path / "empty.png")
+    log("step", step=1, loss=2.0)
+    log("evaluation", step=1, loss=2.0, ends=[1, 2], by_position=[None, 2.0], labels=[0, 3])
+    log("passkey", step=1, length=256, accuracy=0.5)
+    picture.draw(tmp_path / "log.jsonl", tmp_path / "train.png")
+    for name in ("empty.png", "train.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,151 @@
+"""``ring-attn train``: JAX on four devices, PyTorch on four ranks and on one take the same steps, and a stopped run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
+    pytest.importorskip(package)
+
+import jax  # noqa: E402
+import torch  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+
+from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, Ring  # noqa: E402
+from ring_attn_cli.train.jax_side import JaxSide, mesh_of  # noqa: E402
+from ring_attn_cli.train.loop import lines, train  # noqa: E402
+from ring_attn_cli.train.torch_side import Places, TorchSide  # noqa: E402
+
+from .support import corpus  # noqa: E402
+
+CLOSE = 1e-9
+"""How far losses and norms in float64 may be apart, relatively: they would grow with every step that were another one."""
+
+
+class Stopped(Exception):
+    pass
+
+
+def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
+    """Ten steps with every part of a step: accumulation, clipping, warm-up, decay, dropout, a step that learns passkeys.
+
+    Of the model's features those that are float32 whatever the weights are, rotary embeddings and sinks, are left out.
+    """
+    corpus.write_texts(folder / "data", (700, 61, 1, 900, 100, 3, 1300))
+    model = {"vocab": 256, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 24, "qk_norm": True, "qkv_bias": True}
+    return Config(
+        out=str(folder / name),
+        steps=steps,
+        save_every=4,
+        model=model | {"tied": False, "rotary_base": None, "alibi": True, "dropout_rate": 0.1, "param_dtype": "float64"},
+        data=Data(folder=str(folder / "data"), pattern="**/*.txt", held_out="**/*.txt", length=120, batch_size=2, accumulate=2),
+        optimizer=Optimizer(learning_rate=1e-2, warmup=3, clip=1.5),
+        ring=Ring(ranks=ranks, chunk=20),
+        evaluation=Evaluation(every=5, batches=1, buckets=3),
+        passkey=Passkeys(lengths=(131,), texts=3, digits=2, train_every=3),
+    )
+
+
+def on_ranks(group: Any, config: Config, stop: int = 0) -> None:
+    """What one rank does; it is stopped before the lines of step ``stop`` are told."""
+    side = TorchSide(config, Places(group, group, 0, torch.device("cpu")))
+
+    def tell(kind: str, line: dict[str, Any]) -> None:
+        if kind == "step" and line["step"] == stop:
+            side._checkpoints.wait()
+            raise Stopped
+
+    train(config, side, tell)
+
+
+def in_jax(config: Config, stop: int = 0) -> None:
+    with jax.enable_x64(True):
+        side = JaxSide(config, mesh_of(config))
+
+        def tell(kind: str, line: dict[str, Any]) -> None:
+            if kind == "step" and line["step"] == stop:
+                side._checkpoints.close()
+                raise Stopped
+
+        train(config, side, tell)
+
+
+def numbers(config: Config) -> dict[str, np.ndarray]:
+    """Everything that a run has logged of what it learned."""
+    found = lines(Path(config.out, "log.jsonl"))
+    of = {kind: [line for line in found if line["kind"] == kind] for kind in ("step", "evaluation", "passkey")}
+    by_position = [[x or 0 for x in line["by_position"]] for line in of["evaluation"]]
+    return {
+        "losses": np.array([line["loss"] for line in of["step"]]),
+        "norms": np.array([line["norm"] for line in of["step"]]),
+        "held out": np.array([line["loss"] for line in of["evaluation"]]),
+        "by position": np.array(by_position),
+        "passkeys": np.array([line["accuracy"] for line in of["passkey"]]),
+    }
+
+
+def weights(config: Config) -> dict[str, np.ndarray]:
+    return load_file(Path(config.out, "weights", "model.safetensors"))
+
+
+def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_allclose(ours[name], x, rtol=CLOSE, atol=CLOSE, err_msg=name)
+
+
+@pytest.mark.slow
+def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, tmp_path: Path):
+    one, four, ours = (config_of(tmp_path, name, ranks) for name, ranks in (("one", 1), ("four", 4), ("jax", 4)))
+    gloo(1, on_ranks, one)
+    gloo(4, on_ranks, four)
+    in_jax(ours)
+    truth = numbers(one)
+    assert len(truth["losses"]) == 10 and truth["by position"].shape == (2, 3) and len(truth["passkeys"]) == 2
+    assert truth["norms"].min() < one.optimizer.clip < truth["norms"].max()  # some steps are clipped
+    for config in (four, ours):
+        assert_close(numbers(config), truth)
+        assert_close(weights(config), weights(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(framework: str, gloo, tmp_path: Path):
+    whole, stopped = (config_of(tmp_path, name, 1, 7) for name in ("whole", "stopped"))
+    work = in_jax if framework == "jax" else lambda config, stop=0: gloo(1, on_ranks, config, stop)
+    work(whole)
+    with pytest.raises(Stopped):
+        work(stopped, 6)
+    assert not Path(stopped.out, "weights").exists()
+    work(stopped)
+    assert [line["step"] for line in lines(Path(stopped.out, "log.jsonl")) if line["kind"] == "step"] == list(range(1, 8))
+    for name, x in numbers(whole).items():
+        np.testing.assert_array_equal(numbers(stopped)[name], x, err_msg=name)
+    for name, x in weights(whole).items():
+        np.testing.assert_array_equal(weights(stopped)[name], x, err_msg=name)
+
+
+def test_a_truncated_checkpoint_is_named(gloo, tmp_path: Path):
+    config = replace(config_of(tmp_path, "run", 1, 4), passkey=Passkeys(lengths=()))
+    gloo(1, on_ranks, config)
+    (folder,) = Path(config.out, "checkpoints").glob("step-*")
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"step-000000004.*truncated"):
+        gloo(1, on_ranks, replace(config, steps=6))
+
+
+def test_weights_of_one_framework_begin_a_run_of_the_other(gloo, tmp_path: Path):
+    config = replace(config_of(tmp_path, "torch", 1, 2), passkey=Passkeys(lengths=()))
+    gloo(1, on_ranks, config)
+    begun = Path(config.out, "weights")
+    more = replace(
+        config, out=str(tmp_path / "more"), init_from=str(begun), model={}, steps=1, optimizer=Optimizer(learning_rate=1e-30)
+    )
+    in_jax(more)
+    assert_close(weights(more), weights(config))

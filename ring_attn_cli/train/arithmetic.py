@@ -1,0 +1,80 @@
+"""The numbers of a run that no framework computes: learning rates, operations of a step, first weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from .config import Optimizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ring_attn_core.model.config import TransformerConfig
+
+PEAKS = {
+    "H200": 989.4,
+    "H100 PCIe": 756.5,
+    "H100": 989.4,
+    "GH200": 989.4,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+}
+"""Dense bfloat16 TFLOP/s by NVIDIA's data sheets, by words of the device's name; the first that fits counts."""
+
+
+def peak(device: str) -> float | None:
+    """TFLOP/s of a device of this name in bfloat16; None where it is not known."""
+    return next((tflops for name, tflops in PEAKS.items() if all(word in device for word in name.split())), None)
+
+
+def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> float:
+    """Operations of forward and backward for a token: ``6 N + 3.5 x 2 x length x heads x head_dim x layers``.
+
+    N weights take 2 in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim in the forward, of
+    q . k and of p . v for half of the pairs each, and 2.5 times as much in the backward, which computes the scores again. What
+    activation checkpointing computes again does not count.
+    """
+    return 6 * parameters + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
+
+
+def rates(optimizer: Optimizer, steps: int) -> list[float]:
+    """The learning rate of every step: up to ``learning_rate`` in even steps, then half a cosine down to ``last_rate`` of it."""
+
+    def rate(step: int) -> float:
+        if step < optimizer.warmup:
+            return optimizer.learning_rate * (step + 1) / optimizer.warmup
+        passed = (step - optimizer.warmup) / max(1, steps - 1 - optimizer.warmup)
+        low = optimizer.last_rate
+        return optimizer.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(passed, 1.0))))
+
+    return [rate(step) for step in range(steps)]
+
+
+def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """First weights in the shapes and dtypes of ``like``, the same in both frameworks: each drawn by its name and the seed.
+
+    Norms begin at 1, biases and sinks at 0; matrices [out, in] have a deviation of ``in^-0.5``, the embedding one of 0.02.
+    """
+    import numpy as np
+
+    def drawn(name: str, x: np.ndarray) -> np.ndarray:
+        if x.ndim == 1:
+            return np.zeros_like(x) if name.endswith(("bias", "sinks")) else np.ones_like(x)
+        deviation = 0.02 if name.startswith("embed") else x.shape[1] ** -0.5
+        return (deviation * np.random.default_rng([seed, crc32(name.encode())]).standard_normal(x.shape)).astype(x.dtype)
+
+    return {name: drawn(name, x) for name, x in like.items()}
+
+
+def edges(length: int, buckets: int) -> list[int]:
+    """Where the buckets of positions end: at ``length`` and, going down, at half of the end above, never below 1."""
+    ends = [length]
+    while len(ends) < buckets and ends[-1] > 1:
+        ends.append(ends[-1] // 2)
+    return ends[::-1]

@@ -1,0 +1,66 @@
+"""The data and the weights that a run begins with, looked at before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .config import Config
+
+
+def arguments(config: Config, held_out: bool = False) -> dict[str, Any]:
+    """Of ``SequenceShardedDataset``, all but whose part it is. The cache lies in the run's folder: the other may be read-only."""
+    of = config.data
+    return {
+        "folder": of.folder,
+        "length": of.length,
+        "layout": config.ring.layout,
+        "ranks": config.ring.ranks,
+        "seed": of.seed,
+        "batch_size": of.batch_size,
+        "pattern": of.held_out if held_out else of.pattern,
+        "tokenizer": of.tokenizer,
+        "end": of.end,
+        "cache": Path(config.out, ".cache"),
+    }
+
+
+def check(config: Config) -> None:
+    """ValueError for data and folders that a run cannot begin with; makes the cache of the tokens, once for all ranks."""
+    from ring_attn_core.data.batches import documents_of
+    from ring_attn_core.data.index import Index
+    from ring_attn_core.data.passkey import passkey
+    from ring_attn_core.data.settings import Settings
+
+    for length in config.passkey.lengths:
+        passkey(length, digits=config.passkey.digits)
+    if config.passkey.train_every:
+        passkey(config.data.length, digits=config.passkey.digits)
+    if config.data.tokenizer is not None and (config.passkey.lengths or config.passkey.train_every):
+        raise ValueError("passkeys are bytes, and data.tokenizer makes other ids: set passkey.lengths = [] and train_every = 0")
+    usual: dict[str, Any] = {"rank": None, "replica": 0, "replicas": config.ring.replicas, "shuffle": True, "epochs": None}
+    usual |= {"last": "drop", "restart_positions": False, "ignore_index": -100}
+    for held_out in (False, True):
+        settings = Settings(**arguments(config, held_out), **usual)
+        documents = documents_of(settings)
+        Index([each.tokens for each in documents.documents], settings)
+        if config.init_from is None:
+            check_vocab(documents.vocab, config.transformer().vocab)
+    if config.init_from is not None and not Path(config.init_from).is_dir():
+        raise ValueError(f"init_from = {config.init_from!r} is no folder: pass one that save_weights or Hugging Face has written")
+
+
+def check_vocab(data: int | None, model: int) -> None:
+    """ValueError for a model that does not know all ids of the data."""
+    if data is not None and data > model:
+        raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
+
+
+def is_llama(folder: str) -> bool:
+    """Whether the folder's config.json is one of Hugging Face's."""
+    path = Path(folder, "config.json")
+    try:
+        return "model_type" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False  # load_weights says what is wrong

@@ -1,0 +1,241 @@
+"""A run in JAX: one program on all devices of one process, or of several. Imported only where JAX is needed."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ring_attn_core.model.progress import Progress
+from ring_attn_jax import (
+    Checkpoints,
+    RingTransformer,
+    SequenceShardedDataset,
+    Shard,
+    check_ranks,
+    count_labels,
+    from_numpy,
+    load_llama,
+    load_weights,
+    loss,
+    save_weights,
+    shard_batch,
+    to_numpy,
+)
+
+from .arithmetic import first_weights, rates
+from .config import DTYPES, Config, Optimizer
+from .data import arguments, check_vocab, is_llama
+from .loop import Tell, train
+from .side import Machine, Step
+
+AXES = "data", "seq"
+
+
+def run(config: Config, tell: Tell) -> None:
+    """Train on accelerators where there are enough for all ranks, else on so many of jax's CPU devices."""
+    if "float64" in [config.model.get(name) for name in DTYPES]:
+        jax.config.update("jax_enable_x64", True)
+    train(config, JaxSide(config, mesh_of(config)), tell)
+
+
+def joined(coordinator: str, processes: int | None, process: int | None) -> None:
+    """Make this process one of a program of several; "auto": as Slurm, Open MPI or Kubernetes say."""
+    if coordinator == "auto":
+        jax.distributed.initialize()
+    else:
+        jax.distributed.initialize(coordinator, processes, process)
+
+
+def on_cpus(config: Config) -> None:
+    """Let jax's CPU play as many devices as the config has, unless this process is one of several."""
+    jax.config.update("jax_num_cpu_devices", config.ring.ranks * config.ring.replicas)
+
+
+def mesh_of(config: Config) -> Mesh:
+    """Replicas x ranks; ValueError where several processes have other devices than that together."""
+    shape = config.ring.replicas, config.ring.ranks
+    count = shape[0] * shape[1]
+    devices = jax.devices()
+    if jax.process_count() > 1 and len(devices) != count:
+        raise ValueError(f"{jax.process_count()} processes have {len(devices)} devices, and [ring] {count}: change [ring]")
+    if len(devices) < count:
+        devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(f"the config has {count} ranks in all, and jax {len(devices)} devices: change [ring]")
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:count])
+
+
+class Batch(NamedTuple):
+    """Microbatches as the devices hold them, each array [microbatch, rows, tokens, ...] in layout order."""
+
+    ids: Any
+    labels: Any
+    positions: Any
+    extents: Any
+
+
+class How(NamedTuple):
+    """What a compiled function is made for."""
+
+    mesh: Mesh
+    chunk: int
+    length: int
+    rows: int
+
+
+class JaxSide:
+    """All ranks of a run."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self._config, self._mesh = config, mesh
+        self.first = jax.process_index() == 0
+        where = {"rank": None, "batch_size": config.rows}
+        self.data = SequenceShardedDataset(**arguments(config) | where, epochs=None)
+        self.held_out = SequenceShardedDataset(**arguments(config, held_out=True) | where, epochs=None)
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._model = self._made()
+        self.config = self._model.config
+        check_vocab(self.data.vocab, self.config.vocab)
+        self.parameters = sum(x.size for x in jax.tree.leaves(nnx.state(self._model, nnx.Param)))
+        self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=nnx.Param)
+        for module in (self._model, self._optimizer):  # from the start where the first update leaves them
+            nnx.update(module, jax.device_put(nnx.state(module), self._everywhere))
+        self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
+
+    def _made(self) -> RingTransformer:
+        """The model: of ``init_from``, or with first weights that are PyTorch's too."""
+        of, folder = self._config.ring, self._config.init_from
+        how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
+        how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
+        if folder is not None:
+            given = dict(self._config.model)
+            load = load_llama if is_llama(folder) else load_weights
+            return load(folder, dtype=given.get("param_dtype"), compute_dtype=given.get("compute_dtype"), **how)
+        model = RingTransformer.from_config(self._config.transformer(), **how, rngs=nnx.Rngs(0))
+        from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+        return model
+
+    def resume(self) -> Progress | None:
+        return self._checkpoints.resume(self._model, self._optimizer)
+
+    def save(self, step: int, data: str) -> None:
+        if step not in self._checkpoints.steps():
+            self._checkpoints.save(step, self._model, self._optimizer, data=data)
+
+    def finish(self) -> None:
+        self._checkpoints.close()
+        save_weights(self._model, Path(self._config.out, "weights"))
+
+    def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
+        whole, targets, of = jnp.asarray(ids), jnp.asarray(labels), self._config.ring
+        return shard_batch(whole, of.layout, of.ranks, labels=targets, documents=jnp.zeros_like(whole))
+
+    def step(self, number: int, microbatches: list[Shard]) -> Step:
+        seed = jnp.asarray(self._config.seed + number)
+        value, norm = _step(self._model, self._optimizer, self._placed(microbatches), seed, self._how(microbatches[0]))
+        return Step(float(value), float(norm))
+
+    def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:
+        sums, counts = _losses(self._model, self._placed([microbatch]), tuple(ends), self._how(microbatch))
+        return zip(np.asarray(sums).tolist(), np.asarray(counts).tolist(), strict=True)
+
+    def wrong(self, microbatch: Shard) -> list[int]:
+        labels = np.asarray(microbatch.labels)
+        rows, tokens = np.nonzero(labels != -100)
+        best = _best(self._model, self._placed([microbatch]), (rows, tokens), self._how(microbatch))
+        missed = np.asarray(best) != labels[rows, tokens]
+        return np.bincount(rows, missed, len(labels)).astype(int).tolist()
+
+    def machine(self) -> Machine:
+        device = jax.local_devices()[0] if self._mesh.size > 1 else self._mesh.local_devices[0]
+        stats = None if device.platform == "cpu" else device.memory_stats()
+        if stats:
+            return Machine(device.device_kind, self._mesh.size, stats["peak_bytes_in_use"])
+        unit = 1 if sys.platform == "darwin" else 1024
+        return Machine(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+    def _how(self, shard: Shard) -> How:
+        return How(self._mesh, self._config.ring.chunk, shard.length, self._config.rows)
+
+    def _placed(self, microbatches: list[Shard]) -> Batch:
+        """The microbatches on the devices of the mesh, of which every process puts its own."""
+        there = NamedSharding(self._mesh, PartitionSpec(None, *AXES))
+
+        def placed(name: str) -> jax.Array:
+            whole = np.stack([np.asarray(getattr(shard, name)) for shard in microbatches])
+            return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
+
+        return Batch(*map(placed, Batch._fields))
+
+
+def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
+    """AdamW after clipping by the global norm; vectors, norms and biases do not decay."""
+    table = np.array(rates(of, steps))
+    return optax.chain(
+        optax.clip_by_global_norm(of.clip),
+        optax.scale_by_adam(of.beta1, of.beta2, of.eps),
+        optax.add_decayed_weights(of.decay, mask=lambda weights: jax.tree.map(lambda x: x.ndim > 1, weights)),
+        optax.scale_by_learning_rate(lambda count: jnp.asarray(table)[count]),
+    )
+
+
+@partial(nnx.jit, static_argnames=("how",))
+def _step(model: RingTransformer, optimizer: nnx.Optimizer, batch: Batch, seed: jax.Array, how: How) -> tuple[Any, Any]:
+    graph, weights = nnx.split(model, nnx.Param)
+    total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
+    kind = jnp.promote_types(model.config.param_dtype, jnp.float32)
+
+    def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
+        whole = nnx.merge(graph, weights)
+        dropout = {"dropout_seed": seed, "dropout_offset": (number * how.rows, 0)} if model.config.dropout_rate else {}
+        hidden = _hidden(whole, microbatch, how, **dropout)
+        return (_loss(whole, hidden, microbatch.labels, how) / total).astype(kind)
+
+    def add(sums: Any, each: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(objective)(weights, *each)), None
+
+    nothing = jnp.zeros((), kind), jax.tree.map(jnp.zeros_like, weights)
+    (value, gradients), _ = jax.lax.scan(add, nothing, (jnp.arange(len(batch.ids)), batch))
+    norm = optax.global_norm(gradients)
+    optimizer.update(model, gradients)
+    return value, norm
+
+
+@partial(nnx.jit, static_argnames=("ends", "how"))
+def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: How) -> tuple[jax.Array, jax.Array]:
+    one = Batch(*(x[0] for x in batch))
+    hidden, before = _hidden(model, one, how), one.positions - one.extents[..., 0]
+    sums, counts = [], []
+    for begin, end in zip((0, *ends), ends, strict=False):
+        labels = jnp.where((begin <= before) & (before < end), one.labels, -100)
+        sums.append(_loss(model, hidden, labels, how))
+        counts.append(count_labels(labels, axis_name=None))
+    return jnp.stack(sums), jnp.stack(counts)
+
+
+@partial(nnx.jit, static_argnames=("how",))
+def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: How) -> jax.Array:
+    hidden = _hidden(model, Batch(*(x[0] for x in batch)), how)[where]
+    return (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
+
+
+def _hidden(model: RingTransformer, batch: Batch, how: How, **dropout: jax.Array | tuple[jax.Array, int]) -> jax.Array:
+    return model(batch.ids, batch.positions, how.length, extents=batch.extents, return_hidden=True, **dropout)  # type: ignore[arg-type]
+
+
+def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: How) -> jax.Array:
+    """The sum over all labels."""
+    where: dict[str, Any] = {"axis_name": "seq", "mesh": how.mesh, "batch_axes": "data"}
+    return loss(hidden, labels, head=model.head_weight, chunk=how.chunk, reduction="sum", **where)

@@ -1,0 +1,122 @@
+"""A run from its first step, or the step where it stopped, to its last: the same for both frameworks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ring_attn_core.data.passkey import passkey
+
+from .arithmetic import edges, flops_per_token, peak, rates
+from .config import Config
+from .side import Side
+
+LOG = "log.jsonl"
+Tell = Callable[[str, dict[str, Any]], None]
+"""``tell(kind, values)``: a line of the log, for whoever watches."""
+
+
+def train(config: Config, side: Side, tell: Tell) -> None:
+    """Train to the end, evaluate as the config says, and save; whatever is told is a line of the log too."""
+    progress = side.resume()
+    begin = progress.step if progress else 0
+    if progress and progress.data:
+        side.data.resume(progress.data)
+    log = Log(Path(config.out, LOG), begin, tell) if side.first else lambda kind, **values: None
+    log("run", step=begin, parameters=side.parameters, **side.machine()._asdict(), config=config.described())
+    batches, of_steps = iter(side.data), rates(config.optimizer, config.steps)
+    for step in range(begin, config.steps):
+        began = time.perf_counter()
+        done = side.step(step, microbatches(config, side, step, batches))
+        seconds = time.perf_counter() - began
+        log("step", step=step + 1, loss=done.loss, norm=done.norm, rate=of_steps[step], **speed(config, side, seconds))
+        last = step + 1 == config.steps
+        if last or (step + 1) % config.evaluation.every == 0:
+            log("evaluation", step=step + 1, **evaluation(config, side))
+            for length in config.passkey.lengths:
+                log("passkey", step=step + 1, length=length, accuracy=accuracy(config, side, length))
+        if last or (step + 1) % config.save_every == 0:
+            side.save(step + 1, side.data.state())
+    side.finish()
+
+
+def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) -> list[Any]:
+    """What a step learns from: the next of the data, or, every so many steps, texts with passkeys."""
+    every, number = config.passkey.train_every, config.data.accumulate
+    if every == 0 or (step + 1) % every:
+        return list(itertools.islice(batches, number))
+    first = (step * number) * config.rows
+    return [
+        passkeys(config, side, config.data.length, range(at, at + config.rows))
+        for at in range(first, first + number * config.rows, config.rows)
+    ]
+
+
+def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str = "train") -> Any:
+    """A microbatch of texts with passkeys, whose only labels are the answers."""
+    texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
+    return side.shard([list(each.text) for each in texts], [each.labels for each in texts])
+
+
+def accuracy(config: Config, side: Side, length: int) -> float:
+    """The part of the texts of this length whose every digit is the most probable one, given those before: greedy decoding's."""
+    wrong: list[int] = []
+    rows, texts = config.rows, config.passkey.texts
+    for first in range(0, texts, rows):  # the last batch is as large as the others, so that nothing is compiled anew
+        wrong += side.wrong(passkeys(config, side, length, range(first, first + rows), "test"))
+    return sum(each == 0 for each in wrong[:texts]) / texts
+
+
+def evaluation(config: Config, side: Side) -> dict[str, Any]:
+    """The loss on files that are held out, and by how many tokens of its document a token sees before itself."""
+    ends = edges(config.data.length, config.evaluation.buckets)
+    sums, counts = [0.0] * len(ends), [0] * len(ends)
+    for microbatch in itertools.islice(side.held_out, config.evaluation.batches):
+        for bucket, (total, count) in enumerate(side.losses(microbatch, ends)):
+            sums[bucket] += total
+            counts[bucket] += count
+    by_position = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    return {"loss": sum(sums) / max(1, sum(counts)), "ends": ends, "by_position": by_position, "labels": counts}
+
+
+def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
+    """Tokens and model TFLOP a second, of all devices together; MFU, the part of their peak; the most memory of one, in bytes."""
+    machine = side.machine()
+    tflops = config.tokens / seconds * flops_per_token(side.parameters, config.data.length, side.config) / 1e12
+    most = peak(machine.device)
+    mfu = None if most is None else tflops / (most * machine.devices)
+    return {"tokens_per_second": config.tokens / seconds, "tflops": tflops, "mfu": mfu, "memory": machine.memory}
+
+
+class Log:
+    """``log.jsonl`` in the run's folder, and who watches. A resumed run takes away what came after its checkpoint."""
+
+    def __init__(self, path: Path, begin: int, tell: Tell) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in lines(path) if begin and line["step"] <= begin]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._path, self._tell = path, tell
+
+    def __call__(self, kind: str, **values: object) -> None:
+        """Write a line, and tell it."""
+        line = {"kind": kind, **values}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._tell(kind, line)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; one that a kill cut short, the last, is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found

@@ -1,0 +1,108 @@
+"""A run from the command to its exit: who starts the ranks, and who watches."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from ..demo.processes import Crews
+from . import data, picture
+from .config import Config
+from .loop import LOG
+from .watch import Watch
+
+NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "optax", "orbax.checkpoint", "safetensors")}
+PATIENCE = 1800.0
+"""Seconds without a word from any rank after which a run gives up: a step of a long context, or compiling a large model."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """This process as one of several of JAX; ``coordinator``: "auto", or the address of the first process."""
+
+    coordinator: str
+    processes: int | None = None
+    process: int | None = None
+
+    @classmethod
+    def of(cls, coordinator: str, process: str | None) -> Program:
+        """What the command was given, ``process`` as "0/4"; ValueError for what is none."""
+        if coordinator == "auto" and process is None:
+            return cls(coordinator)
+        number, _, of = (process or "").partition("/")
+        if ":" not in coordinator or not (number.isdigit() and of.isdigit() and int(number) < int(of)):
+            raise ValueError(
+                f"--coordinator {coordinator} with --process {process} says of no process which it is: pass auto, or "
+                "--coordinator HOST:PORT --process 0/4, to the other processes 1/4 and so on"
+            )
+        return cls(coordinator, int(of), int(number))
+
+
+def run(config: Config, framework: str, program: Program | None = None) -> None:
+    """Train, and leave log, picture, checkpoints and weights in ``config.out``; go on where a run in that folder stopped.
+
+    ``framework``: "torch" or "jax". Raises ValueError for another one and for what the run cannot begin with, demo.processes'
+    Failure where a process fails, and ModuleNotFoundError.
+    """
+    if framework not in NEEDS:
+        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")
+    for package in NEEDS[framework]:
+        if find_spec(package.split(".")[0]) is None:
+            raise ModuleNotFoundError(f"no module named {package}", name=package.split(".")[0])
+    if program is not None and framework != "jax":
+        raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
+    data.check(config)
+    if framework == "jax":
+        _in_jax(config, program)
+    else:
+        _in_torch(config)
+
+
+def _in_jax(config: Config, program: Program | None) -> None:
+    from . import jax_side
+
+    if program is None:
+        jax_side.on_cpus(config)
+    else:
+        jax_side.joined(program.coordinator, program.processes, program.process)
+    with Watch(config, Console(highlight=False)) as watch:
+        jax_side.run(config, watch)
+    if program is None or not program.process:
+        _finish(config)
+
+
+def _in_torch(config: Config) -> None:
+    import torch.distributed as dist
+
+    if dist.is_torchelastic_launched():
+        from . import torch_side
+
+        first = torch_side.is_first()
+        with Watch(config, Console(highlight=False, quiet=not first)) as watch:
+            torch_side.launched(config, watch)
+        if first:
+            _finish(config)
+        return
+    ranks = config.ring.ranks * config.ring.replicas
+    with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder, Crews(PATIENCE) as crews:
+        members = [(rank, config, str(Path(folder, "store"))) for rank in range(ranks)]
+        crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
+        with Watch(config, Console(highlight=False)) as watch:
+            for message in crews.messages():
+                if message.kind == "mistake":
+                    raise ValueError(message.data)
+                watch(message.kind, message.data)
+    _finish(config)
+
+
+def _finish(config: Config) -> None:
+    log, drawn = Path(config.out, LOG), Path(config.out, "train.png")
+    if find_spec("matplotlib") is not None:
+        picture.draw(log, drawn)
+    sys.stdout.flush()
+    Console(highlight=False).print(f"Written: {log}, {drawn}, {Path(config.out, 'weights')}, {Path(config.out, 'checkpoints')}")

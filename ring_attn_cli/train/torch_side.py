@@ -1,0 +1,233 @@
+"""A run in PyTorch: what one rank does. Imported only where PyTorch is needed."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_attn_core.model.progress import Progress
+from ring_attn_torch import (
+    Checkpoints,
+    RingTransformer,
+    SequenceShardedDataset,
+    Shard,
+    check_ranks,
+    count_labels,
+    from_numpy,
+    load_llama,
+    load_weights,
+    loss,
+    save_weights,
+    shard_batch,
+    sum_gradients,
+    to_numpy,
+)
+
+from ..demo.processes import Report
+from .arithmetic import first_weights, rates
+from .config import Config
+from .data import arguments, check_vocab, is_llama
+from .loop import Tell, train
+from .side import Machine, Step
+
+
+def work(report: Report, rank: int, config: Config, store: str) -> None:
+    """What a process that the command started does: one rank; the first reports for all."""
+    ranks = config.ring.ranks * config.ring.replicas
+    device = device_of(rank, ranks)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        run(config, report, device)
+    except ValueError as mistake:  # the same on every rank
+        report("mistake", str(mistake))
+    dist.destroy_process_group()
+
+
+def launched(config: Config, tell: Tell) -> None:
+    """What a process that torchrun started does."""
+    rank = dist.get_node_local_rank(0)
+    if torch.cuda.is_available() and torch.cuda.device_count() <= rank:
+        raise ValueError(
+            f"torchrun has started more processes here than the {torch.cuda.device_count()} GPUs that they see: start one for "
+            "each GPU, or hide all of them (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    device = device_of(rank, rank + 1)
+    dist.init_process_group(backend_of(device), timeout=timedelta(minutes=30))
+    try:
+        ranks = config.ring.ranks * config.ring.replicas
+        if dist.get_world_size() != ranks:
+            raise ValueError(
+                f"torchrun has started {dist.get_world_size()} processes, and the config has {config.ring.ranks} ranks x "
+                f"{config.ring.replicas} replicas = {ranks}: start {ranks}, or change [ring]"
+            )
+        run(config, tell, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Whether this is the first process of its machine, of those that torchrun started."""
+    return dist.get_node_local_rank(0) == 0
+
+
+def run(config: Config, tell: Tell, device: torch.device) -> None:
+    """Train on the ranks of the default group."""
+    ring, replicas = config.ring.ranks, config.ring.replicas
+    mesh = init_device_mesh(device.type, (replicas, ring), mesh_dim_names=("data", "seq"))
+    places = Places(mesh.get_group("seq"), dist.group.WORLD, mesh.get_local_rank("data"), device)
+    train(config, TorchSide(config, places), tell if dist.get_rank() == 0 else lambda kind, values: None)
+
+
+def device_of(rank: int, ranks: int) -> torch.device:
+    """A GPU of this machine where there are enough, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    return torch.device("cpu")
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class Places(NamedTuple):
+    """Where a rank stands: its ring, everybody, which replica its ring is, and its device."""
+
+    ring: Any
+    everybody: Any
+    replica: int
+    device: torch.device
+
+
+class TorchSide:
+    """One rank of a run."""
+
+    def __init__(self, config: Config, places: Places) -> None:
+        self._config, self._places = config, places
+        self._rank = dist.get_rank(places.ring)
+        self.first = dist.get_rank(places.everybody) == 0
+        where = {"rank": self._rank, "replicas": config.ring.replicas, "replica": places.replica}
+        self.data = SequenceShardedDataset(**arguments(config), **where, epochs=None)
+        self.held_out = SequenceShardedDataset(**arguments(config, held_out=True), **where, epochs=None)
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()}, places.everybody)
+        self._model = self._made()
+        self.config = self._model.config
+        check_vocab(self.data.vocab, self.config.vocab)
+        self.parameters = sum(p.numel() for p in self._model.parameters())
+        of = config.optimizer
+        matrices, vectors = ([p for p in self._model.parameters() if (p.ndim > 1) == many] for many in (True, False))
+        groups = [{"params": matrices, "weight_decay": of.decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, of.learning_rate, (of.beta1, of.beta2), of.eps)
+        self._rates = rates(of, config.steps)
+        self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep, group=places.everybody)
+
+    def _made(self) -> RingTransformer:
+        """The model: of ``init_from``, or with first weights that are JAX's too."""
+        of, folder = self._config.ring, self._config.init_from
+        how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
+        how |= {"activations": of.activations, "group": self._places.ring}
+        with self._places.device:
+            if folder is not None:
+                given = dict(self._config.model)
+                load = load_llama if is_llama(folder) else load_weights
+                return load(folder, dtype=given.get("param_dtype"), compute_dtype=given.get("compute_dtype"), **how)
+            model = RingTransformer.from_config(self._config.transformer(), **how)
+        from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+        return model
+
+    def resume(self) -> Progress | None:
+        return self._checkpoints.resume(self._model, self._optimizer)
+
+    def save(self, step: int, data: str) -> None:
+        if step not in self._checkpoints.steps():
+            self._checkpoints.save(step, self._model, self._optimizer, data=data)
+
+    def finish(self) -> None:
+        self._checkpoints.close()
+        save_weights(self._model, Path(self._config.out, "weights"), group=self._places.everybody)
+
+    def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
+        size = self._config.data.batch_size
+        mine = slice(self._places.replica * size, (self._places.replica + 1) * size)
+        whole, targets = torch.tensor(ids[mine]), torch.tensor(labels[mine])
+        of = self._config.ring
+        return shard_batch(whole, of.layout, of.ranks, self._rank, labels=targets, documents=torch.zeros_like(whole))
+
+    def step(self, number: int, microbatches: list[Shard]) -> Step:
+        microbatches = list(map(self._placed, microbatches))
+        total = sum(count_labels(shard.labels, group=self._places.everybody) for shard in microbatches)
+        assert isinstance(total, Tensor)
+        self._optimizer.zero_grad()
+        value = torch.zeros((), device=self._places.device)
+        for i, shard in enumerate(microbatches):
+            part = self._loss(self._hidden(shard, number, i), shard.labels) / total.clamp(min=1)
+            part.backward()
+            value = value + part.detach()
+        sum_gradients(self._model, self._places.everybody)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # As optax does it: torch's clip_grad_norm_ adds 1e-6 to the norm, which is another step.
+        torch._foreach_mul_(gradients, torch.clamp(self._config.optimizer.clip / norm, max=1.0))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rates[number]
+        self._optimizer.step()
+        return Step(value.item(), norm.item())
+
+    @torch.no_grad()
+    def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:
+        shard = self._placed(microbatch)
+        hidden = self._hidden(shard)
+        assert shard.extents is not None
+        before, begin = shard.positions - shard.extents[..., 0], 0
+        for end in ends:
+            labels = torch.where((begin <= before) & (before < end), shard.labels, -100)
+            count = count_labels(labels, group=self._places.everybody)
+            yield self._loss(hidden, labels).item(), int(count)
+            begin = end
+
+    @torch.no_grad()
+    def wrong(self, microbatch: Shard) -> list[int]:
+        shard = self._placed(microbatch)
+        of, size = self._places, self._config.data.batch_size
+        missed = torch.zeros(self._config.rows, dtype=torch.int64, device=of.device)
+        rows, tokens = (shard.labels != -100).nonzero(as_tuple=True)
+        hidden = self._hidden(shard)[rows, tokens]
+        best = (hidden @ self._model.head_weight.to(hidden.dtype).T).argmax(-1)
+        missed.index_add_(0, rows + of.replica * size, (best != shard.labels[rows, tokens]).long())
+        dist.all_reduce(missed, group=of.everybody)
+        return missed.tolist()
+
+    def machine(self) -> Machine:
+        ranks, device = dist.get_world_size(self._places.everybody), self._places.device
+        if device.type == "cuda":
+            return Machine(torch.cuda.get_device_name(device), ranks, torch.cuda.max_memory_allocated(device))
+        unit = 1 if sys.platform == "darwin" else 1024
+        return Machine("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+    def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
+        """What the head is given; dropout applies where there is a step, drawn by it and by rows of the whole batch."""
+        row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
+        dropout: dict[str, Any] = {}
+        if step is not None and self.config.dropout_rate:
+            dropout = {"dropout_seed": self._config.seed + step, "dropout_offset": (row, 0)}
+        given = shard.ids, shard.positions, shard.length
+        return self._model(*given, extents=shard.extents, return_hidden=True, **dropout)
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The sum over everybody's labels."""
+        head, chunk = self._model.head_weight, self._config.ring.chunk
+        return loss(hidden, labels, head=head, chunk=chunk, reduction="sum", group=self._places.everybody)
+
+    def _placed(self, shard: Shard) -> Shard:
+        return Shard(*(x.to(self._places.device) if isinstance(x, Tensor) else x for x in shard))

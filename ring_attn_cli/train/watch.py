@@ -1,0 +1,54 @@
+"""What whoever started a run sees of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .config import Config
+
+
+class Watch:
+    """A bar with the latest step's numbers, and a line for every evaluation. Use as a context."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._config, self._console = config, console
+        columns = MofNCompleteColumn(), BarColumn(8), TimeRemainingColumn(), TextColumn("{task.description}")
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("starting", total=config.steps)
+        self._found: list[str] = []
+
+    def __enter__(self) -> Watch:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, kind: str, line: dict[str, Any]) -> None:
+        """Show a line of the log."""
+        if kind == "run":
+            began = f", from step {line['step']}" if line["step"] else ""
+            words = f"{line['parameters']:,} weights on {line['devices']} x {line['device']}{began}, into {self._config.out}"
+            self._console.print(escape(words))
+            self._progress.update(self._task, completed=line["step"], description="first step")
+        elif kind == "step":
+            self._progress.update(self._task, completed=line["step"], description=in_short(line))
+        elif kind == "evaluation":
+            known = (f"{end}: {x:.3f}" for end, x in zip(line["ends"], line["by_position"], strict=True) if x is not None)
+            self._console.print(f"step {line['step']}: held-out loss {line['loss']:.4f}; up to position {', '.join(known)}")
+        elif kind == "passkey":
+            self._found.append(f"{line['accuracy']:.0%} of {line['length']} tokens")
+            if len(self._found) == len(self._config.passkey.lengths):
+                self._console.print(f"step {line['step']}: passkeys found: {', '.join(self._found)}")
+                self._found = []
+
+
+def in_short(line: dict[str, Any]) -> str:
+    """A step in a few words."""
+    mfu = "" if line["mfu"] is None else f", MFU {line['mfu']:.1%}"
+    speed = f"{line['tokens_per_second']:,.0f} tokens/s, {line['tflops']:.3g} TFLOP/s{mfu}"
+    return f"loss {line['loss']:.4f}, {speed}, {line['memory'] / 2**30:.2f} GiB"

@@ -1,0 +1,51 @@
+"""Passkeys: a number hidden in filler text, and asked for at its end. Whoever answers has attended over all that distance."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from ..mistakes import in_words, is_integer
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+QUESTION = "What is the pass key? The pass key is "
+
+
+class Passkey(NamedTuple):
+    """A text of one byte a token, which ends in the answer."""
+
+    text: bytes
+    answer: int
+    """Where in the text the answer begins."""
+    depth: float
+    """Where the number stands: 0 at the beginning of the filler, 1 at its end."""
+
+    @property
+    def labels(self) -> list[int]:
+        """What each token should predict: at the token before each byte of the answer that byte, -100 everywhere else."""
+        following = [*self.text[1:], -100]
+        return [token if at + 1 >= self.answer else -100 for at, token in enumerate(following)]
+
+
+def shortest(digits: int = 5) -> int:
+    """The tokens of a text without any filler."""
+    return len(NEEDLE.format(key="0" * digits)) + len(QUESTION) + digits
+
+
+def passkey(length: int, seed: int | str = 0, digits: int = 5) -> Passkey:
+    """A text of ``length`` bytes in which a number of ``digits`` digits is hidden at a depth drawn evenly; a pure function.
+
+    As in arXiv:2305.16300: filler, the number, filler, the question, and the number again. Equal arguments give equal texts on
+    every machine. Raises ValueError for a length that does not hold number, question and answer.
+    """
+    for name, value, least in (("digits", digits, 1), ("length", length, shortest(digits) if is_integer(digits) else 1)):
+        if not is_integer(value) or value < least:
+            raise ValueError(f"{name} of a passkey must be an int of at least {least}, got {in_words(value)}")
+    rng = random.Random(f"{seed} {length} {digits}")
+    depth, key = rng.random(), "".join(rng.choices("0123456789", k=digits))
+    filler = FILLER * (length // len(FILLER) + 1)
+    before = round(depth * (length - shortest(digits)))
+    after = length - shortest(digits) - before
+    text = filler[:before] + NEEDLE.format(key=key) + filler[:after] + QUESTION + key
+    return Passkey(text.encode(), length - digits, depth)
