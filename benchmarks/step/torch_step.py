@@ -1,0 +1,75 @@
+"""One rank of the steps in PyTorch: FSDP2 over all GPUs, which are the ring too."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ring_attn_torch import RingTransformer, loss
+
+from ..support.process import answer, argument
+from .problem import CLIP, LEARNING_RATE, Problem, config_of
+
+
+def made(problem: Problem, device: torch.device) -> nn.Module:
+    """The model, every weight sharded before it gets memory."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("seq",))
+    with torch.device("meta"):
+        model = RingTransformer.from_config(config_of(problem), group=mesh["seq"], activations=problem.activations)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(device.type == "cpu")
+    model.to_empty(device=device)
+    torch.manual_seed(dist.get_rank())
+    for p in model.parameters():
+        nn.init.ones_(p) if p.ndim == 1 else nn.init.normal_(p, std=0.02)
+    return model
+
+
+def run(problem: Problem, device: torch.device) -> dict[str, Any]:
+    model = made(problem, device)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=device.type == "cuda")
+    ids, labels = (torch.randint(config_of(problem).vocab, (1, problem.tokens), device=device) for _ in range(2))
+    seconds, losses = [], []
+    for _ in range(1 + problem.steps):
+        dist.barrier()
+        began = time.perf_counter()
+        hidden = model(ids, return_hidden=True)
+        value = loss(hidden, labels, head=model.head_weight, chunk=problem.loss_chunk)
+        optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(value.item())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {"first": seconds[0], "seconds": seconds[1:], "losses": losses, "peak": peak}
+
+
+def main() -> None:
+    given = argument()
+    rank, ranks, store = given.pop("rank"), given.pop("gpus"), given.pop("store")
+    problem = Problem(**given)
+    device = torch.device("cpu") if problem.tiny else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if problem.tiny else "nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    answer(run(problem, device))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
