@@ -27,9 +27,7 @@ def _drawn(shape: tuple[int, ...], sharding: NamedSharding, seed: jax.Array) -> 
 
 def made(problem: Problem, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
     """The model's structure and its weights, a matrix sharded by its rows, a vector by its numbers."""
-    model = lambda: RingTransformer.from_config(
-        config_of(problem), mesh=mesh, activations=problem.activations, rngs=nnx.Rngs(0)
-    )
+    model = lambda: RingTransformer.from_config(config_of(problem), mesh=mesh, activations=problem.activations, rngs=nnx.Rngs(0))
     graph, state = nnx.split(nnx.eval_shape(model))
     leaves, structure = jax.tree.flatten(state)
     sharding = NamedSharding(mesh, P("seq"))
