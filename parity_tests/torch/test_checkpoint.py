@@ -254,8 +254,12 @@ def test_shards_are_resumed_on_another_number_of_ranks(gloo, tmp_path):
         resumed = gloo(ranks, sharded_on_rank, tmp_path, 3, 3)[ranks - 1]
         assert_equal(resumed["before"], saved["after"])
         assert_equal(resumed["moments"], saved["moments"])
-    longer = gloo(8, sharded_on_rank, tmp_path, 3, 5)[0]
-    assert_equal(longer["after"], gloo(8, sharded_on_rank, tmp_path / "other", 0, 5)[0]["after"])
+
+
+def test_shards_of_a_resumed_run_end_in_the_same_bits(gloo, tmp_path):
+    gloo(8, sharded_on_rank, tmp_path / "stopped", 0, 3)
+    resumed = gloo(8, sharded_on_rank, tmp_path / "stopped", 3, 5)[0]
+    assert_equal(resumed["after"], gloo(8, sharded_on_rank, tmp_path / "whole", 0, 5)[0]["after"])
 
 
 def full_on_rank(group: Any, folder: Path) -> None:
