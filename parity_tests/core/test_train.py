@@ -39,7 +39,8 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
     (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found = config_of(tmp_path, text)
     assert found.rows == 2 and found.tokens == 2 * 4 * found.data.length
-    assert found.transformer().rotary is not None and found.transformer().rotary.base == 500000.0
+    rotary = found.transformer().rotary
+    assert rotary is not None and rotary.base == 500000.0
 
 
 @pytest.mark.parametrize(

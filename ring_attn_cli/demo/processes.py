@@ -1,4 +1,4 @@
-"""Processes that work at the same time and report as they go; none outlives the demo, and none fails in silence."""
+"""Processes that work at the same time and report as they go; none outlives who started it, and none fails in silence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -116,6 +117,7 @@ class _Member(NamedTuple):
 
 def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:
     """What a started process does."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the first one ends the others
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -129,3 +131,11 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
         sys.stdout.flush()  # what was printed comes before the traceback
         traceback.print_exc()
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def _end_with_parent() -> None:
+    """A process that is killed ends nobody, and ranks left alone would go on to write checkpoints beside the run begun anew."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sysconfig
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ring_attn_core import layouts
 
@@ -159,11 +159,11 @@ class Config:
         return asdict(self)
 
 
-def read(path: Path | None, **changed: int | str | None) -> Config:
-    """The config of a TOML file, the defaults where there is none; of ``changed`` what is not None takes the place of a key.
+def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
+    """The config of a TOML file, the defaults where there is none; ``out``, ``steps`` and ``ring.ranks`` may be given besides.
 
-    ``ranks``, ``steps`` and ``out`` are what the command changes. Raises ValueError for a file that is none or no TOML, for a key
-    that no table has, naming the nearest one that it has, and for a value of another type.
+    Raises ValueError for a file that is none or no TOML, for a key that no table has, naming the nearest one that it has, and for
+    a value of another type.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -173,11 +173,11 @@ def read(path: Path | None, **changed: int | str | None) -> Config:
             raise ValueError(f"there is no {path}: pass the path of a TOML file, or none for the defaults") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
-    config = made(Config, values, "")
-    ranks = changed.pop("ranks", None)
-    if ranks is not None:
-        config = replace(config, ring=replace(config.ring, ranks=ranks))
-    return replace(config, **{name: value for name, value in changed.items() if value is not None})  # type: ignore[arg-type]
+    ring = values.setdefault("ring", {})
+    for table, name, value in ((values, "out", out), (values, "steps", steps), (ring, "ranks", ranks)):
+        if value is not None and isinstance(table, dict):
+            table[name] = value
+    return made(Config, values, "")
 
 
 def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
@@ -197,7 +197,22 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
             raise ValueError(f"{where} has no key {name!r}: {meant}it has {', '.join(known)}")
 
 
-WORDS = {int: "an integer", float: "a number", str: "a text", Mapping: "a table", tuple: "a list of integers"}
+class Form(NamedTuple):
+    """A type of values: its words in an error, whether a value of the file is one, and the value as the records hold it."""
+
+    words: str
+    fits: Callable[[Any], bool]
+    held: Callable[[Any], Any]
+
+
+FORMS: dict[str, Form] = {
+    "Mapping": Form("a table", lambda x: isinstance(x, dict), dict),
+    "tuple": Form("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
+    "float": Form("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float),
+    "str": Form("a text", lambda x: isinstance(x, str), str),
+    "int": Form("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
+}
+"""By a name in the annotation of a field; the first that stands there counts."""
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
@@ -205,14 +220,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"{name} must be a table, [{name}], got {value!r}")
         return made(hint, value, name)
-    kind = next(kind for kind in (Mapping, tuple, float, str, int) if kind.__name__ in str(hint))
-    fits = {
-        int: isinstance(value, int) and not isinstance(value, bool),
-        float: isinstance(value, int | float) and not isinstance(value, bool),
-        str: isinstance(value, str),
-        Mapping: isinstance(value, dict),
-        tuple: isinstance(value, list) and all(type(each) is int for each in value),
-    }
-    if not fits[kind]:
-        raise ValueError(f"{name} must be {WORDS[kind]}, got {value!r}")
-    return float(value) if kind is float else tuple(value) if kind is tuple else value
+    form = next(form for kind, form in FORMS.items() if kind in str(hint))
+    if not form.fits(value):
+        raise ValueError(f"{name} must be {form.words}, got {value!r}")
+    return form.held(value)

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from .config import Config
 
 
-def arguments(config: Config, held_out: bool = False) -> dict[str, Any]:
-    """Of ``SequenceShardedDataset``, all but whose part it is. The cache lies in the run's folder: the other may be read-only."""
+class Arguments(TypedDict):
+    """Of ``SequenceShardedDataset``, all but whose part it is."""
+
+    folder: str
+    length: int
+    layout: str
+    ranks: int
+    seed: int
+    pattern: str
+    tokenizer: str | None
+    end: int | None
+    cache: Path
+
+
+def arguments(config: Config, held_out: bool) -> Arguments:
+    """What a dataset is asked for on every rank. The cache lies in the run's folder: that of the data may be read-only."""
     of = config.data
     return {
         "folder": of.folder,
@@ -18,7 +32,6 @@ def arguments(config: Config, held_out: bool = False) -> dict[str, Any]:
         "layout": config.ring.layout,
         "ranks": config.ring.ranks,
         "seed": of.seed,
-        "batch_size": of.batch_size,
         "pattern": of.held_out if held_out else of.pattern,
         "tokenizer": of.tokenizer,
         "end": of.end,
@@ -39,10 +52,19 @@ def check(config: Config) -> None:
         passkey(config.data.length, digits=config.passkey.digits)
     if config.data.tokenizer is not None and (config.passkey.lengths or config.passkey.train_every):
         raise ValueError("passkeys are bytes, and data.tokenizer makes other ids: set passkey.lengths = [] and train_every = 0")
-    usual: dict[str, Any] = {"rank": None, "replica": 0, "replicas": config.ring.replicas, "shuffle": True, "epochs": None}
-    usual |= {"last": "drop", "restart_positions": False, "ignore_index": -100}
     for held_out in (False, True):
-        settings = Settings(**arguments(config, held_out), **usual)
+        settings = Settings(
+            **arguments(config, held_out),
+            rank=None,
+            batch_size=config.data.batch_size,
+            replica=0,
+            replicas=config.ring.replicas,
+            shuffle=True,
+            epochs=None,
+            last="drop",
+            restart_positions=False,
+            ignore_index=-100,
+        )
         documents = documents_of(settings)
         Index([each.tokens for each in documents.documents], settings)
         if config.init_from is None:

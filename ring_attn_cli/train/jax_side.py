@@ -57,9 +57,15 @@ def joined(coordinator: str, processes: int | None, process: int | None) -> None
         jax.distributed.initialize(coordinator, processes, process)
 
 
-def on_cpus(config: Config) -> None:
-    """Let jax's CPU play as many devices as the config has, unless this process is one of several."""
-    jax.config.update("jax_num_cpu_devices", config.ring.ranks * config.ring.replicas)
+def on_cpus(config: Config, processes: int | None) -> None:
+    """Let jax's CPU play this process's share of the config's devices; None: who starts the processes says how many they are."""
+    if processes is not None:
+        jax.config.update("jax_num_cpu_devices", max(1, config.ring.ranks * config.ring.replicas // processes))
+
+
+def is_first() -> bool:
+    """Whether this is the first process of the program."""
+    return jax.process_index() == 0
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -99,10 +105,11 @@ class JaxSide:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
-        self.first = jax.process_index() == 0
-        where = {"rank": None, "batch_size": config.rows}
-        self.data = SequenceShardedDataset(**arguments(config) | where, epochs=None)
-        self.held_out = SequenceShardedDataset(**arguments(config, held_out=True) | where, epochs=None)
+        self.first = is_first()
+        self.data, self.held_out = (
+            SequenceShardedDataset(**arguments(config, held_out), rank=None, batch_size=config.rows, epochs=None)
+            for held_out in (False, True)
+        )
         check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._model = self._made()
@@ -199,8 +206,8 @@ def _step(model: RingTransformer, optimizer: nnx.Optimizer, batch: Batch, seed: 
 
     def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
         whole = nnx.merge(graph, weights)
-        dropout = {"dropout_seed": seed, "dropout_offset": (number * how.rows, 0)} if model.config.dropout_rate else {}
-        hidden = _hidden(whole, microbatch, how, **dropout)
+        drawn = seed if model.config.dropout_rate else None
+        hidden = _hidden(whole, microbatch, how, drawn, number * how.rows)
         return (_loss(whole, hidden, microbatch.labels, how) / total).astype(kind)
 
     def add(sums: Any, each: tuple[jax.Array, Batch]) -> tuple[Any, None]:
@@ -228,11 +235,14 @@ def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: Ho
 @partial(nnx.jit, static_argnames=("how",))
 def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: How) -> jax.Array:
     hidden = _hidden(model, Batch(*(x[0] for x in batch)), how)[where]
-    return (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
+    best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
+    return jax.lax.with_sharding_constraint(best, NamedSharding(how.mesh, PartitionSpec()))  # every process reads all of it
 
 
-def _hidden(model: RingTransformer, batch: Batch, how: How, **dropout: jax.Array | tuple[jax.Array, int]) -> jax.Array:
-    return model(batch.ids, batch.positions, how.length, extents=batch.extents, return_hidden=True, **dropout)  # type: ignore[arg-type]
+def _hidden(model: RingTransformer, batch: Batch, how: How, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
+    """What the head is given; dropout applies where there is a seed, drawn by it and by rows of the whole step."""
+    given = batch.ids, batch.positions, how.length
+    return model(*given, extents=batch.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
 
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: How) -> jax.Array:

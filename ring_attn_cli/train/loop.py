@@ -98,7 +98,9 @@ class Log:
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in lines(path) if begin and line["step"] <= begin]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new = path.with_name(f".{path.name}.new")  # a kill leaves the log as it was, or as it is to be
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new.replace(path)
         self._path, self._tell = path, tell
 
     def __call__(self, kind: str, **values: object) -> None:

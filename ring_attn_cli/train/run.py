@@ -66,13 +66,13 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 def _in_jax(config: Config, program: Program | None) -> None:
     from . import jax_side
 
-    if program is None:
-        jax_side.on_cpus(config)
-    else:
+    jax_side.on_cpus(config, 1 if program is None else program.processes)
+    if program is not None:
         jax_side.joined(program.coordinator, program.processes, program.process)
-    with Watch(config, Console(highlight=False)) as watch:
+    first = jax_side.is_first()
+    with Watch(config, Console(highlight=False, quiet=not first)) as watch:
         jax_side.run(config, watch)
-    if program is None or not program.process:
+    if first:
         _finish(config)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import get_node_local_rank
 
 from ring_attn_core.model.progress import Progress
 from ring_attn_torch import (
@@ -56,7 +57,7 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
 
 def launched(config: Config, tell: Tell) -> None:
     """What a process that torchrun started does."""
-    rank = dist.get_node_local_rank(0)
+    rank = get_node_local_rank(0)
     if torch.cuda.is_available() and torch.cuda.device_count() <= rank:
         raise ValueError(
             f"torchrun has started more processes here than the {torch.cuda.device_count()} GPUs that they see: start one for "
@@ -78,7 +79,7 @@ def launched(config: Config, tell: Tell) -> None:
 
 def is_first() -> bool:
     """Whether this is the first process of its machine, of those that torchrun started."""
-    return dist.get_node_local_rank(0) == 0
+    return get_node_local_rank(0) == 0
 
 
 def run(config: Config, tell: Tell, device: torch.device) -> None:
@@ -117,9 +118,7 @@ class TorchSide:
         self._config, self._places = config, places
         self._rank = dist.get_rank(places.ring)
         self.first = dist.get_rank(places.everybody) == 0
-        where = {"rank": self._rank, "replicas": config.ring.replicas, "replica": places.replica}
-        self.data = SequenceShardedDataset(**arguments(config), **where, epochs=None)
-        self.held_out = SequenceShardedDataset(**arguments(config, held_out=True), **where, epochs=None)
+        self.data, self.held_out = self._dataset(held_out=False), self._dataset(held_out=True)
         check_ranks({"data": self.data.state(), "held out": self.held_out.state()}, places.everybody)
         self._model = self._made()
         self.config = self._model.config
@@ -131,6 +130,16 @@ class TorchSide:
         self._optimizer = torch.optim.AdamW(groups, of.learning_rate, (of.beta1, of.beta2), of.eps)
         self._rates = rates(of, config.steps)
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep, group=places.everybody)
+
+    def _dataset(self, held_out: bool) -> SequenceShardedDataset:
+        return SequenceShardedDataset(
+            **arguments(self._config, held_out),
+            rank=self._rank,
+            batch_size=self._config.data.batch_size,
+            replicas=self._config.ring.replicas,
+            replica=self._places.replica,
+            epochs=None,
+        )
 
     def _made(self) -> RingTransformer:
         """The model: of ``init_from``, or with first weights that are JAX's too."""
@@ -178,7 +187,9 @@ class TorchSide:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         # As optax does it: torch's clip_grad_norm_ adds 1e-6 to the norm, which is another step.
-        torch._foreach_mul_(gradients, torch.clamp(self._config.optimizer.clip / norm, max=1.0))
+        factor = torch.clamp(self._config.optimizer.clip / norm, max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
         self._optimizer.step()
@@ -218,11 +229,9 @@ class TorchSide:
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
         """What the head is given; dropout applies where there is a step, drawn by it and by rows of the whole batch."""
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
-        dropout: dict[str, Any] = {}
-        if step is not None and self.config.dropout_rate:
-            dropout = {"dropout_seed": self._config.seed + step, "dropout_offset": (row, 0)}
+        seed = None if step is None or not self.config.dropout_rate else self._config.seed + step
         given = shard.ids, shard.positions, shard.length
-        return self._model(*given, extents=shard.extents, return_hidden=True, **dropout)
+        return self._model(*given, extents=shard.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The sum over everybody's labels."""
@@ -230,4 +239,7 @@ class TorchSide:
         return loss(hidden, labels, head=head, chunk=chunk, reduction="sum", group=self._places.everybody)
 
     def _placed(self, shard: Shard) -> Shard:
-        return Shard(*(x.to(self._places.device) if isinstance(x, Tensor) else x for x in shard))
+        there = self._places.device
+        extents = None if shard.extents is None else shard.extents.to(there)
+        ids, labels, positions = shard.ids.to(there), shard.labels.to(there), shard.positions.to(there)
+        return shard._replace(ids=ids, labels=labels, positions=positions, extents=extents)
