@@ -32,17 +32,14 @@ class Stopped(Exception):
 
 
 def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
-    """Ten steps with every part of a step: accumulation, clipping, warm-up, decay, dropout, a step that learns passkeys.
-
-    Of the model's features those that are float32 whatever the weights are, rotary embeddings and sinks, are left out.
-    """
+    """Ten steps with every part of a step: accumulation, clipping, warm-up, decay, dropout, a step that learns passkeys."""
     corpus.write_texts(folder / "data", (700, 61, 1, 900, 100, 3, 1300))
     model = {"vocab": 256, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 24, "qk_norm": True, "qkv_bias": True}
     return Config(
         out=str(folder / name),
         steps=steps,
         save_every=4,
-        model=model | {"tied": False, "rotary_base": None, "alibi": True, "dropout_rate": 0.1, "param_dtype": "float64"},
+        model=model | {"tied": False, "sinks": True, "alibi": True, "dropout_rate": 0.1, "param_dtype": "float64"},
         data=Data(folder=str(folder / "data"), pattern="**/*.txt", held_out="**/*.txt", length=120, batch_size=2, accumulate=2),
         optimizer=Optimizer(learning_rate=1e-2, warmup=3, clip=1.5),
         ring=Ring(ranks=ranks, chunk=20),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core import Band, causal, sliding_window
+from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
 
@@ -30,9 +31,6 @@ PACKED_LENGTH, STEPS, LEARNING_RATE = 61, 50, 0.02
 """Its training: STEPS of plain gradient descent, with dropout of another seed at every step."""
 
 MIDDLE = LENGTH // 2
-
-SLOPES = 2.0 ** -np.array([2, 4, 6, 8])
-"""ALiBi's for 4 heads."""
 
 CALLED = "extents", "key_mask", "dropout_seed"
 """Arguments of RingAttention's call; the others are its constructor's."""
@@ -159,7 +157,8 @@ def attention_layer(
     flat = lambda t: t.reshape(*t.shape[:2], -1)
     q, k, v = (heads(x @ weights[f"{name}.weight"].T) for name in "qkv")
     arguments = (turn(q), turn(k), v, mask, heads(dout @ weights["o.weight"]))
-    features |= {"sinks": weights["sinks"] if sinks else None, "alibi_slopes": SLOPES if alibi else None}
+    slopes = np.array(alibi_slopes(q.shape[2]))
+    features |= {"sinks": weights["sinks"] if sinks else None, "alibi_slopes": slopes if alibi else None}
     inner = exact(*arguments, **features) if dtype is None else plain(*arguments, dtype, **features)
     gradients = {"q": flat(turn(inner.dq, -1)), "k": flat(turn(inner.dk, -1)), "v": flat(inner.dv)}
     attended = flat(inner.out)

@@ -109,8 +109,8 @@ def gradients(module: nn.Module) -> Arrays:
 
 
 def whole(shard: Tensor, layout: str, group: Group) -> np.ndarray:
-    """The array of all ranks in natural order, in float32, padding cut off."""
-    shard = shard.detach().float().contiguous()
+    """The array of all ranks in natural order, in float32 (float64 for float64), padding cut off."""
+    shard = shard.detach().to(torch.promote_types(shard.dtype, torch.float32)).contiguous()
     shards = [torch.empty_like(shard) for _ in range(ranks_of(group))]
     if group is None:
         shards = [shard]

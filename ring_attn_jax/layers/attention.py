@@ -22,6 +22,7 @@ from ring_attn_core.runs import Band
 from ..api import attention
 from ..arguments import Arrays
 from ..attend.dropout import draw_of
+from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..data.layout import positions as positions_of
 from ..sharded import Where, sharded
@@ -44,8 +45,9 @@ class RingAttention(nnx.Module):
     Qwen2; o has none. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
-    denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
-    positions, with the fixed slopes of :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
+    denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get
+    ``slope_h (k_pos - q_pos)`` in global positions, with the fixed slopes of
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
     ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
     one is evaluation.
 
@@ -110,7 +112,7 @@ class RingAttention(nnx.Module):
         self.o = Linear(heads * size, dim, False, kept, rngs=rngs)
         self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
         self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None
+        self.sinks = nnx.Param(jnp.zeros(heads, accumulation_dtype(jnp.dtype(kept)))) if sinks else None
 
     def __call__(
         self,
@@ -154,7 +156,7 @@ class RingAttention(nnx.Module):
             q, k = self.rotary(q, positions), self.rotary(k, k_positions)
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
         draw = draw_of(dropout_seed, dropout_offset) if rate else None
-        slopes = jnp.asarray(alibi_slopes(self.config.heads), jnp.float32) if self.config.alibi else None
+        slopes = jnp.asarray(alibi_slopes(self.config.heads), accumulation_dtype(q.dtype)) if self.config.alibi else None
         arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw)
         kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
         options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)

@@ -34,7 +34,7 @@ class Linear(nnx.Linear):
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), computed in float32."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in float32 at least."""
 
     def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
         self.weight = nnx.Param(jnp.ones(dim, jnp.dtype(param_dtype)))

@@ -27,8 +27,9 @@ class RotaryEmbedding(nnx.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) give the angles of another
     frequency, and YaRN multiplies y by its attention factor.
 
-    Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
-    position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
+    Angles are float32, of a float64 x float64. A float32 product of position and frequency is off by 0.06 rad at a million
+    tokens, so a position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a
+    rest: 4e-4 rad.
 
     Raises ValueError for an odd head_dim, a base of at most 1, and what is no scaling.
     """
@@ -43,18 +44,18 @@ class RotaryEmbedding(nnx.Module):
         Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
         """
         self._check(x, positions)
-        cos, sin = (t[..., None, :].astype(accumulation_dtype(x.dtype)) for t in self._turns(positions))
+        cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
         low, high = jnp.split(x.astype(cos.dtype), 2, -1)
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
-    def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin times the attention factor, float32 [b or 1, s, head_dim / 2]."""
+    def _turns(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """cos and sin times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
         fine = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))
         coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
         positions = positions if positions.ndim == 2 else positions[None]
         positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 fits no int8
-        quotient, rest = (t[..., None].astype(jnp.float32) for t in (positions // COARSE, positions % COARSE))
-        angles = quotient * coarse.astype(np.float32)[None, None] + rest * fine.astype(np.float32)[None, None]
+        quotient, rest = (t[..., None].astype(dtype) for t in (positions // COARSE, positions % COARSE))
+        angles = quotient * coarse.astype(dtype)[None, None] + rest * fine.astype(dtype)[None, None]
         factor = attention_factor(self.rotary)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         return (cos, sin) if factor == 1 else (cos * factor, sin * factor)

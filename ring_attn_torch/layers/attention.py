@@ -21,6 +21,7 @@ from ring_attn_core.runs import Band
 from ..api import attention
 from ..arguments import Arrays
 from ..attend.dropout import Dropout
+from ..attend.tiles import accumulation_dtype
 from ..data.layout import positions as positions_of
 from ..ring.groups import Group, constant, group_name, group_of, local, rank_in, ranks_of
 from .parts import Linear, RMSNorm, dtype_name
@@ -41,8 +42,9 @@ class RingAttention(nn.Module):
     Qwen2; o has none. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
-    denominator, the float32 parameter ``sinks`` [heads], 0 at first. ``alibi``: scores get ``slope_h (k_pos - q_pos)`` in global
-    positions, with the fixed slopes of :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
+    denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get
+    ``slope_h (k_pos - q_pos)`` in global positions, with the fixed slopes of
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
     ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
     one is evaluation.
 
@@ -105,7 +107,7 @@ class RingAttention(nn.Module):
         self.o = Linear(heads * size, dim, False, kept)
         self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
         self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32)) if sinks else None
+        self.sinks = nn.Parameter(torch.zeros(heads, dtype=accumulation_dtype(self.q.weight.dtype))) if sinks else None
 
     def forward(
         self,
@@ -180,9 +182,9 @@ class RingAttention(nn.Module):
         return tokens * ranks_of(ring_of(self.group))
 
     def _slopes(self, q: Tensor) -> Tensor:
-        """float32 [heads] of the heads of q, made on its device: not a buffer, which ``.bfloat16()`` would round."""
+        """[heads] of the heads of q, float32 or float64 as q, made on its device: ``.bfloat16()`` would round a buffer."""
         heads = torch.arange(self.first_head, self.first_head + q.shape[2], dtype=torch.float64, device=q.device)
-        return alibi_slopes(self.config.heads, heads).float()
+        return alibi_slopes(self.config.heads, heads).to(accumulation_dtype(q.dtype))
 
     def __getstate__(self) -> dict[str, Any]:
         """With the group's name for the group, which can be neither copied nor pickled."""

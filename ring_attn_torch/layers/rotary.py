@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
 
+from ..attend.tiles import accumulation_dtype
+
 COARSE = 1024
 """Tokens between two coarse angles of RotaryEmbedding."""
 
@@ -23,8 +25,9 @@ class RotaryEmbedding(nn.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) give the angles of another
     frequency, and YaRN multiplies y by its attention factor.
 
-    Angles are float32 whatever x is. A float32 product of position and frequency is off by 0.06 rad at a million tokens, so a
-    position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a rest: 4e-4 rad.
+    Angles are float32, of a float64 x float64. A float32 product of position and frequency is off by 0.06 rad at a million
+    tokens, so a position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a
+    rest: 4e-4 rad.
 
     Raises ValueError for an odd head_dim, a base of at most 1, and what is no scaling.
     """
@@ -40,18 +43,18 @@ class RotaryEmbedding(nn.Module):
         Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
         """
         self._check(x, positions)
-        cos, sin = (t[..., None, :].to(torch.promote_types(x.dtype, torch.float32)) for t in self._turns(positions))
+        cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
         low, high = x.to(cos.dtype).chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
-    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin times the attention factor, float32 [..., head_dim / 2]."""
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
         pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         fine = inverse_frequencies(self.rotary, self.head_dim, pair)
         coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
         positions = positions if positions.dtype in (torch.int32, torch.int64) else positions.long()  # 1024 fits no int8
-        quotient, rest = (t[..., None].float() for t in (positions // COARSE, positions % COARSE))
-        angles = quotient * coarse.float() + rest * fine.float()
+        quotient, rest = (t[..., None].to(dtype) for t in (positions // COARSE, positions % COARSE))
+        angles = quotient * coarse.to(dtype) + rest * fine.to(dtype)
         factor = attention_factor(self.rotary)
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
