@@ -197,7 +197,7 @@ class Checkpoints:
     def _commit(self, new: Path, done: Path, run: dict[str, Any]) -> None:
         """Give a checkpoint its name, once every rank has written its part, and delete those beyond ``keep``."""
         (new / RUN).write_text(json.dumps(run, indent=2))
-        for path in (*new.iterdir(), new):  # torch does not wait for its index
+        for path in (new / RUN, new):  # torch has waited for its files
             to_disk(path)
         new.rename(done)
         to_disk(self.folder)
