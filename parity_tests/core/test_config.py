@@ -91,6 +91,7 @@ def test_layers_differ_in_their_masks_and_rotary_embeddings():
         (json.dumps(SIZES | {"experts": 8, "router": 1}), "has no 'experts', 'router'"),
         (json.dumps(SIZES | {"type": "Band"}), "has no 'type'"),
         (json.dumps(SIZES | {"rotary": {"type": "Rotary", "theta": 1e4}}), "Rotary has no 'theta'"),
+        (json.dumps(SIZES | {"mask": {"type": "Band", "lo": "x"}}), "lo of a Band must be an int, .*, or null, got 'x'"),
         (json.dumps(SIZES | {"rotary": {"type": "LongRope"}}), "has the type Band or .*, got 'LongRope'"),
         (json.dumps(SIZES | {"rotary": {"type": "Rotary", "scaling": {"type": "Linear"}}}), "Linear needs 'factor'"),
         (json.dumps({"vocab": 31, "dim": 24}), "TransformerConfig needs 'depth', 'heads', and the JSON leaves it out"),

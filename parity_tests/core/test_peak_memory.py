@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from ring_attn_cli.main import app
 from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.llama import their_config
 from ring_attn_core.model.memory import GIB, STEP, Training, longest, peak_memory, total, weights
 from ring_attn_core.model.shapes import SHAPES, shape
 
@@ -116,13 +118,16 @@ def test_plan_reads_a_config_and_says_whether_so_many_tokens_fit(tmp_path: Path)
     small = "--model", str(file), "--gpus", "1", "--activations", "recompute", "--tokens"
     assert "4,096 tokens a GPU, 4,096 on 1 fit" in plan(*small, "4096").output
     assert "do not fit" in plan(*small, "40000000").output
+    file.write_text(json.dumps(their_config(shape("llama-1b"), 4096)))
+    done = plan("--model", str(file), "--gpus", "8", "--memory", "141")
+    assert f"{weights(shape('llama-1b')):,} weights" in done.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "gpt-9"], "no model is called 'gpt-9': choose one of llama-1b, llama-8b, "),
-        (["--model", "no/such/config.json"], "No such file or directory"),
+        (["--model", "no/such/config.json"], "no/such/config.json is missing"),
         (["--model", "llama-8b", "--memory", "8"], "llama-8b fits no 1,024 tokens a GPU: one token takes"),
         (["--model", "llama-8b", "--memory", "-1"], "--memory must be a number of GiB above 0, got -1"),
         (["--model", "llama-8b", "--activations", "drop"], "activations must be one of keep, recompute, offload, got 'drop'"),

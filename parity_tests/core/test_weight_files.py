@@ -16,6 +16,7 @@ from ring_attn_core.model.llama import config_of, their_config
 from ring_attn_core.model.rotary import NTK, Linear, Llama3, Rotary, YaRN
 from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, current, read_config, replacing, sources, write
 
+from ..support.flushed import unflushed
 from ..support.full_disk import full_disk
 from ..support.published import config_of as model_of
 
@@ -142,6 +143,23 @@ def test_a_truncated_file_is_named(tmp_path, kept):
         values(tmp_path / "w")
 
 
+def test_weights_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "MOST_BYTES", 24)
+    save(tmp_path / "w")
+    with unflushed() as lost:
+        save(tmp_path / "w", 1.0)
+    assert not [path for path in lost if not path.startswith(str(tmp_path / "w"))]  # the one before has been there for long
+
+
+def test_weights_that_are_quantised_are_refused(tmp_path):
+    from safetensors.numpy import save_file
+
+    save(tmp_path / "w")
+    save_file({"a": np.zeros((2, 3), np.int8), "b": np.zeros(5, np.float32)}, tmp_path / "w" / WEIGHTS)
+    with pytest.raises(ValueError, match=r"w holds a is I8: weights must be F32, BF16, F16, F64, .* before it was quantised"):
+        values(tmp_path / "w")
+
+
 def test_weights_that_do_not_fit_are_named(tmp_path):
     save(tmp_path / "w", b=(7,), c=(1,), d=(2,))
     with pytest.raises(ValueError, match=r"w holds does not fit this module: c is unexpected; d is unexpected; b is \[7\] and"):
@@ -220,6 +238,11 @@ LLAMA: dict[str, Any] = {
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must be one for all layers, got full_attention"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads, got partial_rotary_factor 0.5"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be an int"),
+        ({"model_type": ["llama"]}, r"model_type must be one of .*, got \['llama'\]"),
+        ({"attention_dropout": "0.1"}, "attention_dropout of a llama model must be a number, got '0.1': restore config.json"),
+        ({"rope_scaling": "linear"}, "rope_scaling of a llama model must be an object, got 'linear'"),
+        ({"layer_types": 3}, "layer_types of a llama model must be a list of one text a layer, got 3"),
+        ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": None}, "rope_type 'yarn' needs factor, got"),
         ({"num_key_value_heads": 3}, "kv_heads=3 must divide heads=4"),
     ],
 )

@@ -87,6 +87,42 @@ def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
     assert bytes_of[64] <= 8 * inside / 16 + 8 * (tokens + hidden) * dim * 4
 
 
+def products(jaxpr: Any, hidden: int) -> int:
+    """How many matrix products with an MLP's ``hidden`` features a program runs, in loops as often as these."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            count += any(hidden in x.aval.shape for x in equation.invars)
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program))
+        count += times * sum(products(x, hidden) for x in inner if hasattr(x, "eqns"))
+    return count
+
+
+def is_program(x: Any) -> bool:
+    return hasattr(x, "jaxpr") or hasattr(x, "eqns")
+
+
+FORWARD, AGAIN, BACKWARD = 3, 2, 6
+"""Products of an MLP: gate, up and down; of these the backward needs the first two again; two gradients of each."""
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_an_mlp_is_computed_again_once_in_chunks_or_not_in_a_block_that_is_computed_again_too(activations):
+    for whole, chunk, chunks in ((False, None, 1), (False, 4, 3), (True, 4, 3)):
+        mesh = mesh_of(4)
+        sizes: dict[str, Any] = TRANSFORMER | {"depth": 1, "hidden": 56, "mlp_chunk": chunk, "activations": activations}
+        model = RingTransformer(**sizes, layout="striped", mesh=mesh if whole else None, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(model, nnx.Param)
+        hidden = lambda state, ids, graph=graph: nnx.merge(graph, state)(ids, length=LENGTH, return_hidden=True)
+        if not whole:
+            hidden = jax.shard_map(hidden, mesh=mesh, in_specs=(REPLICATED, SEQ), out_specs=SEQ)
+        ids = shard_batch(jnp.asarray(token_ids()[0]), "striped", 4).ids
+        program = jax.make_jaxpr(jax.grad(lambda state, ids, hidden=hidden: hidden(state, ids).sum()))(state, ids)
+        again = 0 if activations == "keep" and chunk is None else AGAIN
+        assert products(program.jaxpr, 56) == chunks * (FORWARD + again + BACKWARD), (whole, chunk)
+
+
 @pytest.mark.parametrize("chunk", [0, -1, 2.0, True, "3"])
 def test_an_mlp_chunk_without_tokens_is_refused(chunk):
     with pytest.raises(ValueError, match="mlp_chunk is a number of tokens, an int of at least 1, got"):

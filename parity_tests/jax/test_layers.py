@@ -263,6 +263,8 @@ def test_arrays_that_do_not_fit_are_refused():
         rotary(x[:, :, 0], jnp.arange(4))
     with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 24\], got \[4, 24\]"):
         RingAttention(24, 4, rngs=nnx.Rngs(0))(jnp.ones((4, 24)))
+    with pytest.raises(ValueError, match=r"ids must be integers \[batch, tokens\], got float32 \[2, 4\]"):
+        RingTransformer(**TRANSFORMER, mesh=mesh_of(1), rngs=nnx.Rngs(0))(jnp.ones((2, 4)))
     with pytest.raises(ValueError, match=r"labels must be \[2, 4\]"):
         loss(jnp.ones((2, 4, 7)), jnp.ones((2, 5), jnp.int32), axis_name=None)
     with pytest.raises(ValueError, match="'seq' is no mesh axis here: call loss inside"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -209,6 +212,46 @@ def test_a_tensor_comes_back_as_it_was_in_any_number_of_pieces(monkeypatch, dtyp
     x.fill_(float("nan"))
     for _ in range(2):
         assert torch.equal(page(), kept)
+
+
+class Late(TorchDispatchMode):
+    """Copies that are made only where somebody waits for the event after them: CUDA's at the worst moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is not torch.ops.aten.copy_.default:
+            return function(*arguments, **(keywords or {}))
+        self.copies.append(arguments[:2])
+        return arguments[0]
+
+    def wait(self) -> None:
+        for to, source in self.copies:
+            to.copy_(source)
+        self.copies.clear()
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """In place of CUDA's streams."""
+    with Late() as late:
+        yield SimpleNamespace(wait_event=lambda late: late.wait()), SimpleNamespace(record_event=lambda: late)
+
+
+def test_nobody_uses_what_is_not_yet_copied(monkeypatch):
+    monkeypatch.setattr(offload, "_beside", beside)
+    x, host = torch.randn(2, 5, 7), Host()
+    kept = x.clone()
+    host.begin()
+    pages = [host.put(each) for each in x]
+    assert torch.equal(pages[0](), kept[0])
+    for _ in range(offload.ON_THEIR_WAY):
+        host.put(torch.zeros(3))
+    x.fill_(float("nan"))  # whose memory is another's once it has left
+    for page, expected in zip([*pages, *pages], [*kept, *kept], strict=True):
+        assert torch.equal(page(), expected)
 
 
 def sharded_on_rank(group: dist.ProcessGroup, activations: str) -> list[np.ndarray]:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ring_attn_torch import RingTransformer, from_numpy, gather, gather_token, loss, shard_batch, sum_gradients
 from ring_attn_torch.layers.transformer import SwiGLU
@@ -53,9 +56,65 @@ def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
     for chunk in (None, 64):
         mlp = SwiGLU(dim, hidden, chunk=chunk)
         bytes_of[chunk] = peak_bytes(lambda mlp=mlp: mlp(x).sum().backward())
+    again = lambda x: checkpoint(lambda x: mlp(x.sin()), x, use_reentrant=False)
+    bytes_of["computed again"] = peak_bytes(lambda: again(x).sum().backward())
     inside = tokens * hidden * 4
     assert bytes_of[None] >= 3 * inside
-    assert bytes_of[64] <= 8 * inside / 16 + 6 * x.nbytes + 8 * hidden * dim * 4
+    for chunks in (64, "computed again"):
+        assert bytes_of[chunks] <= 8 * inside / 16 + 6 * x.nbytes + 8 * hidden * dim * 4
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products with an MLP's ``hidden`` features."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.hidden, self.count = hidden, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten.mm.default:
+            self.count += any(self.hidden in x.shape for x in arguments)
+        return function(*arguments, **(keywords or {}))
+
+
+FORWARD, AGAIN, BACKWARD = 3, 2, 6
+"""Products of an MLP: gate, up and down; of these the backward needs the first two again; two gradients of each."""
+
+
+def test_an_mlp_is_computed_again_once_in_chunks_or_not_in_a_block_that_is_computed_again_too():
+    """Whether the block is one of ours or torch's own checkpoint surrounds it; the gradients are the same to the bit."""
+    ids, gradients = torch.from_numpy(token_ids()[0]), {}
+    for activations in ("keep", "recompute", "offload"):
+        for chunk, chunks in ((None, 1), (10, 4)):
+            sizes: dict[str, Any] = TRANSFORMER | {"depth": 1, "mlp_chunk": chunk, "activations": activations}
+            model = from_numpy(RingTransformer(**sizes, layout="contiguous"), transformer_weights(depth=1))
+            with Products(TRANSFORMER["hidden"]) as products:
+                value = model(ids, return_hidden=True).sin().sum()
+                gradients[activations, chunk] = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
+            again = 0 if activations == "keep" and chunk is None else AGAIN
+            assert products.count == chunks * (FORWARD + again + BACKWARD), (activations, chunk)
+            assert_equal(gradients[activations, chunk], gradients["keep", chunk])
+            assert_equal(gradients[activations, chunk], torch.autograd.grad(value, list(model.parameters())))
+
+
+def test_an_mlp_in_chunks_may_be_computed_again_with_anything_behind_it():
+    mlp, x = SwiGLU(8, 16, chunk=3), torch.randn(2, 10, 8, requires_grad=True)
+    inner = lambda x: mlp(x).sin().exp()
+    with Products(16) as products:
+        checkpoint(mlp, x, use_reentrant=False).sum().backward()
+    assert products.count == 4 * (FORWARD + AGAIN + BACKWARD)
+    inputs = x, *mlp.parameters()
+    got = torch.autograd.grad(checkpoint(inner, x, use_reentrant=False).sum(), inputs)
+    assert_equal(got, torch.autograd.grad(inner(x).sum(), inputs))
+    frozen = SwiGLU(8, 16, chunk=3).requires_grad_(False)
+    frozen.down.weight.requires_grad_()
+    (gradient,) = torch.autograd.grad(frozen(x.detach()).sum(), [frozen.down.weight])
+    frozen.chunk = None
+    torch.testing.assert_close(gradient, torch.autograd.grad(frozen(x.detach()).sum(), [frozen.down.weight])[0])
+
+
+def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_chunks_compile_as_one_graph_and_serve_without_gradients():

@@ -6,7 +6,7 @@ import json
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
-from ..mistakes import in_words
+from ..mistakes import in_words, is_integer
 from ..runs import Band
 from .rotary import NTK, Linear, Llama3, Rotary, YaRN
 
@@ -64,4 +64,8 @@ def _made(kind: type[Record], values: dict[str, Any]) -> Record:
     missing = [name for name in needed if name not in values]
     if missing:
         raise ValueError(f"{kind.__name__} needs {', '.join(map(repr, missing))}, and the JSON leaves it out")
-    return kind(**{name: _read(value) for name, value in values.items()})
+    made = {name: _read(value) for name, value in values.items()}
+    strange = [name for name, x in made.items() if kind is Band and x is not None and not is_integer(x)]
+    if strange:
+        raise ValueError(f"{strange[0]} of a Band must be an int, a number of tokens, or null, got {in_words(made[strange[0]])}")
+    return kind(**made)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..mistakes import in_words
 from .checks import check_sizes
 from .config import TransformerConfig
 from .rotary import NTK, Linear, Llama3, Rotary, YaRN
@@ -51,6 +52,19 @@ FIXED = {
 """What a config must say, if it says anything, for our layers to compute the same."""
 
 
+TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "max_position_embeddings": (int, "an int"),
+    "original_max_position_embeddings": (int, "an int"),
+    "sliding_window": (int, "an int"),
+    "max_window_layers": (int, "an int"),
+    "layer_types": (list, "a list of one text a layer"),
+    "attention_dropout": ((int, float), "a number"),
+    "rope_scaling": (Mapping, "an object"),
+    "rope_parameters": (Mapping, "an object"),
+}
+"""What a key holds, if it is there and not null."""
+
+
 def config_of(theirs: Theirs) -> TransformerConfig:
     """Return the config of the model that ``theirs``, from a config.json, describes.
 
@@ -59,7 +73,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:
         raise ValueError("this folder was written by save_weights: read it with load_weights")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
     family = FAMILIES[kind]
     missing = [name for name in SIZES if name not in theirs]
@@ -69,6 +83,10 @@ def config_of(theirs: Theirs) -> TransformerConfig:
     for name, needed in FIXED.items():
         if theirs.get(name, needed) not in (needed, None):
             raise ValueError(f"{name} of a {kind} model must be {needed!r}, got {theirs[name]!r}: our layers do not compute that")
+    for name, (kinds, words) in TYPES.items():
+        value = theirs.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise ValueError(f"{name} of a {kind} model must be {words}, got {in_words(value)}: restore config.json")
     get = lambda name, default=None: theirs.get(name, family.defaults.get(name, default))
     return TransformerConfig(
         **{ours: theirs[name] for name, ours in SIZES.items()},
@@ -79,7 +97,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         eps=get("rms_norm_eps", 1e-6),
-        dropout_rate=float(get("attention_dropout", 0.0)),
+        dropout_rate=float(get("attention_dropout") or 0.0),
         tied=bool(get("tie_word_embeddings", False)),
         param_dtype=get("dtype") or get("torch_dtype") or "float32",
     )
@@ -153,11 +171,12 @@ def _rotary(theirs: Theirs) -> Rotary:
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"rope_parameters must turn whole heads, got partial_rotary_factor {given['partial_rotary_factor']}")
     base = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = str(given.get("rope_type") or given.get("type") or "default")
     most = theirs.get("max_position_embeddings")
     original = theirs.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or most
-    needs = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-    missing = [name for name in needs if name not in given]
+    always = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    needs = always.get(kind, ("factor",) if kind == "yarn" and not most else ())
+    missing = [name for name in needs if given.get(name) is None]
     if missing:
         raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}, got {dict(given)}")
     if kind == "default":
@@ -170,7 +189,7 @@ def _rotary(theirs: Theirs) -> Rotary:
     if kind == "yarn":
         scales = given.get("mscale"), given.get("mscale_all_dim")
         mscale, mscale_all = scales if all(scales) else (None, None)  # what transformers makes of one alone
-        factor = given.get("factor") or most / original  # type: ignore[operator]
+        factor = most / original if given.get("factor") is None else given["factor"]  # type: ignore[operator]
         fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
         attention, truncate = given.get("attention_factor"), given.get("truncate", True)
         return Rotary(base, YaRN(factor, original, fast, slow, attention, mscale, mscale_all, truncate))  # type: ignore[arg-type]

@@ -25,6 +25,9 @@ MOST_BYTES = 5 * 10**9
 SAVING, REPLACED = ".{}.saving", ".{}.replaced"
 """What the folder ``{}`` is called while it is written, and while a new one takes its place."""
 
+DTYPES = "F32", "BF16", "F16", "F64"
+"""What safetensors calls the dtypes that weights may be stored in."""
+
 Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 """``save_file`` of safetensors for a framework: arrays by name, where to, and the header's texts."""
 
@@ -111,25 +114,34 @@ def sources(
     """Return where weights stand: for every file of the folder what to read from it, our name and the file's.
 
     ``expected``: shapes by our names; ``renamed``: what the files call a weight; ``ignored``: endings of the files' names that
-    are no weights. Raises ValueError for what is missing, unexpected, of another shape, or in a file that cannot be read.
+    are no weights. Raises ValueError for what is missing, unexpected, of another shape, quantised, or in a file that cannot be
+    read.
     """
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, names in _files(folder).items():
         with opened(file) as weights:
             held = set(weights.keys())
             lost = sorted((names or held) - held)
             if lost:
                 raise ValueError(f"{file} lacks {', '.join(lost[:8])}, which {INDEX} promises: copy or download it again")
-            found |= {name: (file, tuple(weights.get_slice(name).get_shape())) for name in sorted(names or held)}
+            for name in sorted(names or held):
+                stored = weights.get_slice(name)
+                found[name] = file, tuple(stored.get_shape()), str(stored.get_dtype())
     found = {name: place for name, place in found.items() if not name.endswith(tuple(ignored))}
     ours = {renamed(name): name for name in expected}
     check_state(
         {theirs: expected[name] for theirs, name in ours.items()},
-        {name: shape for name, (_, shape) in found.items()},
+        {name: shape for name, (_, shape, _) in found.items()},
         f"what {folder} holds",
         f"Are {CONFIG} and the weights of the same model?",
         most=8,
     )
+    strange = [f"{name} is {found[name][2]}" for name in ours if found[name][2] not in DTYPES]
+    if strange:
+        raise ValueError(
+            f"{folder} holds {', '.join(strange[:8])}: weights must be {', '.join(DTYPES)}, for what is quantised means nothing "
+            "without its scales; save the model as it was before it was quantised"
+        )
     grouped: dict[Path, dict[str, str]] = {}
     for theirs, name in ours.items():
         grouped.setdefault(found[theirs][0], {})[name] = theirs

@@ -24,6 +24,9 @@ def in_chunks(
     So what ``function`` holds inside is there for one chunk only, forward and backward. ``weights``: a tree of arrays.
     ``where``: how whole arrays are sharded; then every device cuts its own tokens, and the gradients of the weights are summed
     over devices once, not in every chunk. Of tokens that fit one chunk nothing is recomputed.
+
+    Inside of what jax.checkpoint computes again, ``function`` runs no more often than without chunks: once forward, and once for
+    the backward. What comes out of it is not computed again, for nobody reads it.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:

@@ -109,8 +109,9 @@ class RingTransformer(nnx.Module):
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
     (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32.
-    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more, and
-    computes them again in the backward; None: all at once. The other arguments are those of :class:`RingAttention`.
+    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more;
+    None: all at once. The price is that the backward computes them again, once; where ``activations`` is not "keep", it does so
+    anyway, and no more often. The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
     sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
@@ -262,8 +263,8 @@ class RingTransformer(nnx.Module):
         rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, Where) else None
         if rows is not None:
             ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask), rows.length
-        if ids.ndim != 2:
-            raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
+        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if positions is None:
             positions = layout_positions(self.layout, self.where, ids.shape[1])
         weight = self.embed.embedding[...]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn_core.kernels.backends import check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
@@ -49,7 +50,7 @@ class RingAttention(nn.Module):
     one is evaluation.
 
     A rank's gradients of the weights are its own part: sum them over the ranks, as :func:`sum_gradients` does. Raises ValueError
-    for sizes that do not fit and numbers outside their range.
+    for sizes that do not fit, numbers outside their range, and ``deterministic`` with a backend that is not.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RingAttention(nn.Module):
         self.options = Options(
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
+        check_vendor(self.options, differentiates_lse=False)
         self.group = group
         self.first_head = 0  # of this rank's, where tensor parallelism splits them
         kept, size, turned = config.param_dtype, config.head_dim, config.rotary

@@ -19,9 +19,11 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
+from ..op import unwatched
+from ..ring.agreement import refuse
 from ..ring.groups import local
 from .activations import Caller, caller
-from .attention import RingAttention
+from .attention import RingAttention, ring_of
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name
@@ -100,8 +102,9 @@ class RingTransformer(nn.Module):
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
     (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32.
-    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more, and
-    computes them again in the backward; None: all at once. The other arguments are those of :class:`RingAttention`.
+    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more;
+    None: all at once. The price is that the backward computes them again, once; where ``activations`` is not "keep", it does so
+    anyway, and no more often. The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
     sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
@@ -226,8 +229,8 @@ class RingTransformer(nn.Module):
 
         ``return_hidden``: what the head would be given instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no
         more, nor does the last token (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_mask``: as in
-        :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape, and what ring_attention
-        raises.
+        :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape or outside the vocabulary
+        (on a GPU these are a device assertion), and what ring_attention raises.
 
         ``dropout_seed``: dropout applies exactly where it is given, whatever ``self.training`` says. One seed serves all layers:
         layer i, from 0, draws as if its heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as
@@ -243,8 +246,11 @@ class RingTransformer(nn.Module):
         rows = Rows.of(ids, mask, attention) if self.auto_shard else None
         if rows is not None:
             ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
-        if ids.ndim != 2:
-            raise ValueError(f"ids must be [batch, tokens], got {list(ids.shape)}")
+        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
+        ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes no bytes
+        if ids.device.type == "cpu" and unwatched([ids]):
+            check_ids(ids, self.config.vocab, attention)
         if positions is None:
             positions = attention.layout_positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
@@ -262,3 +268,14 @@ class RingTransformer(nn.Module):
     def head_weight(self) -> Tensor:
         """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's where it is tied."""
         return self.embed.weight if self.head is None else self.head.weight
+
+
+def check_ids(ids: Tensor, vocab: int, attention: RingAttention) -> None:
+    """ValueError, told to the other ranks of the attention's ring, for token ids that a vocabulary does not have."""
+    strange = ids[(ids < 0) | (ids >= vocab)]
+    if len(strange):
+        error = ValueError(
+            f"ids hold {strange[0].item()}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab of "
+            "the tokenizer, which the dataset has as .vocab, and where ids are padded, pad with one of these"
+        )
+        refuse(error, ring_of(attention.group), "cpu")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn_core.mistakes import in_words
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import Progress, check_arrays, check_keep, check_next, described, progress_of
 from ring_attn_core.model.weight_files import opened, read_json, to_disk
@@ -91,10 +92,10 @@ class Checkpoints:
             check_next(step, self.steps(), self.folder)
             for left in self.folder.glob(".step-*"):  # by a run that was killed, or a save that failed
                 rmtree(left, ignore_errors=True)
-            new.mkdir(parents=True)
+            self._saving(step).mkdir(parents=True)
 
-        new, done = self.folder / f".step-{step:09}.saving", self.folder / f"step-{step:09}"
-        self._by_first_rank("Checkpoints.save", prepare)
+        self._by_first_rank("Checkpoints.save", prepare, ("step", step))
+        new, done = self._saving(step), self.folder / f"step-{step:09}"
         writer = _writer(new, lambda: self._commit(new, done, described_run))
         if self._ring is None or self._background is not None:
             saving: Any = async_save(tensors, storage_writer=writer, process_group=self._background, no_dist=self._ring is None)  # type: ignore[arg-type]
@@ -110,13 +111,15 @@ class Checkpoints:
 
         Returns ``step``, ``data`` for ``dataset.resume(data)``, and ``more``. A rank that had no part in the saved run keeps its
         generators. Raises ValueError for a checkpoint of another model or optimizer, naming what differs, and for one that is
-        damaged, naming the file: delete its folder to resume from the one before. Then neither weights nor generators change.
+        damaged, naming the file: delete its folder to resume from the one before; and where ranks see other checkpoints than the
+        first. Then neither weights nor generators change.
         """
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         self.wait()
         steps = self.steps()
+        self._by_first_rank("Checkpoints.resume", lambda: None, ("the newest checkpoint", steps[-1] if steps else None))
         if not steps:
             return None
         where = self.folder / f"step-{steps[-1]:09}"
@@ -161,8 +164,15 @@ class Checkpoints:
         named = (re.fullmatch(r"step-(\d{9,})", path.name) for path in self.folder.glob("step-*"))
         return sorted(int(name[1]) for name in named if name)
 
-    def _by_first_rank(self, call: str, function: Callable[[], None]) -> None:
-        """Call the function on the first rank, and raise on all what it raises there."""
+    def _saving(self, step: int) -> Path:
+        """What the folder of a checkpoint is called while it is written."""
+        return self.folder / f".step-{step:09}.saving"
+
+    def _by_first_rank(self, call: str, function: Callable[[], None], alike: tuple[str, Any]) -> None:
+        """Call the function on the first rank, and raise on all what it raises there.
+
+        ``alike``: what all ranks must have alike, by its name; ValueError on all where they do not.
+        """
         error = None
         try:
             if self._rank == 0:
@@ -173,14 +183,21 @@ class Checkpoints:
             if error is not None:
                 raise error
             return
-        told = tell(call, error and [isinstance(error, OSError), str(error)], self._ring)[0]
-        if told is not None:
-            raise (OSError if told[0] else ValueError)(f"rank 0: {told[1]}") from error
+        name, mine = alike
+        told = tell(call, {"error": error and [isinstance(error, OSError), str(error)], "alike": in_words(mine)}, self._ring)
+        first, values = told[0]["error"], [each["alike"] for each in told]
+        if first is not None:
+            raise (OSError if first[0] else ValueError)(f"rank 0: {first[1]}") from error
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}: all ranks must make the "
+                f"same calls and see the same folder, such as {self.folder} on a file system that they share"
+            )
 
     def _commit(self, new: Path, done: Path, run: dict[str, Any]) -> None:
         """Give a checkpoint its name, once every rank has written its part, and delete those beyond ``keep``."""
         (new / RUN).write_text(json.dumps(run, indent=2))
-        for path in (new / RUN, new):
+        for path in (new / RUN, new):  # torch has waited for its files
             to_disk(path)
         new.rename(done)
         to_disk(self.folder)

@@ -21,9 +21,7 @@ from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
 from ..ring.agreement import tell
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
-
-WRAPPERS = "_orig_mod.", "_checkpoint_wrapped_module."
-"""What torch.compile and activation checkpointing put into the names of weights."""
+from .weights import named_parameters
 
 
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -84,7 +82,7 @@ def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed
     """Save the weights under ``renamed(our name)`` beside the text of config.json; every rank of ``ring`` calls it."""
     from safetensors.torch import save_file
 
-    parameters = {_plain_name(name): p for name, p in model.named_parameters()}
+    parameters = named_parameters(model)
     with torch.device("meta"):
         expected = dict(RingTransformer.from_config(model.config).named_parameters())
     shapes = [{name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)]
@@ -125,9 +123,3 @@ def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
     for name, p in parameters.items():
         x = p.detach()
         yield name, (x.full_tensor() if is_dtensor(x) else x).cpu().contiguous()
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -1,0 +1,34 @@
+"""What a loss of power would take: files of a folder that is given its name before they are on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+
+@contextmanager
+def unflushed() -> Iterator[list[str]]:
+    """Yield a list of what was not on the disk, as it stood, when a folder of it was renamed; Linux only."""
+    flushed: dict[Path, tuple[int, int]] = {}
+    lost: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def now(path: Path) -> tuple[int, int]:
+        return path.stat().st_size, path.stat().st_mtime_ns
+
+    def noted(number: int) -> None:
+        fsync(number)
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        flushed[path] = now(path)
+
+    def renamed(folder: Path, to: Path) -> Path:
+        if folder.is_dir():
+            lost.extend(str(path) for path in (*folder.rglob("*"), folder) if flushed.get(path) != now(path))
+        flushed.update({to / path.relative_to(folder): known for path, known in flushed.items() if folder in path.parents})
+        return rename(folder, to)
+
+    with patch.object(os, "fsync", noted), patch.object(Path, "rename", renamed):
+        yield lost
