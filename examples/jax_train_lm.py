@@ -55,7 +55,7 @@ def train_step(model, optimizer, microbatches):
     nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
     (value, gradients), _ = jax.lax.scan(add, nothing, microbatches)
     optimizer.update(model, gradients)
-    return value, optax.global_norm(gradients)
+    return value, optax.tree.norm(gradients)
 
 
 for step in range(progress.step if progress else 0, STEPS):

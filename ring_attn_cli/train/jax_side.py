@@ -215,7 +215,7 @@ def _step(model: RingTransformer, optimizer: nnx.Optimizer, batch: Batch, seed: 
 
     nothing = jnp.zeros((), kind), jax.tree.map(jnp.zeros_like, weights)
     (value, gradients), _ = jax.lax.scan(add, nothing, (jnp.arange(len(batch.ids)), batch))
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     optimizer.update(model, gradients)
     return value, norm
 
