@@ -1,0 +1,90 @@
+"""One run of the steps, or the way of weights to the other framework and back, in processes of its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..support.process import answer, argument, run_fresh
+from .recipe import Recipe
+
+ONE = "PyTorch, one process"
+DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+
+
+def steps(way: str, recipe: Recipe) -> dict[str, list[float]]:
+    """The losses and norms of all steps."""
+    processes = 1 if way == ONE or way.startswith("JAX") else 4
+    return run_fresh(__name__, {"way": way, "recipe": asdict(recipe)}, processes, DEVICES)[0]
+
+
+def moved(recipe: Recipe) -> dict[str, Any]:
+    """How far JAX's logits are from PyTorch's with weights that PyTorch has trained, and whether they come back unchanged."""
+    return run_fresh(__name__, {"way": "moved", "recipe": asdict(recipe)}, environment=DEVICES)[0]
+
+
+def in_torch(way: str, recipe: Recipe, rank: int, store: str) -> dict[str, list[float]]:
+    import torch
+    import torch.distributed as dist
+
+    from . import torch_side
+
+    torch.set_num_threads(1)
+    if way == ONE:
+        return torch_side.train(recipe, torch_side.made(recipe))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=torch_side.RANKS)
+    mesh = torch_side.mesh_of(torch_side.WAYS[way])
+    found = torch_side.train(recipe, torch_side.made(recipe, mesh), torch_side.WAYS[way], mesh)
+    dist.destroy_process_group()
+    return found
+
+
+def in_jax(way: str, recipe: Recipe) -> dict[str, list[float]]:
+    import jax
+
+    from . import jax_side
+
+    jax.config.update("jax_enable_x64", recipe.dtype == "float64")
+    mesh = jax_side.mesh_of(way)
+    return jax_side.train(recipe, jax_side.made(recipe, mesh), mesh)
+
+
+def there_and_back(recipe: Recipe) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import torch
+
+    import ring_attn_jax
+    import ring_attn_torch
+
+    from . import jax_side, torch_side
+    from .recipe import LENGTH, batch
+
+    jax.config.update("jax_enable_x64", recipe.dtype == "float64")
+    model = torch_side.made(recipe)
+    torch_side.train(recipe, model)
+    ids = batch(recipe.steps)["ids"]
+    with torch.no_grad():
+        before = model(torch.from_numpy(ids)).numpy()
+    ours = jax_side.made(recipe, jax_side.mesh_of("JAX, a ring of 4"))
+    ring_attn_jax.from_numpy(ours, ring_attn_torch.to_numpy(model))
+    shard = ring_attn_jax.shard_batch(jnp.asarray(ids), "zigzag", 4)
+    logits = jax.jit(lambda ids: ours(ids, length=LENGTH))(shard.ids)
+    theirs = np.asarray(ring_attn_jax.from_layout(logits, "zigzag", 4, LENGTH))
+    again = ring_attn_torch.from_numpy(torch_side.made(recipe), ring_attn_jax.to_numpy(ours))
+    with torch.no_grad():
+        after = again(torch.from_numpy(ids)).numpy()
+    error = float(np.linalg.norm(theirs - before) / np.linalg.norm(before))
+    return {"logits_apart": error, "same_bits_after_the_way_back": bool((before == after).all())}
+
+
+if __name__ == "__main__":
+    given = argument()
+    recipe = Recipe(**given["recipe"])
+    if given["way"] == "moved":
+        answer(there_and_back(recipe))
+    elif given["way"].startswith("JAX"):
+        answer(in_jax(given["way"], recipe))
+    else:
+        answer(in_torch(given["way"], recipe, given["rank"], given["store"]))
