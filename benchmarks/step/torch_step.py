@@ -17,7 +17,7 @@ from ..support.process import answer, argument
 from .problem import CLIP, LEARNING_RATE, Problem, config_of
 
 
-def made(problem: Problem, device: torch.device) -> nn.Module:
+def made(problem: Problem, device: torch.device) -> RingTransformer:
     """The model, every weight sharded before it gets memory."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("seq",))
     with torch.device("meta"):

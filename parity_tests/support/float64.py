@@ -28,7 +28,8 @@ def layer(name: str) -> tuple[Arrays, np.ndarray, np.ndarray, dict[str, Any]]:
     sizes = {name: x for name, x in arguments.items() if name in ("heads", "sinks")}
     third = lambda x: x.astype(np.float64) / 3
     weights = {name: third(x) for name, x in layer_weights(**sizes).items()}
-    return weights, *map(third, layer_data()), arguments | {"param_dtype": "float64"}
+    x, dout = layer_data()
+    return weights, third(x), third(dout), arguments | {"param_dtype": "float64"}
 
 
 def check(got: Arrays, name: str) -> None:
