@@ -1,6 +1,6 @@
 """How fast does a step of training go at the shape of Llama 3 8B, and how much memory does it take?
 
-    python -m benchmarks.step [--framework torch jax] [--layers 32] [--tokens 65536] [--activations offload]
+    python -m benchmarks.training [--framework torch jax] [--layers 32] [--tokens 65536] [--activations offload]
 
 One sequence over all GPUs of this host, causal, zigzag; weights, gradients and AdamW's moments in float32, sharded over the same
 GPUs (FSDP2 in PyTorch, an Explicit mesh in JAX); blocks in bfloat16, the loss in chunks, gradients clipped by their global norm.
@@ -15,7 +15,7 @@ Prediction (2 H200, 65,536 tokens a GPU, 32 layers, a GPU):
   Memory. Weights, gradients, two moments 16 GB each, 64; two blocks' inputs, out and lse 2.2; a block that is computed again 11;
   a block's weights twice 1.7; 4 of reserve: 83 GB. The host: 32 x 1.1 = 35 GB a GPU.
 
-Measured (results/step-h200-x2.json; torch 2.11, jax 0.11.2, Triton 3.6):
+Measured (results/training-h200-x2.json; torch 2.11, jax 0.11.2, Triton 3.6):
   PyTorch, 32 layers: 21.6 s, 511 TFLOP/s a GPU, 87.8 GB (the formula of ring_attn_core.model.memory says 95.2 with its reserve of
   4.3). The first step takes 53 s, most of which is the host's memory being pinned.
   JAX, 4 layers: 2.96 s, 588 TFLOP/s (more of which are attention), 38 GB. 32 layers do not fit: XLA fetches from
@@ -40,7 +40,7 @@ from ..support import report
 from ..support.process import run_fresh
 from .problem import Problem, config_of
 
-FRAMEWORKS = {"torch": "benchmarks.step.torch_step", "jax": "benchmarks.step.jax_step"}
+FRAMEWORKS = {"torch": "benchmarks.training.torch_step", "jax": "benchmarks.training.jax_step"}
 
 
 def measure(framework: str, problem: Problem, gpus: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--loss-chunk", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="narrow, float32 and on CPUs: to see that it runs")
-    parser.add_argument("--out", default="step-h200-x2", help="name of the result file")
+    parser.add_argument("--out", default="training-h200-x2", help="name of the result file")
     options = vars(parser.parse_args())
     frameworks, out = options.pop("framework"), options.pop("out")
     problem = Problem(**options)
