@@ -66,7 +66,10 @@ def gather_token(
     here = (mine == wanted[:, None]).expand(x.shape[0], -1)
     token = x[torch.arange(x.shape[0], device=x.device), here.int().argmax(1)]
     token = torch.where(here.any(1).view(-1, *[1] * (token.ndim - 1)), token, torch.zeros_like(token))
-    return token if ranks_of(ring) == 1 else _AllReduce.apply(token, ring)  # type: ignore[return-value]
+    if ranks_of(ring) == 1:
+        return token
+    tokens: Any = _AllGather.apply(token[:, None], ring)  # those of the ranks that have none of a row are 0
+    return tokens.sum(1, dtype=None if tokens.is_floating_point() else torch.int64).to(x.dtype)
 
 
 class _AllGather(torch.autograd.Function):
@@ -88,25 +91,6 @@ class _AllGather(torch.autograd.Function):
         dx = dshards.new_empty(dwhole.shape[0], dwhole.shape[1] // ranks_of(ctx.ring), *dwhole.shape[2:])
         dist.reduce_scatter_tensor(dx, dshards, group=ctx.ring)
         return dx.to(dwhole.dtype), None
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over the ranks, of which one has what is no 0; its gradient is the sum of the ranks' cotangents."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Group) -> Tensor:
-        ctx.ring = ring
-        return _summed(x.int() if x.dtype == torch.bool else x, ring).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
-        return _summed(dtotal.to(torch.promote_types(dtotal.dtype, torch.float32)), ctx.ring).to(dtotal.dtype), None
-
-
-def _summed(x: Tensor, ring: Group) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=ring)
-    return x
 
 
 @constant
