@@ -49,11 +49,21 @@ def in_jax(way: str, recipe: Recipe) -> dict[str, list[float]]:
     return jax_side.train(recipe, jax_side.made(recipe, mesh), mesh)
 
 
+def logits_of(model: Any, ids: Any) -> Any:
+    """PyTorch's, in natural order."""
+    import torch
+
+    import ring_attn_torch
+
+    with torch.no_grad():
+        logits = model(ring_attn_torch.to_layout(torch.from_numpy(ids), "zigzag", 1), length=ids.shape[1])
+    return ring_attn_torch.from_layout(logits, "zigzag", 1, ids.shape[1]).numpy()
+
+
 def there_and_back(recipe: Recipe) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import torch
 
     import ring_attn_jax
     import ring_attn_torch
@@ -65,16 +75,13 @@ def there_and_back(recipe: Recipe) -> dict[str, Any]:
     model = torch_side.made(recipe)
     torch_side.train(recipe, model)
     ids = batch(recipe.steps)["ids"]
-    with torch.no_grad():
-        before = model(torch.from_numpy(ids)).numpy()
+    before = logits_of(model, ids)
     ours = jax_side.made(recipe, jax_side.mesh_of("JAX, a ring of 4"))
     ring_attn_jax.from_numpy(ours, ring_attn_torch.to_numpy(model))
-    shard = ring_attn_jax.shard_batch(jnp.asarray(ids), "zigzag", 4)
-    logits = jax.jit(lambda ids: ours(ids, length=LENGTH))(shard.ids)
+    logits = jax.jit(lambda ids: ours(ids, length=LENGTH))(ring_attn_jax.to_layout(jnp.asarray(ids), "zigzag", 4))
     theirs = np.asarray(ring_attn_jax.from_layout(logits, "zigzag", 4, LENGTH))
     again = ring_attn_torch.from_numpy(torch_side.made(recipe), ring_attn_jax.to_numpy(ours))
-    with torch.no_grad():
-        after = again(torch.from_numpy(ids)).numpy()
+    after = logits_of(again, ids)
     error = float(np.linalg.norm(theirs - before) / np.linalg.norm(before))
     return {"logits_apart": error, "same_bits_after_the_way_back": bool((before == after).all())}
 

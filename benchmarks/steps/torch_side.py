@@ -31,7 +31,7 @@ class Hands(NamedTuple):
 
 def summed(model: RingTransformer, mesh: DeviceMesh) -> Hands:
     """Nobody's hands: the ranks' gradients are summed by this library."""
-    return Hands(model, lambda: sum_gradients(model, mesh["tokens"]), chunked=True)
+    return Hands(model, lambda: sum_gradients(model, tokens_of(mesh)), chunked=True)
 
 
 def fsdp2(model: RingTransformer, mesh: DeviceMesh) -> Hands:
@@ -39,7 +39,7 @@ def fsdp2(model: RingTransformer, mesh: DeviceMesh) -> Hands:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh["tokens"])
+        fully_shard(module, mesh=tokens_of(mesh))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -49,7 +49,7 @@ def fsdp2(model: RingTransformer, mesh: DeviceMesh) -> Hands:
 
 def ddp(model: RingTransformer, mesh: DeviceMesh) -> Hands:
     """Every rank has all weights, and DDP makes the mean of their gradients."""
-    return Hands(nn.parallel.DistributedDataParallel(model, process_group=mesh["tokens"].get_group()), scale=RANKS)
+    return Hands(nn.parallel.DistributedDataParallel(model, process_group=tokens_of(mesh).get_group()), scale=RANKS)
 
 
 def tensor(model: RingTransformer, mesh: DeviceMesh) -> Hands:
@@ -57,7 +57,7 @@ def tensor(model: RingTransformer, mesh: DeviceMesh) -> Hands:
     from torch.distributed.tensor.parallel import parallelize_module
 
     parallelize_module(model, mesh["tensor"], tensor_plan(model))
-    return Hands(model, lambda: sum_gradients(model, mesh["tokens"]))
+    return Hands(model, lambda: sum_gradients(model, tokens_of(mesh)))
 
 
 class Way(NamedTuple):
@@ -76,10 +76,16 @@ WAYS = {
 
 
 def mesh_of(way: Way) -> DeviceMesh:
-    """Over the first four ranks; ``mesh["tokens"]`` are those that hold different tokens. All ranks there are must call it."""
+    """Over the first four ranks. All ranks that there are must call it."""
     mesh = DeviceMesh("cpu", torch.arange(RANKS).view(way.shape), mesh_dim_names=("data", "seq", "tensor"))
-    mesh["data", "seq"]._flatten("tokens")
+    if mesh.shape[0] > 1:
+        mesh["data", "seq"]._flatten("tokens")
     return mesh
+
+
+def tokens_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold different tokens."""
+    return mesh["tokens"] if mesh.shape[0] > 1 else mesh["seq"]
 
 
 def made(recipe: Recipe, mesh: DeviceMesh | None = None) -> RingTransformer:
@@ -90,7 +96,7 @@ def made(recipe: Recipe, mesh: DeviceMesh | None = None) -> RingTransformer:
 
 def train(recipe: Recipe, model: RingTransformer, way: Way | None = None, mesh: DeviceMesh | None = None) -> Losses:
     """The loss of every step, and the norm of its gradient before it is clipped; without a way on one process alone."""
-    together = None if mesh is None else mesh["tokens"]
+    together = None if mesh is None else tokens_of(mesh)
     hands = Hands(model, chunked=True) if way is None or mesh is None else way.hands(model, mesh)
     optimizer = optimizer_of(recipe, hands.module)
     found: Losses = {"losses": [], "norms": []}

@@ -1,0 +1,65 @@
+"""Some steps of benchmarks/steps: however a training is spread over four ranks, they are those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+for package in ("jax", "flax", "optax", "torch"):
+    pytest.importorskip(package)
+
+import jax  # noqa: E402
+
+from benchmarks.steps import jax_side, torch_side  # noqa: E402
+from benchmarks.steps.recipe import CLIP, Recipe, apart  # noqa: E402
+
+from .support.spawn import MOST  # noqa: E402
+from .torch.models import rank_in  # noqa: E402
+
+CLOSE = 1e-9
+FEW = Recipe(dtype="float64", optimizer="sgd", steps=5)
+"""SGD: AdamW would hide a gradient that is too large by a factor, though its norm does not."""
+
+
+@cache
+def one_process() -> torch_side.Losses:
+    found = torch_side.train(FEW, torch_side.made(FEW))
+    assert min(found["norms"]) < CLIP < max(found["norms"])  # some steps are clipped
+    return found
+
+
+def check(found: torch_side.Losses) -> None:
+    for kind, theirs in one_process().items():
+        assert apart(found[kind], theirs) < CLOSE, kind
+
+
+@cache
+def mesh_in_pool(way: str) -> Any:
+    return torch_side.mesh_of(torch_side.WAYS[way])
+
+
+def on_rank(group: Any, way: str) -> torch_side.Losses | None:
+    """What one of the first four ranks finds; the others only help to make the mesh."""
+    mesh = mesh_in_pool(way)
+    if rank_in(group) >= torch_side.RANKS:
+        return None
+    return torch_side.train(FEW, torch_side.made(FEW, mesh), torch_side.WAYS[way], mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", torch_side.WAYS)
+def test_steps_of_four_ranks_of_torch_are_those_of_one_process(gloo, way):
+    for found in gloo(MOST, on_rank, way)[: torch_side.RANKS]:
+        check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [way if i == 0 else pytest.param(way, marks=pytest.mark.exhaustive) for i, way in enumerate(jax_side.WAYS)]
+)
+def test_steps_of_four_devices_of_jax_are_those_of_one_process_of_torch(way):
+    with jax.enable_x64(True):
+        mesh = jax_side.mesh_of(way)
+        check(jax_side.train(FEW, jax_side.made(FEW, mesh), mesh))
