@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 np = pytest.importorskip("numpy")
 
 from ring_attn_cli.main import app  # noqa: E402
-from ring_attn_cli.train import arithmetic, picture  # noqa: E402
-from ring_attn_cli.train.config import Config, Optimizer, read  # noqa: E402
+from ring_attn_cli.train import arithmetic, data, picture  # noqa: E402
+from ring_attn_cli.train.config import Config, Data, Optimizer, read  # noqa: E402
+from ring_attn_cli.train.folder import differences  # noqa: E402
 from ring_attn_cli.train.loop import Log, lines  # noqa: E402
 
 
@@ -64,9 +65,13 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
         ),
         ("[ring]\nlayout = 'spiral'", "unknown layout 'spiral'"),
         ("init_from = 'there'\n[model]\ndim = 4", "init_from = 'there' says what the model is, and so does [model]"),
-        ("init_from = 'nowhere'", "init_from = 'nowhere' is no folder"),
-        ("[data]\nfolder = 'nowhere'", "folder='nowhere' does not exist"),
-        ("[data]\nfolder = '.'\npattern = '*.none'", "no file in . fits pattern='*.none'"),
+        ("init_from = 'nowhere'", "init_from = 'nowhere' is no folder with a config.json: pass one"),
+        ("init_from = 'before'", "init_from = 'before' is no folder with a config.json: did you mean 'before/weights'?"),
+        ("[data]\nfolder = 'nowhere'", "data: folder='nowhere' does not exist"),
+        ("[data]\nfolder = '.'\npattern = '*.none'", "data: no file in . fits pattern='*.none'"),
+        ("[data]\nheld_out = '*.none'", "data.held_out: no file in "),
+        ("out = 'config.toml'", "out = 'config.toml' is a file: pass a folder"),
+        ("out = 'before'", "before holds a run of jax: go on with --framework jax, or begin another with --out FOLDER"),
         ("[model]\nvocab = 255", "the data have ids from 0 to 255, and the model 255: make model.vocab at least 256"),
         ("[passkey]\nlengths = [20]", "length of a passkey must be an int of at least"),
         ("steps = ", "is no TOML"),
@@ -75,6 +80,9 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
 def test_a_mistake_is_answered_in_one_line_before_anything_starts(text: str, words: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(text)
+    for made in ("before/weights", "before/checkpoints/step_50"):
+        Path(made).mkdir(parents=True)
+    Path("before/weights/config.json").write_text("{}")
     for package in ("torch", "safetensors"):
         pytest.importorskip(package)
     done = CliRunner().invoke(app, ["train", "config.toml"])
@@ -149,12 +157,30 @@ def test_a_resumed_log_loses_what_came_after_the_checkpoint(tmp_path: Path):
     assert told == ["step"] * 5
 
 
-def test_a_picture_is_drawn_of_any_log(tmp_path: Path):
+def test_what_another_config_changes_is_told_key_by_key():
+    before, now = Config(), Config(steps=300, out="elsewhere", optimizer=Optimizer(clip=0.5))
+    assert differences(before.described(), now.described()) == ["optimizer.clip was 1.0 and is 0.5", "steps was 200 and is 300"]
+
+
+def test_documents_that_are_held_out_and_trained_on_are_told(tmp_path: Path):
+    for name in ("one.txt", "two.txt", "three.txt"):
+        (tmp_path / name).write_text("text " * 3000)
+
+    def both(held_out: str) -> str:
+        of = Data(folder=str(tmp_path), pattern="*o*.txt", held_out=held_out)
+        return data.check(Config(out=str(tmp_path / "run"), data=of))
+
+    assert [both(x) for x in ("three.txt", "t*.txt", "*.txt")] == ["", "two.txt", "one.txt and 1 more"]
+
+
+@pytest.mark.parametrize("evaluations", [0, 1, 3])
+def test_a_picture_is_drawn_of_any_log(tmp_path: Path, evaluations: int):
     pytest.importorskip("matplotlib")
     log = Log(tmp_path / "log.jsonl", 0, lambda kind, line: None)
     picture.draw(tmp_path / "log.jsonl", tmp_path / "empty.png")
     log("step", step=1, loss=2.0)
-    log("evaluation", step=1, loss=2.0, ends=[1, 2], by_position=[None, 2.0], labels=[0, 3])
+    for _ in range(evaluations):
+        log("evaluation", step=1, loss=2.0, ends=[1, 2], by_position=[None, 2.0], labels=[0, 3])
     log("passkey", step=1, length=256, accuracy=0.5)
     picture.draw(tmp_path / "log.jsonl", tmp_path / "train.png")
     for name in ("empty.png", "train.png"):

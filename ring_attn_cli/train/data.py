@@ -39,8 +39,11 @@ def arguments(config: Config, held_out: bool) -> Arguments:
     }
 
 
-def check(config: Config) -> None:
-    """ValueError for data and folders that a run cannot begin with; makes the cache of the tokens, once for all ranks."""
+def check(config: Config) -> str:
+    """ValueError for data and folders that a run cannot begin with; makes the cache of the tokens, once for all ranks.
+
+    Returns which documents are both trained on and held out, in short; nothing where there are none.
+    """
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index
     from ring_attn_core.data.passkey import passkey
@@ -52,6 +55,7 @@ def check(config: Config) -> None:
         passkey(config.data.length, digits=config.passkey.digits)
     if config.data.tokenizer is not None and (config.passkey.lengths or config.passkey.train_every):
         raise ValueError("passkeys are bytes, and data.tokenizer makes other ids: set passkey.lengths = [] and train_every = 0")
+    names: list[set[str]] = []
     for held_out in (False, True):
         settings = Settings(
             **arguments(config, held_out),
@@ -65,12 +69,23 @@ def check(config: Config) -> None:
             restart_positions=False,
             ignore_index=-100,
         )
-        documents = documents_of(settings)
-        Index([each.tokens for each in documents.documents], settings)
+        try:
+            documents = documents_of(settings)
+            Index([each.tokens for each in documents.documents], settings)
+        except ValueError as error:
+            raise ValueError(f"data.held_out: {error}" if held_out else f"data: {error}") from error
+        names.append({each.name for each in documents.documents})
         if config.init_from is None:
             check_vocab(documents.vocab, config.transformer().vocab)
-    if config.init_from is not None and not Path(config.init_from).is_dir():
-        raise ValueError(f"init_from = {config.init_from!r} is no folder: pass one that save_weights or Hugging Face has written")
+    if config.init_from is not None and not Path(config.init_from, "config.json").is_file():
+        inside = Path(config.init_from, "weights")
+        meant = f"did you mean {str(inside)!r}? " if (inside / "config.json").is_file() else ""
+        raise ValueError(
+            f"init_from = {config.init_from!r} is no folder with a config.json: {meant}pass one that save_weights or Hugging "
+            "Face has written"
+        )
+    both = sorted(names[0] & names[1])
+    return "" if not both else both[0] if len(both) == 1 else f"{both[0]} and {len(both) - 1} more"
 
 
 def check_vocab(data: int | None, model: int) -> None:

@@ -13,6 +13,7 @@ from ring_attn_core.data.passkey import passkey
 
 from .arithmetic import edges, flops_per_token, peak, rates
 from .config import Config
+from .folder import differences
 from .side import Side
 
 LOG = "log.jsonl"
@@ -25,9 +26,18 @@ def train(config: Config, side: Side, tell: Tell) -> None:
     progress = side.resume()
     begin = progress.step if progress else 0
     if progress and progress.data:
-        side.data.resume(progress.data)
-    log = Log(Path(config.out, LOG), begin, tell) if side.first else lambda kind, **values: None
-    log("run", step=begin, parameters=side.parameters, **side.machine()._asdict(), config=config.described())
+        try:
+            side.data.resume(progress.data)
+        except ValueError as error:
+            raise ValueError(
+                f"{config.out} holds a run of other [data]: put them back, or pass another --out ({error})"
+            ) from error
+    path, described = Path(config.out, LOG), json.loads(json.dumps(config.described()))
+    runs = [line for line in lines(path) if line["kind"] == "run"] if begin and side.first else []
+    changed = differences(runs[-1]["config"], described) if runs else []
+    log = Log(path, begin, tell) if side.first else lambda kind, **values: None
+    machine = side.machine()._asdict()
+    log("run", step=begin, parameters=side.parameters, **machine, config=described, changed=changed)
     batches, of_steps = iter(side.data), rates(config.optimizer, config.steps)
     for step in range(begin, config.steps):
         began = time.perf_counter()

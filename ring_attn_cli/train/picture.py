@@ -43,7 +43,7 @@ def _losses(panel: Axes, found: list[dict[str, Any]]) -> None:
 def _by_position(panel: Axes, found: list[dict[str, Any]]) -> None:
     of = _of(found, "evaluation")
     for number, line in enumerate(of):
-        shade = 0.2 + 0.8 * (number + 1) / len(of)
+        shade = 1 - 0.8 * (len(of) - 1 - number) / len(of)
         panel.plot(line["ends"], line["by_position"], color=INK[0], alpha=shade, marker="o", markersize=3)
     panel.set_xscale("log", base=2)
     panel.set(title="Held-out loss by position, latest darkest", xlabel="tokens of its document before a token", ylabel="nats")

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..demo.processes import Crews
-from . import data, picture
+from . import data, folder, picture
 from .config import Config
 from .loop import LOG
 from .watch import Watch
@@ -56,11 +56,20 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
             raise ModuleNotFoundError(f"no module named {package}", name=package.split(".")[0])
     if program is not None and framework != "jax":
         raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
-    data.check(config)
-    if framework == "jax":
-        _in_jax(config, program)
-    else:
-        _in_torch(config)
+    folder.check(config, framework)
+    both = data.check(config)
+    if both:
+        Console(stderr=True, highlight=False).print(f"trained on and held out too: {both}")
+    try:
+        if framework == "jax":
+            _in_jax(config, program)
+        else:
+            _in_torch(config)
+    except KeyboardInterrupt:
+        step = folder.newest(config, framework)
+        words = f"from step {step}, its newest checkpoint" if step else "from the beginning, for it has no checkpoint yet"
+        Console(stderr=True, highlight=False).print(f"Interrupted. Started again, the run in {config.out} goes on {words}.")
+        raise
 
 
 def _in_jax(config: Config, program: Program | None) -> None:
@@ -89,8 +98,8 @@ def _in_torch(config: Config) -> None:
             _finish(config)
         return
     ranks = config.ring.ranks * config.ring.replicas
-    with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder, Crews(PATIENCE) as crews:
-        members = [(rank, config, str(Path(folder, "store"))) for rank in range(ranks)]
+    with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
+        members = [(rank, config, str(Path(place, "store"))) for rank in range(ranks)]
         crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
         with Watch(config, Console(highlight=False)) as watch:
             for message in crews.messages():

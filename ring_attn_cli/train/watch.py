@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .config import Config
 
+EVERY = 10.0
+"""Seconds between two lines of steps, where nobody would see a bar."""
+
 
 class Watch:
-    """A bar with the latest step's numbers, and a line for every evaluation. Use as a context."""
+    """A bar with the latest step's numbers, and a line for every evaluation. Use as a context.
+
+    Where the output is no terminal, some of the steps are lines instead.
+    """
 
     def __init__(self, config: Config, console: Console) -> None:
         self._config, self._console = config, console
@@ -20,6 +27,7 @@ class Watch:
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("starting", total=config.steps)
         self._found: list[str] = []
+        self._told = float("-inf")
 
     def __enter__(self) -> Watch:
         self._progress.start()
@@ -34,9 +42,17 @@ class Watch:
             began = f", from step {line['step']}" if line["step"] else ""
             words = f"{line['parameters']:,} weights on {line['devices']} x {line['device']}{began}, into {self._config.out}"
             self._console.print(escape(words))
-            self._progress.update(self._task, completed=line["step"], description="first step")
+            for words in line["changed"]:
+                self._console.print(escape(words))
+            at_end = line["step"] >= self._config.steps
+            if at_end:
+                self._console.print(f"step {line['step']} of {self._config.steps}: nothing is left to train; pass more --steps")
+            self._progress.update(self._task, completed=line["step"], description="" if at_end else "first step")
         elif kind == "step":
             self._progress.update(self._task, completed=line["step"], description=in_short(line))
+            if not self._console.is_terminal and time.monotonic() - self._told > EVERY:
+                self._told = time.monotonic()
+                self._console.print(f"step {line['step']}: {in_short(line)}")
         elif kind == "evaluation":
             known = (f"{end}: {x:.3f}" for end, x in zip(line["ends"], line["by_position"], strict=True) if x is not None)
             self._console.print(f"step {line['step']}: held-out loss {line['loss']:.4f}; up to position {', '.join(known)}")

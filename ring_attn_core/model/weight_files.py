@@ -88,6 +88,7 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
 
     def finish() -> None:
         save_file(part, temporary(len(files)), {"format": "pt"})  # what transformers looks for; says nothing about the layout
+        temporary(len(files)).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it
         files.append(list(part))
         part.clear()
 

@@ -1,0 +1,43 @@
+"""What the folder of a run holds already: a run that goes on, or one that this would spoil."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from .config import Config
+
+CHECKPOINTS = "checkpoints"
+NAMES = {"torch": r"step-(\d{9,})", "jax": r"step_(\d+)"}
+"""Of a checkpoint, by the framework that wrote it."""
+
+
+def newest(config: Config, framework: str) -> int:
+    """The step of the newest checkpoint of this framework; 0 without one."""
+    named = (re.fullmatch(NAMES[framework], path.name) for path in Path(config.out, CHECKPOINTS).glob("step*"))
+    return max((int(name[1]) for name in named if name), default=0)
+
+
+def check(config: Config, framework: str) -> None:
+    """ValueError for a folder that is a file, and for one with a run of the other framework, which this one cannot resume."""
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        raise ValueError(f"out = {config.out!r} is a file: pass a folder, or a name that does not exist yet")
+    for other in set(NAMES) - {framework}:
+        if newest(config, other):
+            raise ValueError(
+                f"{config.out} holds a run of {other}: go on with --framework {other}, or begin another with --out FOLDER, "
+                f"from its weights with init_from = {str(Path(config.out, 'weights'))!r} if need be"
+            )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") -> list[str]:
+    """What a config says otherwise than one before it, a line each: "optimizer.clip was 1.0 and is 0.5"."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new, key = before.get(name), now.get(name), f"{table}{name}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{key}.")
+        elif old != new and key != "out":
+            found.append(f"{key} was {old} and is {new}")
+    return found
