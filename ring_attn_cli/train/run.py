@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -57,9 +58,11 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     if program is not None and framework != "jax":
         raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
     folder.check(config, framework)
+    first = os.environ.get("RANK", "0") == "0" if program is None else program.process in (None, 0)  # torchrun sets RANK
+    console = Console(stderr=True, highlight=False, quiet=not first)
     both = data.check(config)
     if both:
-        Console(stderr=True, highlight=False).print(f"trained on and held out too: {both}")
+        console.print(f"trained on and held out too: {both}")
     try:
         if framework == "jax":
             _in_jax(config, program)
@@ -68,7 +71,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     except KeyboardInterrupt:
         step = folder.newest(config, framework)
         words = f"from step {step}, its newest checkpoint" if step else "from the beginning, for it has no checkpoint yet"
-        Console(stderr=True, highlight=False).print(f"Interrupted. Started again, the run in {config.out} goes on {words}.")
+        console.print(f"Interrupted. Started again, the run in {config.out} goes on {words}.")
         raise
 
 
