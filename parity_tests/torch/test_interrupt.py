@@ -10,10 +10,11 @@ import time
 import pytest
 
 WAITS = """
-import sys, torch, torch.distributed as dist
+import signal, sys, torch, torch.distributed as dist
 from datetime import timedelta
 from ring_attn_torch import ring_attention
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=timedelta(minutes=30))
 x = torch.ones(1, 4, 2, 8)
