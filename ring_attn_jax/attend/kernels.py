@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.call import BEYOND, Call
@@ -69,7 +70,9 @@ class Kernels:
             return dq, self.attend_dkv(of_q, keys, rows, score, arrived(), last)
         before = arrived()
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-        arrays["dq_in"] = jnp.zeros(hopper.sums_of_dq(self.call), jnp.float32) if dq is None else dq
+        if dq is None:
+            dq, arrays["delta"] = _zeros_with(of_q.delta, hopper.sums_of_dq(self.call))
+        arrays["dq_in"] = dq
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
         if before is not None:
@@ -100,6 +103,15 @@ class Kernels:
             arrays["dkv_in"] = arrived
         dkv = launch(portable.dkv(self.call, arrived is None, arrived is None and last), arrays)
         return dkv[0] if len(dkv) == 1 else dkv
+
+
+def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Float32 zeros that are made once ``x`` is there, and ``x``.
+
+    Zeros need nothing, so XLA makes those of every layer of a model in one kernel before the backward of the first, and holds them.
+    """
+    zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
+    return jnp.broadcast_to(zero, shape), x
 
 
 def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
