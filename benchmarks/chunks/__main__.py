@@ -2,19 +2,19 @@
 
     python -m benchmarks.chunks [--part mlp layer loss] [--tokens 32768]
 
-One GPU, the shape of Llama 3 8B: dim 4096, 14336 features inside the MLP, a vocabulary of 128,256; activations in bfloat16, weights
-in float32. Forward and backward of the MLP by itself, of a layer that keeps its activations or computes them again, and of the
-loss of hidden states; whole and in chunks, in turns in one process. ``peak``: what a call takes besides what it is given, from
-PyTorch's allocator and from XLA's plan. Chunks of the loss are measured alone at 131,072 tokens too, where whole logits would take
-67 GB.
+One GPU, the shape of Llama 3 8B: dim 4096, 14336 features inside the MLP, a vocabulary of 128,256; activations in bfloat16,
+weights in float32. Forward and backward of the MLP by itself, of a layer that keeps its activations or computes them again,
+and of the loss of hidden states; whole and in chunks, in turns in one process. ``peak``: what a call takes besides what it is
+given, from PyTorch's allocator and from XLA's plan. Chunks of the loss are measured alone at 131,072 tokens too, where whole
+logits would take 67 GB.
 
 Prediction (one H200, 32,768 tokens):
-  Time. The MLP is 3 x 2 x 32768 x 4096 x 14336 = 1.15e13 operations forward, 3.5e13 with its backward, 53 ms at 650 TFLOP/s; a chunk
-  is computed again once, a third of that: 71 ms where nothing else is computed again, 0 more inside a layer that is. The loss,
-  3 x 2 x 32768 x 4096 x 128256 = 1.03e14, 160 ms, and whole logits are read and written some ten times in float32, 17 GB each: 40 ms
-  that chunks do not save but for what fits the cache.
-  Memory. The MLP keeps four arrays of 14336 features, 3.8 GB, in chunks of 4,096 an eighth. Whole logits 8.4 GB in bfloat16 and twice
-  that in float32; a chunk's 3.2, and the head's gradient in float32 2.1.
+  Time. The MLP is 3 x 2 x 32768 x 4096 x 14336 = 1.15e13 operations forward, 3.5e13 with its backward, 53 ms at 650 TFLOP/s. A
+  chunk is computed again once, a third of that: 71 ms where nothing else is computed again, and nothing more inside a layer that
+  is. The loss, 3 x 2 x 32768 x 4096 x 128256 = 1.03e14, 160 ms, and whole logits are read and written some ten times in float32,
+  17 GB each: 40 ms that chunks do not save but for what fits the cache.
+  Memory. The MLP keeps four arrays of 14336 features, 3.8 GB, in chunks of 4,096 an eighth. Whole logits take 8.4 GB in bfloat16
+  and twice that in float32; a chunk's 3.2, and the head's gradient in float32 2.1.
 """
 
 from __future__ import annotations

@@ -33,13 +33,14 @@ def _layers(part: str, tokens: int, chunk: int | None) -> tuple[Callable[..., An
     jax.set_mesh(mesh)
     activations = part.partition(", ")[2] or "keep"
     model = RingTransformer.from_config(config, mesh=mesh, activations=activations, rngs=nnx.Rngs(0))
-    dout = _drawn(1, 1, tokens, config.dim)
+    there = jax.NamedSharding(mesh, jax.P(None, "seq"))
+    x, dout = (jax.device_put(_drawn(seed, 1, tokens, config.dim), there) for seed in range(2))
     if part == "mlp":
         graph, weights = nnx.split(model.blocks[0].mlp)
         of = lambda weights, x, dout: jax.vjp(lambda weights, x: nnx.merge(graph, weights)(x), weights, x)[1](dout)
-        return of, (weights, _drawn(0, 1, tokens, config.dim), dout)
+        return of, (weights, x, dout)
     graph, weights, rest = nnx.split(model, lambda path, _: "blocks" in path, ...)
-    ids = jax.random.randint(jax.random.key(0), (1, tokens), 0, config.vocab)
+    ids = jax.device_put(jax.random.randint(jax.random.key(0), (1, tokens), 0, config.vocab), there)
 
     def gradients(weights: Any, rest: Any, ids: jax.Array, dout: jax.Array) -> Any:
         return jax.vjp(lambda weights: nnx.merge(graph, weights, rest)(ids, return_hidden=True), weights)[1](dout)

@@ -13,7 +13,6 @@ from ring_attn_torch import RingTransformer, loss
 
 from .problem import VOCAB, config_of
 
-
 DEVICE = "cuda"
 
 
@@ -39,7 +38,7 @@ def _layers(part: str, tokens: int, chunk: int | None) -> Callable[[], object]:
         ids = torch.randint(config.vocab, (1, tokens))
     if part == "mlp":
         return lambda: torch.autograd.grad(model.blocks[0].mlp(x), [x, *model.blocks[0].mlp.parameters()], dout)
-    weights = [p for p in model.blocks.parameters()]
+    weights = list(model.blocks.parameters())
     return lambda: torch.autograd.grad(model(ids, return_hidden=True), weights, dout)
 
 

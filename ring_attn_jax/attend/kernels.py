@@ -108,7 +108,7 @@ class Kernels:
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Float32 zeros that are made once ``x`` is there, and ``x``.
 
-    Zeros need nothing, so XLA makes those of every layer of a model in one kernel before the backward of the first, and holds them.
+    Zeros need nothing, so XLA would make those of all layers of a model at once, before the first backward, and hold them.
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x
