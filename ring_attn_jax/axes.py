@@ -81,6 +81,12 @@ def sharded_like(x: Any) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
+def explicit_axes() -> tuple[str, ...]:
+    """The axes of the mesh that are Explicit here: inside a shard_map those that it left alone."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
     """``function`` where XLA shards over the mesh axes that are Explicit outside; ``out_specs``: over which its results come out.
 
@@ -88,8 +94,7 @@ def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., 
     to exchange them for arrays of such a type. Without Explicit axes it is ``function`` itself. Jitted, since a shard_map
     outside jit evaluates one operation at a time on the mesh as it is outside.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    explicit = explicit_axes()
     if not explicit:
         return function
     return jax.jit(jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_specs))

@@ -15,6 +15,13 @@ Prediction (one H200, 32,768 tokens):
   17 GB each: 40 ms that chunks do not save but for what fits the cache.
   Memory. The MLP keeps four arrays of 14336 features, 3.8 GB, in chunks of 4,096 an eighth. Whole logits take 8.4 GB in bfloat16
   and twice that in float32; a chunk's 3.2, and the head's gradient in float32 2.1.
+
+Measured (results/chunks-h200.json; torch 2.11, jax 0.11.2):
+  MLP. Inside a layer that is computed again, chunks of 8,192 cost 2.7 % of the layer in both frameworks and chunks of 4,096 5 %:
+  smaller products, and weights whose gradient is added up in float32 for every chunk. By itself in PyTorch 1.28 times the whole,
+  as predicted, in JAX 1.05. A layer's peak falls from 8.5 to 4.9 GB.
+  Loss. In chunks PyTorch takes 0.76 to 0.79 of the whole's time and 10.8 GB for 24.2, JAX 1.01 and 6.9 for 19.2: its whole loss
+  fuses what eager PyTorch writes out. 131,072 tokens take 11.6 and 8.5 GB.
 """
 
 from __future__ import annotations

@@ -18,9 +18,12 @@ Prediction (2 H200, 65,536 tokens a GPU, 32 layers, a GPU):
 Measured (results/training-h200-x2.json; torch 2.11, jax 0.11.2, Triton 3.6):
   PyTorch, 32 layers: 21.6 s, 511 TFLOP/s a GPU, 87.8 GB (the formula of ring_attn_core.model.memory says 95.2 with its reserve of
   4.3). The first step takes 53 s, most of which is the host's memory being pinned.
-  JAX, 4 layers: 2.96 s, 588 TFLOP/s (more of which are attention), 38 GB. 32 layers do not fit: XLA fetches from
-  the host what it has just sent there, so that 3 GB a layer stay on the GPU. With --xla_gpu_enable_latency_hiding_scheduler=false
-  8 layers take 25 GB beside weights where they took 39 (compiled, not run).
+  JAX, 32 layers: 21.7 s, 508 TFLOP/s, 77.7 GB, without XLA's latency-hiding scheduler, which sends arrays to the host only when
+  they are wanted back: 32 layers do not fit with it. 4 layers take 2.96 s with it and 3.02 without. Two more things held memory:
+  XLA made the zeros that dq is added to, 1.07 GB a layer, for all layers at once (99 GB; ring_attn_jax/attend/kernels.py), and an
+  optimization_barrier that ties the fetch to the cotangent makes that scheduler send even later (60 GB for 8 layers; not taken).
+  One H200, 2 layers, 655,360 tokens (results/long-h200.json): 50 s, 609 TFLOP/s, 103.5 GB; the formula, with its
+  reserve, 124.8.
 """
 
 from __future__ import annotations

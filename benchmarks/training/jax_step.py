@@ -17,6 +17,9 @@ from ring_attn_jax import RingTransformer, loss
 from ..support.process import answer, argument
 from .problem import CLIP, LEARNING_RATE, Problem, config_of
 
+OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": False}
+"""With that scheduler what should wait in host memory stays on the device: docs/checkpointing.md."""
+
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _drawn(shape: tuple[int, ...], sharding: NamedSharding, seed: jax.Array) -> jax.Array:
@@ -48,7 +51,7 @@ def run(problem: Problem, devices: int) -> dict[str, Any]:
         hidden = model(ids, return_hidden=True)
         return loss(hidden, labels, head=model.head_weight, chunk=problem.loss_chunk, axis_name="seq", mesh=mesh)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), compiler_options=None if problem.tiny else OPTIONS)
     def step(weights: Any, state: Any, ids: jax.Array, labels: jax.Array) -> tuple[Any, Any, jax.Array]:
         value, gradients = jax.value_and_grad(objective)(weights, ids, labels)
         updates, state = optimizer.update(gradients, state, weights)

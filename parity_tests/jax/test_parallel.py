@@ -91,19 +91,21 @@ def mesh_over(kind: AxisType, *sizes: int) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "spec", "tied"),
+    ("kind", "sizes", "spec", "tied", "mlp_chunk"),
     [
-        (AxisType.Explicit, (1, 2, 2, 1), everywhere, False),
-        (AxisType.Explicit, (1, 2, 2, 2), as_megatron, True),
-        pytest.param(AxisType.Explicit, (2, 2, 2, 1), as_megatron, False, marks=pytest.mark.exhaustive),
-        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, marks=pytest.mark.exhaustive),
+        (AxisType.Explicit, (1, 2, 2, 1), everywhere, False, 3),
+        (AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, None),
+        pytest.param(AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, 3, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Explicit, (2, 2, 2, 1), as_megatron, False, None, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, None, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, 3, marks=pytest.mark.exhaustive),
     ],
 )
-def test_loss_and_gradients_of_sharded_weights_are_one_devices(kind, sizes, spec, tied):
+def test_loss_and_gradients_of_sharded_weights_are_one_devices(kind, sizes, spec, tied, mlp_chunk):
     mesh = mesh_over(kind, *sizes)
     where = {"batch_axes": ("data", "fsdp"), "head_axis": "tensor"}
     with jax.enable_x64(True), jax.set_mesh(mesh):
-        model = transformer(mesh, tied, spec, **where)
+        model = transformer(mesh, tied, spec, **where, mlp_chunk=mlp_chunk)
         shardings = jax.tree.map(lambda p: p.sharding, nnx.state(model, nnx.Param))
         value, gradients = value_and_gradients(model, *sharded_batch(mesh, **where))
         if kind == AxisType.Explicit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -58,8 +57,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     if program is not None and framework != "jax":
         raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
     folder.check(config, framework)
-    first = os.environ.get("RANK", "0") == "0" if program is None else program.process in (None, 0)  # torchrun sets RANK
-    console = Console(stderr=True, highlight=False, quiet=not first)
+    console = Console(stderr=True, highlight=False, quiet=not _is_first(framework, program))
     both = data.check(config)
     if both:
         console.print(f"trained on and held out too: {both}")
@@ -73,6 +71,15 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
         words = f"from step {step}, its newest checkpoint" if step else "from the beginning, for it has no checkpoint yet"
         console.print(f"Interrupted. Started again, the run in {config.out} goes on {words}.")
         raise
+
+
+def _is_first(framework: str, program: Program | None) -> bool:
+    """Whether this process speaks for all of the run, as far as can be known before any of them is started."""
+    if framework == "torch":
+        from . import torch_side
+
+        return torch_side.is_first()
+    return program is None or program.process in (None, 0)
 
 
 def _in_jax(config: Config, program: Program | None) -> None:

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.model.chunks import even_chunk
 
-from ..axes import on_auto_axes
-from ..sharded import Where
+from ..axes import explicit_axes, on_auto_axes, sharded_like, vary_alike
+from ..sharded import Where, on_explicit_axes
+from .parts import gathered_over
 
 
 def in_chunks(
@@ -39,9 +40,28 @@ def in_chunks(
         return on_shard(weights, x)
     axes = {*where.batch_axes, where.axis_name}
     spec = PartitionSpec(where.batch_axes or None, where.axis_name)
-    inside = lambda weights, x: on_auto_axes(on_shard, PartitionSpec())(weights, x)  # asks which axes are Explicit inside
+    inside = lambda weights, x: _beside_explicit_axes(on_shard, weights, x)
     specs = PartitionSpec(), spec
-    return jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=spec, axis_names=axes)(weights, x)
+    mapped = jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=spec, axis_names=axes)
+    return mapped(jax.tree.map(lambda weight: gathered_over(axes, weight), weights), on_explicit_axes(x, where.mesh, spec))
+
+
+def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
+    """``function(weights, x)`` where other axes of the mesh may be Explicit; XLA shards over these inside.
+
+    The backward is told, for the one that JAX would derive of a loop on Auto axes carries zeros of the mesh outside.
+    """
+    if not explicit_axes():
+        return function(weights, x)
+    forward = on_auto_axes(function, PartitionSpec())
+
+    def backward(inputs: tuple[Any, jax.Array], dy: jax.Array) -> tuple[Any, jax.Array]:
+        derived = lambda weights, x, dy: jax.vjp(function, weights, x)[1](dy)
+        return on_auto_axes(derived, jax.tree.map(sharded_like, inputs))(*inputs, dy)
+
+    call = jax.custom_vjp(forward)
+    call.defvjp(lambda weights, x: (forward(weights, x), (weights, x)), backward)
+    return call(*vary_alike((), weights, x))
 
 
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -83,6 +84,12 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
     """``array`` sharded so over the Explicit axes of the mesh that it is on, or one of the others."""
     return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
+
+
+def gathered_over(axes: Set[str], array: jax.Array) -> jax.Array:
+    """``array``, whole along these Explicit mesh axes; over others it stays sharded."""
+    left = (tuple(axis for axis in _names(names) if axis not in axes) for names in sharded_like(array))
+    return resharded(array, PartitionSpec(*(names or None for names in left)))
 
 
 def on_mesh(spec: PartitionSpec, *arrays: jax.Array) -> NamedSharding:
