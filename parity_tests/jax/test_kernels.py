@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,6 +54,19 @@ def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
         "forward steps, the sums, dq and dkv of every step or all and dq"
     )
     assert text.count("collective_permute") >= (ranks - 1) * 2
+
+
+@needs_plugin
+@needs_descriptors
+def test_the_zeros_that_dq_is_added_to_wait_for_their_layer():
+    """XLA makes what depends on nothing for all layers of a model at once, and holds it."""
+    text = lowered(gradient(ring(2, backend="hopper")), *shapes())
+    zeros = re.findall(
+        r"stablehlo.broadcast_in_dim (\S+), dims = \[\] : \(tensor<f32>\) -> tensor<\d+x\d+xf32>", text
+    )  # 2-D, as the sums are
+    waiting = re.findall(r"(%\d+):2 = stablehlo.optimization_barrier %\S+, %\S+ : tensor<f32>", text)
+    assert set(waiting) & {name.partition("#")[0] for name in zeros}
+    assert [name for name in zeros if "#" not in name] == []
 
 
 @needs_plugin
