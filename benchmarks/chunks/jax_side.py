@@ -19,7 +19,7 @@ from .torch_side import Cell
 def cell(part: str, tokens: int, chunk: int | None) -> Cell:
     function, arguments = _loss(tokens, chunk) if part == "loss" else _layers(part, tokens, chunk)
     compiled = jax.jit(function).lower(*arguments).compile()
-    plan = compiled.memory_analysis()
+    plan: Any = compiled.memory_analysis()
     return Cell(partial(compiled, *arguments), lambda: plan.temp_size_in_bytes + plan.output_size_in_bytes)
 
 

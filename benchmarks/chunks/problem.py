@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ring_attn_core.model.config import TransformerConfig
 
 VOCAB = 128256
@@ -10,5 +12,5 @@ VOCAB = 128256
 
 def config_of(chunk: int | None) -> TransformerConfig:
     """One layer of Llama 3 8B, its MLP in chunks of so many tokens."""
-    sizes = {"dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "depth": 1}
+    sizes: dict[str, Any] = {"dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "depth": 1}
     return TransformerConfig(vocab=256, **sizes, compute_dtype="bfloat16", mlp_chunk=chunk)

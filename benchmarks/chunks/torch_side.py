@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ def _layers(part: str, tokens: int, chunk: int | None) -> Callable[[], object]:
         dout = torch.randn(1, tokens, config.dim, dtype=torch.bfloat16)
         ids = torch.randint(config.vocab, (1, tokens))
     if part == "mlp":
-        return lambda: torch.autograd.grad(model.blocks[0].mlp(x), [x, *model.blocks[0].mlp.parameters()], dout)
+        mlp: Any = model.blocks[0].mlp
+        return lambda: torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dout)
     weights = list(model.blocks.parameters())
     return lambda: torch.autograd.grad(model(ids, return_hidden=True), weights, dout)
 
