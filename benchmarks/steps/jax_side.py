@@ -66,7 +66,7 @@ def _step(model: RingTransformer, optimizer: nnx.Optimizer, data: dict[str, jax.
         return loss(hidden, data["labels"], head=model.head_weight, chunk=CHUNK, mesh=mesh, batch_axes="fsdp")
 
     value, gradients = nnx.value_and_grad(objective)(model)
-    norm = jnp.sqrt(sum(jnp.sum(gradient**2) for gradient in jax.tree.leaves(gradients)))
+    norm = optax.tree.norm(gradients)
     share = jnp.minimum(CLIP / (norm + 1e-6), 1.0)  # as torch's clip_grad_norm_ has it
     optimizer.update(model, jax.tree.map(lambda gradient: gradient * share, gradients))
     return value, norm
