@@ -9,8 +9,8 @@ head, AdamW's has not. What results/steps.json holds of another dtype stays. Som
 
 Legend:
   losses, norms: the largest relative difference from one process over all steps; bars: 1e-9 in float64, 1e-5 for SGD in float32,
-  and for AdamW in float32 twice what it makes if every first weight is one unit in the last place off; moved: weights that
-  PyTorch has trained, in JAX and back
+  and for AdamW in float32 twice what it makes, the most of four draws, if every first weight is one unit in the last place up or
+  down; moved: weights that PyTorch has trained, in JAX and back
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .recipe import CLIP, Recipe, apart
 
 BARS = {("float64", "sgd"): 1e-9, ("float64", "adamw"): 1e-9, ("float32", "sgd"): 1e-5}
 KINDS = "losses", "norms"
-ULP = "PyTorch, one process, first weights one ulp off"
+ULP = "PyTorch, one process, first weights one ulp off: most of 4 draws"
 
 
 def compared(recipe: Recipe) -> dict[str, Any]:
@@ -38,7 +38,8 @@ def compared(recipe: Recipe) -> dict[str, Any]:
     against = lambda found: {kind: float(f"{apart(found[kind], truth[kind]):.3g}") for kind in KINDS}
     ways, bar = {}, BARS.get((recipe.dtype, recipe.optimizer))
     if bar is None:
-        ways[ULP] = against(steps(ONE, replace(recipe, ulps=1)))
+        draws = [against(steps(ONE, replace(recipe, moved=draw))) for draw in range(1, 5)]
+        ways[ULP] = {kind: max(found[kind] for found in draws) for kind in KINDS}
     bars = {kind: bar or 2 * ways[ULP][kind] for kind in KINDS}
     ways |= {way: against(steps(way, recipe)) for way in (*torch_side.WAYS, *jax_side.WAYS)}
     within = all(found[kind] <= bars[kind] for found in ways.values() for kind in KINDS)

@@ -23,12 +23,12 @@ BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """So many steps of an optimizer, "sgd" or "adamw", in a dtype; ``ulps``: by how many ulps every first weight is moved."""
+    """So many steps of an optimizer, "sgd" or "adamw", in a dtype; ``moved``: a draw of first weights one ulp up or down."""
 
     dtype: str
     optimizer: str
     steps: int = 200
-    ulps: int = 0
+    moved: int = 0
 
     @property
     def config(self) -> TransformerConfig:
@@ -60,8 +60,10 @@ class Recipe:
         rng = np.random.default_rng(1)
         drawn = first_weights({name: x.astype(np.float64) for name, x in sorted(like.items())}, seed=0)
         drawn = {name: (x + 0.1 * rng.standard_normal(x.shape)).astype(self.dtype) for name, x in drawn.items()}
-        for _ in range(self.ulps):
-            drawn = {name: np.nextafter(x, np.inf, dtype=x.dtype) for name, x in drawn.items()}
+        if self.moved:
+            signs = np.random.default_rng([3, self.moved])
+            ends = {name: np.where(signs.random(x.shape) < 0.5, -np.inf, np.inf) for name, x in drawn.items()}
+            drawn = {name: np.nextafter(x, ends[name].astype(x.dtype)) for name, x in drawn.items()}
         return drawn
 
 

@@ -10,7 +10,7 @@ from .loop import lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK = "#4C78A8", "#E45756", "#24292F"
+INK = "#4C78A8", "#E45756"
 
 
 def draw(log: Path, path: Path) -> None:
@@ -51,7 +51,12 @@ def _by_position(panel: Axes, found: list[dict[str, Any]]) -> None:
 
 def _passkeys(panel: Axes, found: list[dict[str, Any]]) -> None:
     of = _of(found, "passkey")
-    latest = [line for line in of if line["step"] == of[-1]["step"]] if of else []
-    panel.plot([line["length"] for line in latest], [line["accuracy"] for line in latest], color=INK[2], marker="o")
-    panel.set_xscale("log", base=2)
-    panel.set(title="Passkeys found at the end", xlabel="tokens of the text", ylabel="part of the texts", ylim=(-0.05, 1.05))
+    lengths = sorted({line["length"] for line in of})
+    for number, length in enumerate(lengths):
+        at = [line for line in of if line["length"] == length]
+        shade = (number + 1) / len(lengths)
+        steps, parts = [line["step"] for line in at], [line["accuracy"] for line in at]
+        panel.plot(steps, parts, color=INK[0], alpha=shade, marker="o", markersize=4, label=f"{length:,} tokens")
+    panel.set(title="Passkeys found, by length of the text", xlabel="step", ylabel="part of the texts", ylim=(-0.05, 1.05))
+    if lengths:
+        panel.legend(frameon=False)
