@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from examples import striped_balance
+from examples import ring_memory, striped_balance
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,3 +68,38 @@ def test_the_example_of_the_balance_predicts_and_measures(tmp_path):
     predicted = {name: cells(printed, name)[3] for name in LAYOUTS}
     assert predicted == {"contiguous": "1.00 x", "striped": "1.50 x", "zigzag": "1.47 x"}
     assert all(float(cells(printed, name)[4]) > 0 for name in LAYOUTS)
+
+
+def test_the_formulas_of_the_memory_table_are_those_of_the_paper():
+    """In float32, where a number has 4 bytes in place of 2."""
+    s, c, h, n = 1024, 256, ring_memory.HIDDEN, ring_memory.HEADS
+    bfloat16 = {
+        "vanilla": 2 * n * s**2,
+        "memory-efficient attention": 8 * s * h,
+        "... and feed-forward": 2 * s * h,
+        "ring": 6 * c * h,
+    }
+    assert {name: layer.numbers(s, c) * 2 for name, layer in ring_memory.LAYERS.items()} == bfloat16
+
+
+def test_autograd_keeps_what_the_example_explains():
+    """Of a token its input, q, k, v, attention's result, the sum, lse; 4 h twice inside the feed-forward; scores of vanilla."""
+    tokens, h, n = 2 * ring_memory.CHUNK, ring_memory.HIDDEN, ring_memory.HEADS
+    thin, inside = tokens * (6 * h + n) * 4, tokens * 8 * h * 4
+    kept = {name: ring_memory.kept_by_torch(layer, tokens) for name, layer in ring_memory.LAYERS.items()}
+    scores = n * tokens**2 * 4 + tokens**2  # the probabilities, and the mask as bool
+    assert kept["vanilla"] == thin - tokens * n * 4 + inside + scores
+    assert kept["memory-efficient attention"] == thin + inside
+    assert kept["... and feed-forward"] == kept["ring"] == thin
+
+
+@pytest.mark.slow
+def test_the_example_of_the_memory_draws_a_ring_that_holds_least(tmp_path):
+    pytest.importorskip("jax")
+    printed = run("ring_memory", tmp_path, "--lengths", "1024", "--ranks", "1", "2")
+    paper, kept, peak = ({name: float(cells(printed, name)[column]) for name in ring_memory.LAYERS} for column in (2, 3, 4))
+    for bytes_of in (paper, kept, peak):
+        vanilla, attention, both, ring = (bytes_of[name] for name in ring_memory.LAYERS)
+        assert vanilla > attention > both
+        assert ring < vanilla / 2
+    assert peak["ring"] < peak["... and feed-forward"]
