@@ -136,7 +136,9 @@ def peak_by_jax(layer: Layer, tokens: int, ranks: int) -> int:
     inputs = [placed((1, tokens, HIDDEN), shard)] * 2 + [placed(shape, whole) for shape in SHAPES]
     of_weights = (whole,) * len(SHAPES)
     on_shards = jax.shard_map(both, mesh=mesh, in_specs=(shard, shard, *of_weights), out_specs=(shard, shard, *of_weights))
-    return jax.jit(on_shards).lower(*inputs).compile(OPTIONS).memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(on_shards).lower(*inputs).compile(OPTIONS).memory_analysis()
+    assert analysis is not None, "XLA for CPUs has one"
+    return analysis.temp_size_in_bytes
 
 
 OPTIONS = {

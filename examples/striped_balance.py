@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -40,7 +41,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 COLOURS = {"contiguous": "#6E7781", "striped": "#F58518", "zigzag": "#4C78A8"}
 
-Steps = list[list[float]]
+Steps = Sequence[Sequence[float]]
 """[ranks][steps] of pairs or of seconds."""
 
 
