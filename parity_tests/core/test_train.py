@@ -59,6 +59,10 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
         ("[optimizer]\nlearning_rate = 'x'", "optimizer.learning_rate must be a number, got 'x'"),
         ("[optimizer]\nclip = 0", "optimizer.clip must be more than 0, got 0.0"),
         ("steps = 0", "steps must be at least 1, got 0"),
+        (f"steps = 1{30 * '0'}", f"steps must be at most 2147483647, got 1{30 * '0'}: pass a smaller one"),
+        (f"[passkey]\nlengths = [200, 1{30 * '0'}]", "passkey.lengths must be at most 2147483647, got 1000"),
+        (f"[optimizer]\nclip = 1{400 * '0'}", "optimizer.clip must be at most 1.797693135e+308, got 1000"),
+        (f"[model]\ndepth = 1{30 * '0'}", "depth must be at most 10000, got 1000"),
         (
             "[data]\nlength = 1023",
             "data.length = 1023 cannot be split by 4 ranks in the layout 'zigzag': make it a multiple of 8",
