@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.model.progress import Progress
@@ -40,6 +41,8 @@ from .loop import Tell, train
 from .side import Machine, Step
 
 AXES = "data", "seq"
+MOST_BYTES = 4096
+"""Of what the first process says to the others at once."""
 
 
 def run(config: Config, tell: Tell) -> None:
@@ -66,6 +69,15 @@ def on_cpus(config: Config, processes: int | None) -> None:
 def is_first() -> bool:
     """Whether this is the first process of the program."""
     return jax.process_index() == 0
+
+
+def of_first(words: str) -> str:
+    """What the first process of the program says, in every process: of a long text its beginning."""
+    if jax.process_count() == 1:
+        return words
+    told = np.frombuffer(words.encode()[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(told))
+    return told.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
 
 
 def mesh_of(config: Config) -> Mesh:
