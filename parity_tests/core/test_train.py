@@ -52,10 +52,10 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
     page = (Path(__file__).resolve().parents[2] / "docs" / "train.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+) \|$", page, re.MULTILINE)
     value = lambda told: None if told == "-" else tomllib.loads(f"x = {told.strip('`')}")["x"]
-    told = {key: (told if key == "data.folder" else value(told)) for key, told, _ in rows}
+    told: dict[str, Any] = {key: (told if key == "data.folder" else value(told)) for key, told, _ in rows}
     model = {x.name: MODEL.get(x.name, x.default) for x in fields(TransformerConfig)}
     model["mask"] = json.loads(TransformerConfig(**MODEL).to_json())["mask"]
-    told["model.mask"] = {"hi": None} | told["model.mask"]
+    told["model.mask"] = {"hi": None, **told["model.mask"]}
     known: dict[str, Any] = {}
     for name, default in (Config().described() | {"model": model}).items():
         known |= {f"{name}.{key}": x for key, x in default.items()} if isinstance(default, dict) else {name: default}
