@@ -16,8 +16,9 @@ import jax  # noqa: E402
 import torch  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
+from ring_attn_cli.train import jax_side  # noqa: E402
 from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, Ring  # noqa: E402
-from ring_attn_cli.train.jax_side import JaxSide, mesh_of  # noqa: E402
+from ring_attn_cli.train.jax_side import JaxSide, compiler_options, mesh_of  # noqa: E402
 from ring_attn_cli.train.loop import lines, train  # noqa: E402
 from ring_attn_cli.train.torch_side import Places, TorchSide  # noqa: E402
 
@@ -135,6 +136,22 @@ def test_a_truncated_checkpoint_is_named(gloo, tmp_path: Path):
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"step-000000004.*truncated"):
         gloo(1, on_ranks, replace(config, steps=6))
+
+
+def test_offload_on_gpus_is_compiled_without_the_scheduler_that_undoes_it(tmp_path: Path, monkeypatch):
+    asked, found = [], {(p, a): compiler_options(p, a) for p in ("cpu", "gpu", "tpu") for a in ("keep", "recompute", "offload")}
+    assert {of for of, options in found.items() if options is not None} == {("gpu", "offload")}
+    assert found["gpu", "offload"] == {"xla_gpu_enable_latency_hiding_scheduler": False}
+
+    def options(platform: str, activations: str) -> dict[str, bool]:
+        asked.append((platform, activations))
+        return {"xla_no_such_option": False}  # which XLA names, so it was given what this returns
+
+    monkeypatch.setattr(jax_side, "compiler_options", options)
+    config = config_of(tmp_path, "run", 1, 1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        in_jax(replace(config, ring=replace(config.ring, activations="offload")))
+    assert asked == [("cpu", "offload")]
 
 
 def test_weights_of_one_framework_begin_a_run_of_the_other(gloo, tmp_path: Path):

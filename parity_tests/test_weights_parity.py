@@ -11,6 +11,7 @@ import pytest
 
 from .support.models import LENGTH, TRANSFORMER, VOCAB, assert_near, token_ids, transformer_weights
 from .support.published import LOOKED_AT, MODELS, TOKENS, config_of, ids, logits_of, recorded, their_model, weights_of
+from .support.spawn import PerRank
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -173,6 +174,27 @@ def test_ranks_that_save_wait_for_the_first_and_raise_what_it_raises(gloo, tmp_p
 def saved_on_rank(group: Any, folder: Path) -> None:
     ring_attn_torch.save_weights(ring_attn_torch.RingTransformer(**TRANSFORMER, group=group), folder, group=group)
     assert folder.is_dir()
+
+
+def test_what_one_rank_cannot_load_no_rank_loads(gloo, tmp_path):
+    whole, missing, cut, other = (tmp_path / name for name in ("whole", "missing", "cut", "other"))
+    for folder in (whole, cut, other):
+        ring_attn_torch.save_weights(ring_attn_torch.RingTransformer(**TRANSFORMER), folder)
+    (cut / weight_files.WEIGHTS).write_bytes((whole / weight_files.WEIGHTS).read_bytes()[:-100])
+    (other / "config.json").write_text(json.dumps(json.loads((other / "config.json").read_text()) | {"model_type": "llama"}))
+    assert gloo(2, loaded_on_rank, whole) == [None, None]
+    for theirs, words in ((missing, "is no folder"), (cut, "is truncated"), (other, "read it with load_llama")):
+        outcomes = gloo.outcomes(2, loaded_on_rank, PerRank(whole, theirs))
+        assert [type(outcome) for outcome in outcomes] == [ValueError, ValueError], outcomes
+        assert str(outcomes[0]) == str(outcomes[1])
+        assert str(outcomes[0]).startswith(f"rank 1: {theirs}") and words in str(outcomes[0])
+    for outcome in gloo.outcomes(2, loaded_on_rank, PerRank(missing, cut)):
+        assert str(outcome).startswith(f"rank 0: {missing}")
+    assert gloo(2, loaded_on_rank, whole) == [None, None]
+
+
+def loaded_on_rank(group: Any, folder: Path) -> None:
+    ring_attn_torch.load_weights(folder, group=group)
 
 
 def test_sharded_and_wrapped_models_are_saved_whole(gloo, tmp_path):

@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "compute_dtype": "bfloat16",
     },
 }
+LARGE = ("vocab", "dim", "heads", "kv_heads", "head_dim", "hidden")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -120,8 +121,19 @@ def test_json_that_is_no_config_is_refused(text, message):
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         ({"head_dim": 2, "rotary": Rotary(1e4, NTK(2.0))}, "head_dim=2 has no other"),
         ({"head_dim": 7, "rotary_base": None, "rotaries": [None, 1e4]}, "head_dim must be even, got 7"),
+        ({"depth": 10**30}, "depth must be at most 10000, got 1000000000000000000000000000000: pass a smaller one"),
+        ({"depth": 10_001}, "depth must be at most 10000, got 10001"),
+        *(({name: 2**31}, f"{name} must be at most 2147483647, got 2147483648: pass a smaller one") for name in LARGE),
+        *(({name: 10**30}, f"{name} must be at most 2147483647, got 10{29 * '0'}") for name in LARGE),
+        ({"rotary_base": 10**400}, "the base of rotary embeddings must be greater than 1"),
+        ({"softcap": 10**400}, "softcap must be a Python number"),
     ],
 )
 def test_a_config_that_fits_no_model_is_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         TransformerConfig(**SIZES | sizes)
+
+
+def test_many_layers_are_a_config_within_seconds():
+    config = TransformerConfig(**SIZES | {"depth": 10_000}, windows=[3] * 10_000, mlp_chunk=10**30)
+    assert config.attention(9_999).mask == Band(0, 3)

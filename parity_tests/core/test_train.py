@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,9 +17,10 @@ np = pytest.importorskip("numpy")
 
 from ring_attn_cli.main import app  # noqa: E402
 from ring_attn_cli.train import arithmetic, data, picture  # noqa: E402
-from ring_attn_cli.train.config import Config, Data, Optimizer, read  # noqa: E402
+from ring_attn_cli.train.config import MODEL, Config, Data, Optimizer, read  # noqa: E402
 from ring_attn_cli.train.folder import differences  # noqa: E402
 from ring_attn_cli.train.loop import Log, lines  # noqa: E402
+from ring_attn_core.model.config import TransformerConfig  # noqa: E402
 
 
 def config_of(folder: Path, text: str) -> Config:
@@ -44,6 +48,22 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
     assert rotary is not None and rotary.base == 500000.0
 
 
+def test_the_table_of_the_docs_has_every_key_with_its_default():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "train.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+) \|$", page, re.MULTILINE)
+    value = lambda told: None if told == "-" else tomllib.loads(f"x = {told.strip('`')}")["x"]
+    told: dict[str, Any] = {key: (told if key == "data.folder" else value(told)) for key, told, _ in rows}
+    model = {x.name: MODEL.get(x.name, x.default) for x in fields(TransformerConfig)}
+    model["mask"] = json.loads(TransformerConfig(**MODEL).to_json())["mask"]
+    told["model.mask"] = {"hi": None, **told["model.mask"]}
+    known: dict[str, Any] = {}
+    for name, default in (Config().described() | {"model": model}).items():
+        known |= {f"{name}.{key}": x for key, x in default.items()} if isinstance(default, dict) else {name: default}
+    known |= {"data.folder": "Python's standard library", "passkey.lengths": list(known["passkey.lengths"])}
+    assert list(told.items()) == list(known.items())
+    assert all(meaning.strip() for _, _, meaning in rows)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -59,6 +79,10 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
         ("[optimizer]\nlearning_rate = 'x'", "optimizer.learning_rate must be a number, got 'x'"),
         ("[optimizer]\nclip = 0", "optimizer.clip must be more than 0, got 0.0"),
         ("steps = 0", "steps must be at least 1, got 0"),
+        (f"steps = 1{30 * '0'}", f"steps must be at most 2147483647, got 1{30 * '0'}: pass a smaller one"),
+        (f"[passkey]\nlengths = [200, 1{30 * '0'}]", "passkey.lengths must be at most 2147483647, got 1000"),
+        (f"[optimizer]\nclip = 1{400 * '0'}", "optimizer.clip must be at most 1.797693135e+308, got 1000"),
+        (f"[model]\ndepth = 1{30 * '0'}", "depth must be at most 10000, got 1000"),
         (
             "[data]\nlength = 1023",
             "data.length = 1023 cannot be split by 4 ranks in the layout 'zigzag': make it a multiple of 8",

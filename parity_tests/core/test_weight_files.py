@@ -238,6 +238,7 @@ LLAMA: dict[str, Any] = {
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "must be one for all layers, got full_attention"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads, got partial_rotary_factor 0.5"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be an int"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
         ({"model_type": ["llama"]}, r"model_type must be one of .*, got \['llama'\]"),
         ({"attention_dropout": "0.1"}, "attention_dropout of a llama model must be a number, got '0.1': restore config.json"),
         ({"rope_scaling": "linear"}, "rope_scaling of a llama model must be an object, got 'linear'"),

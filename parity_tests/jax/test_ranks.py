@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ring_attn_core import Run, causal
-from ring_attn_jax import check_ranks, shard_batch
+from ring_attn_jax import RingTransformer, check_ranks, save_weights, shard_batch
 
 from .ring import REPLICATED, mesh_of
 
@@ -167,7 +168,7 @@ import numpy as np
 address, process = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, process)
 from jax.sharding import NamedSharding, PartitionSpec
-from ring_attn_jax import causal, check_ranks, full
+from ring_attn_jax import causal, check_ranks, full, load_weights
 
 mesh = jax.make_mesh((2, 2), ("data", "seq"))  # data: the processes
 assert all(d.process_index == i for i, row in enumerate(mesh.devices) for d in row)
@@ -206,6 +207,15 @@ for wrong in (
         said = str(error)
     with open(f"said-{process}", "a") as file:  # stdout is gloo's too
         print(said, file=file)
+for folders in (("whole", "broken"), ("none", "broken")):
+    try:
+        load_weights(folders[process], mesh=mesh)
+        said = "loaded"
+    except ValueError as error:
+        said = str(error)
+    with open(f"said-{process}", "a") as file:
+        print(said, file=file)
+load_weights("whole", mesh=mesh)
 """
 SAID = (
     r"1 of 6 .*: halves \(Array int32 \[4\], part \[2:4\]\) is #\w+ on device \d+, #\w+ on device \d+\. ",
@@ -217,13 +227,18 @@ SAID = (
     r"1 of 5 .*: mask \(Band\) is Band\(lo=0, hi=None\) on process 0, Band\(lo=None, hi=None\) on process 1\. ",
     r"1 of 6 .*: more is int on process 1, absent on process 0\. ",
     r"process 1: f must be a pytree of jax arrays",
+    r"process 1: .*broken has neither model.safetensors nor",
+    r"process 0: .*none is no folder",
 )
 
 
 def test_processes_are_compared_and_all_raise_the_same(tmp_path):
-    """Two processes of two devices each."""
+    """Two processes of two devices each, which load weights together too."""
+    pytest.importorskip("safetensors")
     program = tmp_path / "program.py"
     program.write_text(PROCESS)
+    save_weights(RingTransformer(vocab=31, dim=8, depth=1, heads=2, rngs=nnx.Rngs(0)), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken", ignore=lambda *_: {"model.safetensors"})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

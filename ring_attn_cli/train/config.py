@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import sysconfig
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ring_attn_core import layouts
+from ring_attn_core.model.checks import LARGEST
 
 if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
@@ -198,17 +200,21 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 
 
 class Form(NamedTuple):
-    """A type of values: its words in an error, whether a value of the file is one, and the value as the records hold it."""
+    """A type of values: its words in an error, whether a value of the file is one, and the value as the records hold it.
+
+    ``most``: how far from 0 an integer may be in it.
+    """
 
     words: str
     fits: Callable[[Any], bool]
     held: Callable[[Any], Any]
+    most: float = LARGEST
 
 
 FORMS: dict[str, Form] = {
     "Mapping": Form("a table", lambda x: isinstance(x, dict), dict),
     "tuple": Form("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
-    "float": Form("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float),
+    "float": Form("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
     "str": Form("a text", lambda x: isinstance(x, str), str),
     "int": Form("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
 }
@@ -223,4 +229,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     form = next(form for kind, form in FORMS.items() if kind in str(hint))
     if not form.fits(value):
         raise ValueError(f"{name} must be {form.words}, got {value!r}")
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, int) and abs(each) > form.most:
+            raise ValueError(f"{name} must be at most {form.most:.10g}, got {each}: pass a smaller one")
     return form.held(value)

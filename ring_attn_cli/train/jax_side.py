@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.model.progress import Progress
@@ -40,6 +41,10 @@ from .loop import Tell, train
 from .side import Machine, Step
 
 AXES = "data", "seq"
+MOST_BYTES = 4096
+"""Of what the first process says to the others at once."""
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+"""With this one XLA leaves on the GPU what should wait in host memory: docs/checkpointing.md."""
 
 
 def run(config: Config, tell: Tell) -> None:
@@ -66,6 +71,15 @@ def on_cpus(config: Config, processes: int | None) -> None:
 def is_first() -> bool:
     """Whether this is the first process of the program."""
     return jax.process_index() == 0
+
+
+def of_first(words: str) -> str:
+    """What the first process of the program says, in every process: of a long text its beginning."""
+    if jax.process_count() == 1:
+        return words
+    told = np.frombuffer(words.encode()[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(told))
+    return told.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -119,6 +133,8 @@ class JaxSide:
         self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=nnx.Param)
         for module in (self._model, self._optimizer):  # from the start where the first update leaves them
             nnx.update(module, jax.device_put(nnx.state(module), self._everywhere))
+        options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
+        self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def _made(self) -> RingTransformer:
@@ -151,7 +167,10 @@ class JaxSide:
 
     def step(self, number: int, microbatches: list[Shard]) -> Step:
         seed = jnp.asarray(self._config.seed + number)
-        value, norm = _step(self._model, self._optimizer, self._placed(microbatches), seed, self._how(microbatches[0]))
+        both = self._model, self._optimizer
+        graph, state = nnx.split(both)
+        value, norm, state = self._step(graph, state, self._placed(microbatches), seed, self._how(microbatches[0]))
+        nnx.update(both, state)
         return Step(float(value), float(norm))
 
     def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:
@@ -198,14 +217,20 @@ def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
     )
 
 
-@partial(nnx.jit, static_argnames=("how",))
-def _step(model: RingTransformer, optimizer: nnx.Optimizer, batch: Batch, seed: jax.Array, how: How) -> tuple[Any, Any]:
-    graph, weights = nnx.split(model, nnx.Param)
+def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
+    """What XLA is to compile a step with, beside its defaults."""
+    return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None
+
+
+def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: How) -> tuple[Any, Any, Any]:
+    """The loss, the norm, and the state of model and optimizer afterwards. Flax's own jit takes no compiler options."""
+    model, optimizer = nnx.merge(graph, state)
+    structure, weights = nnx.split(model, nnx.Param)
     total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
     kind = jnp.promote_types(model.config.param_dtype, jnp.float32)
 
     def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
-        whole = nnx.merge(graph, weights)
+        whole = nnx.merge(structure, weights)
         drawn = seed if model.config.dropout_rate else None
         hidden = _hidden(whole, microbatch, how, drawn, number * how.rows)
         return (_loss(whole, hidden, microbatch.labels, how) / total).astype(kind)
@@ -217,7 +242,7 @@ def _step(model: RingTransformer, optimizer: nnx.Optimizer, batch: Batch, seed: 
     (value, gradients), _ = jax.lax.scan(add, nothing, (jnp.arange(len(batch.ids)), batch))
     norm = optax.tree.norm(gradients)
     optimizer.update(model, gradients)
-    return value, norm
+    return value, norm, nnx.state((model, optimizer))
 
 
 @partial(nnx.jit, static_argnames=("ends", "how"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..demo.processes import Crews
-from . import data, folder, picture
+from . import data, folder, lock, picture
 from .config import Config
 from .loop import LOG
 from .watch import Watch
@@ -46,8 +46,8 @@ class Program:
 def run(config: Config, framework: str, program: Program | None = None) -> None:
     """Train, and leave log, picture, checkpoints and weights in ``config.out``; go on where a run in that folder stopped.
 
-    ``framework``: "torch" or "jax". Raises ValueError for another one and for what the run cannot begin with, demo.processes'
-    Failure where a process fails, and ModuleNotFoundError.
+    ``framework``: "torch" or "jax". Raises ValueError for another one, for what the run cannot begin with, and for a folder
+    in which another run is at work, demo.processes' Failure where a process fails, and ModuleNotFoundError.
     """
     if framework not in NEEDS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")
@@ -89,10 +89,11 @@ def _in_jax(config: Config, program: Program | None) -> None:
     if program is not None:
         jax_side.joined(program.coordinator, program.processes, program.process)
     first = jax_side.is_first()
-    with Watch(config, Console(highlight=False, quiet=not first)) as watch:
-        jax_side.run(config, watch)
-    if first:
-        _finish(config)
+    with lock.held(config, first, jax_side.of_first):
+        with Watch(config, Console(highlight=False, quiet=not first)) as watch:
+            jax_side.run(config, watch)
+        if first:
+            _finish(config)
 
 
 def _in_torch(config: Config) -> None:
@@ -108,15 +109,16 @@ def _in_torch(config: Config) -> None:
             _finish(config)
         return
     ranks = config.ring.ranks * config.ring.replicas
-    with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
-        members = [(rank, config, str(Path(place, "store"))) for rank in range(ranks)]
-        crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
-        with Watch(config, Console(highlight=False)) as watch:
-            for message in crews.messages():
-                if message.kind == "mistake":
-                    raise ValueError(message.data)
-                watch(message.kind, message.data)
-    _finish(config)
+    with lock.held(config):
+        with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
+            members = [(rank, config, str(Path(place, "store"))) for rank in range(ranks)]
+            crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
+            with Watch(config, Console(highlight=False)) as watch:
+                for message in crews.messages():
+                    if message.kind == "mistake":
+                        raise ValueError(message.data)
+                    watch(message.kind, message.data)
+        _finish(config)
 
 
 def _finish(config: Config) -> None:

@@ -34,6 +34,7 @@ from ring_attn_torch import (
 )
 
 from ..demo.processes import Report
+from . import lock
 from .arithmetic import first_weights, rates
 from .config import Config
 from .data import arguments, check_vocab, is_llama
@@ -72,9 +73,17 @@ def launched(config: Config, tell: Tell) -> None:
                 f"torchrun has started {dist.get_world_size()} processes, and the config has {config.ring.ranks} ranks x "
                 f"{config.ring.replicas} replicas = {ranks}: start {ranks}, or change [ring]"
             )
-        run(config, tell, device)
+        with lock.held(config, dist.get_rank() == 0, of_first):
+            run(config, tell, device)
     finally:
         dist.destroy_process_group()
+
+
+def of_first(words: str, group: dist.ProcessGroup | None = None) -> str:
+    """What the first rank of all says, on every rank."""
+    told = [words]
+    dist.broadcast_object_list(told, 0, group)
+    return told[0]
 
 
 def is_first() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ..problem.checks import check_dropout_rate, check_softcap
@@ -9,12 +10,20 @@ from ..problem.checks import check_dropout_rate, check_softcap
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """What weights may be kept in, and what may be computed in."""
 
+LARGEST = 2**31 - 1
+"""The largest size: a matrix of two such has numbers that 64 bits still count."""
 
-def check_sizes(**sizes: int) -> None:
-    """ValueError for a size that is no int of at least 1."""
+DEEPEST = 10_000
+"""The most layers, for each is looked at when a config is made."""
+
+
+def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
+    """ValueError for a size that is no int from 1 to ``most``."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
+        if size > most:
+            raise ValueError(f"{name} must be at most {most}, got {size}: pass a smaller one")
 
 
 def check_flags(**flags: bool) -> None:
@@ -25,8 +34,8 @@ def check_flags(**flags: bool) -> None:
 
 
 def is_number(x: Any) -> bool:
-    """Whether ``x`` is a finite int or float; no bool."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < float("inf")
+    """Whether ``x`` is an int or float that a finite float can hold; no bool."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def check_eps(eps: float) -> None:

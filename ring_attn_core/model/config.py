@@ -9,7 +9,7 @@ from typing import Any
 from ..masks import causal, check_mask
 from ..runs import Band
 from .as_json import read_record, write_record
-from .checks import check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
+from .checks import DEEPEST, check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
 from .chunks import check_chunk
 from .masks import layer_masks
 from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
@@ -93,7 +93,8 @@ class TransformerConfig:
     mlp_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(vocab=self.vocab, dim=self.dim, depth=self.depth)
+        check_sizes(vocab=self.vocab, dim=self.dim)
+        check_sizes(DEEPEST, depth=self.depth)
         check_flags(tied=self.tied)
         if self.compute_dtype is not None:
             check_dtype("compute_dtype", self.compute_dtype)
@@ -101,7 +102,7 @@ class TransformerConfig:
             check_chunk("mlp_chunk", self.mlp_chunk)
         hidden = hidden_size(self.dim) if self.hidden is None else self.hidden
         check_sizes(hidden=hidden)
-        layer_masks(self.mask, self.windows, self.depth)
+        masks = layer_masks(self.mask, self.windows, self.depth)
         kv_heads, head_dim = head_sizes(self.dim, self.heads, self.kv_heads, self.head_dim)
         rotary = rotary_of(self.rotary, self.rotary_base)
         filled = {
@@ -115,18 +116,20 @@ class TransformerConfig:
         }
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        for layer in range(self.depth):
-            self.attention(layer)
+        for mask, of_layer in dict.fromkeys(zip(masks, self._layer_rotaries(), strict=True)):
+            self._attention(mask, of_layer)
 
     def attention(self, layer: int) -> AttentionConfig:
         """Return what the attention of a layer, from 0, computes: they differ in their masks and rotary embeddings."""
-        shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
-        shared["mask"] = layer_masks(self.mask, self.windows, self.depth)[layer]
+        return self._attention(layer_masks(self.mask, self.windows, self.depth)[layer], self._layer_rotaries()[layer])
+
+    def _layer_rotaries(self) -> Sequence[Rotary | None]:
         rotaries = layer_rotaries(self.rotaries, self.depth)
-        if rotaries is not None:
-            rotary = rotaries[layer]
-            shared |= {"rotary": rotary, "rotary_base": rotary and rotary.base}
-        return AttentionConfig(**shared)
+        return [self.rotary] * self.depth if rotaries is None else rotaries
+
+    def _attention(self, mask: Band, rotary: Rotary | None) -> AttentionConfig:
+        shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
+        return AttentionConfig(**shared | {"mask": mask, "rotary": rotary, "rotary_base": rotary and rotary.base})
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..mistakes import in_words
-from .checks import check_sizes
+from .checks import DEEPEST, check_sizes
 from .config import TransformerConfig
 from .rotary import NTK, Linear, Llama3, Rotary, YaRN
 
@@ -80,6 +80,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
     if missing:
         raise ValueError(f"the config of a {kind} model must have {', '.join(missing)}")
     check_sizes(**{name: theirs[name] for name in SIZES})
+    check_sizes(DEEPEST, num_hidden_layers=theirs["num_hidden_layers"])
     for name, needed in FIXED.items():
         if theirs.get(name, needed) not in (needed, None):
             raise ValueError(f"{name} of a {kind} model must be {needed!r}, got {theirs[name]!r}: our layers do not compute that")

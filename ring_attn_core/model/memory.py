@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .activations import check_activations
-from .checks import check_sizes
+from .checks import LARGEST, check_sizes
 from .config import TransformerConfig
 
 GIB = 2**30
@@ -230,6 +230,8 @@ def longest(config: TransformerConfig, training: Training, memory: int, host: in
     """
 
     def fits(steps: int) -> bool:
+        if steps * STEP > LARGEST:
+            return False
         needed = peak_memory(config, replace(training, tokens=steps * STEP))
         return needed.peak <= memory and (host is None or total(needed.host) <= host)
 

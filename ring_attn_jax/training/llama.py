@@ -11,7 +11,8 @@ from ring_attn_core.model.weight_files import CONFIG, current, read_json
 from ring_attn_core.model.weight_names import llama_name
 
 from ..layers.transformer import RingTransformer
-from .saved_weights import load_folder, save_folder, transformer_in, with_dtypes
+from .ranks import together
+from .saved_weights import described, filled, save_folder, transformer_in, with_dtypes
 
 
 def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
@@ -26,11 +27,14 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
     are placed as :func:`load_weights` places them.
 
     Raises ValueError for another architecture, for what our layers do not compute (quantised weights, biases of o, "dynamic"
-    rotary scaling), for a file that is missing, truncated or a pickle, and for weights that do not fit the config, naming them.
+    rotary scaling), for a file that is missing, truncated or a pickle, and for weights that do not fit the config, naming
+    them: the same in every process of the mesh.
     """
-    place = current(folder)
-    config = config_of(read_json(place / CONFIG))
-    return load_folder(place, with_dtypes(config, dtype, compute_dtype), llama_name, ignored_names(config), ring)
+    with together(ring.get("mesh")):
+        place = current(folder)
+        config = config_of(read_json(place / CONFIG))
+        empty = described(place, with_dtypes(config, dtype, compute_dtype), llama_name, ignored_names(config), ring)
+    return filled(empty)
 
 
 def save_llama(model: RingTransformer, folder: str | Path, *, length: int = 131072) -> None:

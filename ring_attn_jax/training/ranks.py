@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from ring_attn_core.model.copies import (
@@ -120,3 +122,26 @@ def _gathered(text: str) -> list[str]:
     lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
     texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
     return [each[:length].tobytes().decode() for each, length in zip(texts, lengths, strict=True)]
+
+
+@contextmanager
+def together(mesh: Any) -> Iterator[None]:
+    """Raise in every process what the block raises in one, of several in the first: a ValueError or an OSError.
+
+    ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself.
+    """
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as objection:
+        error = objection
+    of = {device.process_index for device in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
+    if jax.process_count() == 1 or len(of) < jax.process_count():
+        if error is not None:
+            raise error
+        return
+    kind = "OSError" if isinstance(error, OSError) else "ValueError"
+    for process, told in enumerate(_gathered("" if error is None else f"{kind} {error}")):
+        if told:
+            kind, _, message = told.partition(" ")
+            raise (OSError if kind == "OSError" else ValueError)(f"process {process}: {message}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from ring_attn_core.model.weight_files import CONFIG, current, opened, read_conf
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from .ranks import _gathered
+from .ranks import _gathered, together
 from .weights import _parameters, _turned
 
 
@@ -42,13 +42,17 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
     ``dtype``: in which to keep the weights, and ``compute_dtype``: in which to compute; None is what the config says. ``ring``:
     the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but ``rngs``. With ``mesh`` the weights are
     copied to all of its devices, without one they lie on the default device. Every process reads the files by itself, one weight
-    at a time.
+    at a time; all of them call it where the mesh is over all.
 
     Raises ValueError for a folder that is none, a config that cannot be read, a file that is missing or truncated, and weights
-    that are missing, unexpected or of another shape than the config says, naming them.
+    that are missing, unexpected or of another shape than the config says, naming them: the same in every process of the mesh,
+    whichever of them has found it, before a weight is read.
     """
-    place = current(folder)
-    return load_folder(place, with_dtypes(read_config(place), dtype, compute_dtype), _ours, (), ring)
+    with together(ring.get("mesh")):
+        place = current(folder)
+        config = with_dtypes(read_config(place), dtype, compute_dtype)
+        empty = described(place, config, _ours, (), ring)
+    return filled(empty)
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
@@ -57,17 +61,31 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
-def load_folder(
+class Empty(NamedTuple):
+    """A model without its weights, and where they stand: for every file what to read from it, our name and the file's."""
+
+    model: RingTransformer
+    files: dict[Path, dict[str, str]]
+    sharding: jax.NamedSharding | None
+
+
+def described(
     folder: Path, config: TransformerConfig, renamed: Callable[[str], str], ignored: tuple[str, ...], ring: dict[str, Any]
-) -> RingTransformer:
-    """Make the model of ``config`` with the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
+) -> Empty:
+    """Return the model of ``config``, for the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
-    kept = _parameters(model)
-    shapes = {name: _shape(path, p) for name, (path, p) in kept.items()}
+    shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
     everywhere = None if mesh is None else jax.NamedSharding(mesh, jax.P())
+    return Empty(model, sources(folder, shapes, renamed, ignored), everywhere)
+
+
+def filled(empty: Empty) -> RingTransformer:
+    """Return the model with its weights, read one at a time."""
+    model, everywhere = empty.model, empty.sharding
+    kept = _parameters(model)
     flat = []
-    for file, names in sources(folder, shapes, renamed, ignored).items():
+    for file, names in empty.files.items():
         with opened(file) as weights:
             for name, theirs in names.items():
                 path, p = kept[name]

@@ -17,7 +17,8 @@ from ring_attn_core.model.weight_names import llama_name
 
 from ..layers.attention import ring_of
 from ..layers.transformer import RingTransformer
-from .saved_weights import load_folder, save_folder, transformer_in, with_dtypes
+from .ranks import together
+from .saved_weights import LOADING, described, filled, save_folder, transformer_in, with_dtypes
 
 
 def load_llama(
@@ -30,15 +31,18 @@ def load_llama(
     is ``w - 1`` here, for it counts the token itself) and tied heads are taken over; ``model.config`` says all of it.
 
     ``dtype``: in which to keep the weights; None is what config.json says. ``compute_dtype``: in which to compute, None as the
-    weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank reads the
-    files by itself, one weight at a time.
+    weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group
+    calls it, and reads the files by itself, one weight at a time.
 
     Raises ValueError for another architecture, for what our layers do not compute (quantised weights, biases of o, "dynamic"
-    rotary scaling), for a file that is missing, truncated or a pickle, and for weights that do not fit the config, naming them.
+    rotary scaling), for a file that is missing, truncated or a pickle, and for weights that do not fit the config, naming
+    them: the same on every rank, before a weight is read.
     """
-    place = current(folder)
-    config = config_of(read_json(place / CONFIG))
-    return load_folder(place, with_dtypes(config, dtype, compute_dtype), llama_name, ignored_names(config), ring)
+    with together(LOADING, ring_of(ring.get("group"))):
+        place = current(folder)
+        config = config_of(read_json(place / CONFIG))
+        empty = described(place, with_dtypes(config, dtype, compute_dtype), llama_name, ignored_names(config), ring)
+    return filled(empty)
 
 
 def save_llama(

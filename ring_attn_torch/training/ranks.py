@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from ring_attn_core.model.copies import (
 
 from ..layers.attention import ring_of
 from ..ring.agreement import refuse, tell
-from ..ring.groups import is_dtensor, rank_in, ranks_of
+from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -122,3 +123,23 @@ def _part(x: DTensor) -> str:
         return "no part of it"
     cut = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
     return ", ".join(f"part {place[dim]} of {mesh.size(dim)} on mesh dim {dim}" for dim in cut)
+
+
+@contextmanager
+def together(call: str, ring: Group) -> Iterator[None]:
+    """Raise on every rank what the block raises on one, of several on the lowest: a ValueError or an OSError.
+
+    Every rank of ``ring`` comes here at the same ``call``.
+    """
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as objection:
+        error = objection
+    if ring is None or ranks_of(ring) == 1:
+        if error is not None:
+            raise error
+        return
+    for rank, told in enumerate(tell(call, error and [isinstance(error, OSError), str(error)], ring)):
+        if told is not None:
+            raise (OSError if told[0] else ValueError)(f"rank {rank}: {told[1]}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,11 @@ from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
 from ..ring.agreement import tell
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
+from .ranks import together
 from .weights import named_parameters
+
+LOADING = "loading weights"
+"""What the ranks call it, whichever kind of folder each of them takes it for."""
 
 
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -45,14 +49,18 @@ def load_weights(
     """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``, on the default device.
 
     ``dtype``: in which to keep the weights, and ``compute_dtype``: in which to compute; None is what the config says. ``ring``:
-    the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank reads the files by itself, one
-    weight at a time.
+    the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group calls it, and
+    reads the files by itself, one weight at a time.
 
     Raises ValueError for a folder that is none, a config that cannot be read, a file that is missing or truncated, and weights
-    that are missing, unexpected or of another shape than the config says, naming them.
+    that are missing, unexpected or of another shape than the config says, naming them: the same on every rank, whichever of them
+    has found it, before a weight is read.
     """
-    place = current(folder)
-    return load_folder(place, with_dtypes(read_config(place), dtype, compute_dtype), _ours, (), ring)
+    with together(LOADING, ring_of(ring.get("group"))):
+        place = current(folder)
+        config = with_dtypes(read_config(place), dtype, compute_dtype)
+        empty = described(place, config, _ours, (), ring)
+    return filled(empty)
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
@@ -61,16 +69,29 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
-def load_folder(
+class Empty(NamedTuple):
+    """A model without its weights, and where they stand: for every file what to read from it, our name and the file's."""
+
+    model: RingTransformer
+    files: dict[Path, dict[str, str]]
+
+
+def described(
     folder: Path, config: TransformerConfig, renamed: Callable[[str], str], ignored: tuple[str, ...], ring: dict[str, Any]
-) -> RingTransformer:
-    """Make the model of ``config`` with the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
+) -> Empty:
+    """Return the model of ``config``, for the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config, **ring)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return Empty(model, sources(folder, shapes, renamed, ignored))
+
+
+def filled(empty: Empty) -> RingTransformer:
+    """Return the model with its weights, read one at a time."""
+    model = empty.model
     kept = dict(model.named_parameters())
-    shapes = {name: tuple(p.shape) for name, p in kept.items()}
     state = {}
-    for file, names in sources(folder, shapes, renamed, ignored).items():
+    for file, names in empty.files.items():
         with opened(file, "pt", str(torch.get_default_device())) as weights:
             for name, theirs in names.items():
                 state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # not a part of the mapped file
