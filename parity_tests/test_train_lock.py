@@ -121,10 +121,11 @@ def test_every_process_of_a_program_is_refused_alike(taken: list[str], tmp_path:
     environment = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)  # the tests' devices
     logs = [tmp_path / f"log-{process}" for process in range(2)]
-    started = [
-        subprocess.Popen([*command, "--process", f"{process}/2"], env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
-        for process, log in enumerate(logs)
-    ]
+    started = []
+    for process, log in enumerate(logs):
+        with log.open("w") as file:
+            of_process = [*command, "--process", f"{process}/2"]
+            started.append(subprocess.Popen(of_process, env=environment, stdout=file, stderr=subprocess.STDOUT))
     try:
         assert [process.wait(PATIENCE) for process in started] == [2, 2], [log.read_text() for log in logs]
     finally:

@@ -135,5 +135,6 @@ def test_a_config_that_fits_no_model_is_refused(sizes, message):
 
 
 def test_many_layers_are_a_config_within_seconds():
-    config = TransformerConfig(**SIZES | {"depth": 10_000}, windows=[3] * 10_000, mlp_chunk=10**30)
+    deep: dict[str, Any] = SIZES | {"depth": 10_000, "windows": [3] * 10_000, "mlp_chunk": 10**30}
+    config = TransformerConfig(**deep)
     assert config.attention(9_999).mask == Band(0, 3)
