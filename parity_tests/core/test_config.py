@@ -125,6 +125,7 @@ def test_json_that_is_no_config_is_refused(text, message):
         ({"depth": 10_001}, "depth must be at most 10000, got 10001"),
         *(({name: 2**31}, f"{name} must be at most 2147483647, got 2147483648: pass a smaller one") for name in LARGE),
         *(({name: 10**30}, f"{name} must be at most 2147483647, got 10{29 * '0'}") for name in LARGE),
+        ({"heads": 2**16, "head_dim": 2**16}, r"heads \* head_dim must be at most 2147483647, got 4294967296"),
         ({"rotary_base": 10**400}, "the base of rotary embeddings must be greater than 1"),
         ({"softcap": 10**400}, "softcap must be a Python number"),
     ],

@@ -129,6 +129,8 @@ class Config:
                 f"data.length = {self.data.length} cannot be split by {self.ring.ranks} ranks in the layout "
                 f"{self.ring.layout!r}: make it a multiple of {unit}, or change ring.ranks"
             )
+        if abs(self.seed) + self.steps > LARGEST:
+            raise ValueError(f"seed + steps must be at most {LARGEST}, for each step draws by their sum, got seed = {self.seed}")
         if self.passkey.train_every < 0:
             raise ValueError(f"passkey.train_every must be at least 0, which is never, got {self.passkey.train_every}")
         if self.init_from is not None and set(self.model) - set(DTYPES):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +52,13 @@ def run(config: Config, tell: Tell) -> None:
     """Train on accelerators where there are enough for all ranks, else on so many of jax's CPU devices."""
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
-    train(config, JaxSide(config, mesh_of(config)), tell)
+    side = JaxSide(config, mesh_of(config))
+    try:
+        train(config, side, tell)
+    except BaseException:
+        if jax.process_count() == 1:
+            side.close()
+        raise
 
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
@@ -77,7 +84,7 @@ def of_first(words: str) -> str:
     """What the first process of the program says, in every process: of a long text its beginning."""
     if jax.process_count() == 1:
         return words
-    told = np.frombuffer(words.encode()[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
+    told = np.frombuffer(words.encode(errors="replace")[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
     told = np.asarray(multihost_utils.broadcast_one_to_all(told))
     return told.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
 
@@ -156,6 +163,11 @@ class JaxSide:
     def save(self, step: int, data: str) -> None:
         if step not in self._checkpoints.steps():
             self._checkpoints.save(step, self._model, self._optimizer, data=data)
+
+    def close(self) -> None:
+        """Let a save come to its end before another run may have the folder, whatever ended this one."""
+        with suppress(OSError):
+            self._checkpoints.close()
 
     def finish(self) -> None:
         self._checkpoints.close()

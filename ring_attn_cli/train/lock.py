@@ -55,7 +55,6 @@ def _objection(file: IO[str], out: str) -> str:
     except OSError:
         return ""
     with suppress(OSError):  # a full disk: who it is need not be known
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return ""

@@ -76,6 +76,7 @@ def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None)
         head_dim = dim // heads
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(kv_heads=kv_heads, head_dim=head_dim)
+    check_sizes(**{"heads * head_dim": heads * head_dim})
     if heads % kv_heads:
         raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}: choose a divisor, 1 for multi-query attention")
     return kv_heads, head_dim

@@ -118,7 +118,7 @@ def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
 
 def _gathered(text: str) -> list[str]:
     """The text of every process, in their order."""
-    told = np.frombuffer(text.encode(), np.uint8)
+    told = np.frombuffer(text.encode(errors="replace"), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
     texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
     return [each[:length].tobytes().decode() for each, length in zip(texts, lengths, strict=True)]
@@ -126,14 +126,14 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(mesh: Any) -> Iterator[None]:
-    """Raise in every process what the block raises in one, of several in the first: a ValueError or an OSError.
+    """Raise in every process what the block raises in one, of several in the first: as an OSError, or else as a ValueError.
 
     ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself.
     """
     error = None
     try:
         yield
-    except (ValueError, OSError) as objection:
+    except Exception as objection:
         error = objection
     of = {device.process_index for device in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
     if jax.process_count() == 1 or len(of) < jax.process_count():

@@ -161,13 +161,13 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
         history.checked = None
 
 
-def tell(call: str, what: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of ``group`` tells the others at this ``call``, as JSON carries it.
+def tell(call: str, what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
+    """What every rank of ``group`` tells the others at this ``call``, as JSON carries it; ``patience``: None for the group's.
 
     Raises what ``agree`` does where a rank has an objection, is at another call or does not come.
     """
     history = _history(group)
-    patience = timeout(group, dist.get_backend_config(group).split(":")[0])
+    patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
     verdict = {"problem": {"call": call}, "told": what}
     verdicts = _exchange(verdict, history.next_call(), group, patience, history.told)
     _conclude(verdicts, None)

@@ -26,7 +26,7 @@ from ring_attn_core.model.copies import (
 )
 
 from ..layers.attention import ring_of
-from ..ring.agreement import refuse, tell
+from ..ring.agreement import GRACE, refuse, tell
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
 
 if TYPE_CHECKING:
@@ -127,19 +127,25 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[None]:
-    """Raise on every rank what the block raises on one, of several on the lowest: a ValueError or an OSError.
+    """Raise on every rank what the block raises on one, of several on the lowest: as an OSError, or else as a ValueError.
 
-    Every rank of ``ring`` comes here at the same ``call``.
+    Every rank of ``ring`` comes here at the same ``call``. One with an error does not wait long for those that do not.
     """
     error = None
     try:
         yield
-    except (ValueError, OSError) as objection:
+    except Exception as objection:
         error = objection
     if ring is None or ranks_of(ring) == 1:
         if error is not None:
             raise error
         return
-    for rank, told in enumerate(tell(call, error and [isinstance(error, OSError), str(error)], ring)):
+    try:
+        everybody = tell(call, error and [isinstance(error, OSError), str(error)], ring, GRACE if error else None)
+    except RuntimeError:
+        if error is None:
+            raise
+        raise error from None
+    for rank, told in enumerate(everybody):
         if told is not None:
             raise (OSError if told[0] else ValueError)(f"rank {rank}: {told[1]}") from error
