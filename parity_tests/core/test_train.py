@@ -79,7 +79,7 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("[optimizer]\nlearning_rate = 'x'", "optimizer.learning_rate must be a number, got 'x'"),
         ("[optimizer]\nclip = 0", "optimizer.clip must be more than 0, got 0.0"),
         ("steps = 0", "steps must be at least 1, got 0"),
-        ("seed = 2147483647", r"seed \+ steps must be at most 2147483647, .*, got seed = 2147483647"),
+        ("seed = 2147483647", "seed + steps must be at most 2147483647"),
         (f"steps = 1{30 * '0'}", f"steps must be at most 2147483647, got 1{30 * '0'}: pass a smaller one"),
         (f"[passkey]\nlengths = [200, 1{30 * '0'}]", "passkey.lengths must be at most 2147483647, got 1000"),
         (f"[optimizer]\nclip = 1{400 * '0'}", "optimizer.clip must be at most 1.797693135e+308, got 1000"),
