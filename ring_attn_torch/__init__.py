@@ -14,6 +14,8 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
+from .layers.dilated import DilatedRingAttention
+from .layers.dilated_multihead import DilatedAttention
 from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.tensor_plan import tensor_plan
@@ -31,6 +33,8 @@ __all__ = [
     "NTK",
     "Band",
     "Checkpoints",
+    "DilatedAttention",
+    "DilatedRingAttention",
     "Llama3",
     "MultiheadAttention",
     "RingAttention",
