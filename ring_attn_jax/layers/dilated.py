@@ -14,10 +14,10 @@ from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.patterns import Patterns
+from ring_attn_core.variants.dilated import Patterns
 
-from ..sharded import Where
-from ..variants.dilated import dilated_attention, sharded_dilated_attention
+from ..sharded import Where, sharded_dilated_attention
+from ..variants.dilated import dilated_attention
 from .parts import dtype_name
 from .projections import Projections
 
@@ -76,7 +76,7 @@ class DilatedRingAttention(Projections):
             softcap=softcap,
             param_dtype=dtype_name(param_dtype),
         )
-        patterns = Patterns(segments=segments, dilations=dilations, mixing=mixing, heads=heads)
+        patterns = Patterns(segments, dilations, mixing).checked(heads)
         options = Options(
             layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
@@ -97,7 +97,7 @@ class DilatedRingAttention(Projections):
         q, k, v = self.projected(x, positions)
         options = self.options
         arguments: dict[str, Any] = {
-            **self.patterns.arguments,
+            **self.patterns._asdict(),
             "mask": options.mask,
             "key_mask": key_mask,
             "softcap": options.softcap,

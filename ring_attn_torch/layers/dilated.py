@@ -14,7 +14,7 @@ from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.patterns import Patterns
+from ring_attn_core.variants.dilated import Patterns
 
 from ..variants.dilated import dilated_attention
 from .parts import dtype_name
@@ -70,7 +70,7 @@ class DilatedRingAttention(Projections):
             softcap=softcap,
             param_dtype=dtype_name(param_dtype),
         )
-        patterns = Patterns(segments=segments, dilations=dilations, mixing=mixing, heads=heads)
+        patterns = Patterns(segments, dilations, mixing).checked(heads)
         options = Options(
             layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
@@ -93,7 +93,7 @@ class DilatedRingAttention(Projections):
             q,
             k,
             v,
-            **self.patterns.arguments,
+            **self.patterns._asdict(),
             group=self.group,
             mask=options.mask,
             key_mask=key_mask,

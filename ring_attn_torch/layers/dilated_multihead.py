@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
-from ring_attn_core.variants.patterns import Patterns
+from ring_attn_core.variants.dilated import Patterns
 
 from ..block import merge
 from ..variants.dilated import dilated_attention
@@ -64,7 +64,7 @@ class DilatedAttention(StandIn):
         check_dropout_rate(dropout)
         _check_no_dropout(dropout)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
-        self.patterns = Patterns(segments=segments, dilations=dilations, mixing=mixing, heads=num_heads)
+        self.patterns = Patterns(segments, dilations, mixing).checked(num_heads)
         self.options = Options(layout="contiguous", strategy=strategy, backend=backend, deterministic=deterministic)
         self.group = group
 
@@ -100,7 +100,7 @@ class DilatedAttention(StandIn):
             q,
             k,
             v,
-            **self.patterns.arguments,
+            **self.patterns._asdict(),
             group=self.group,
             mask=parts.band,
             key_mask=parts.key_mask,
