@@ -18,8 +18,9 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.adapters import attention_fn
-from .sharded import sharded_ring_attention
+from .sharded import sharded_dilated_attention, sharded_ring_attention
 from .training.ranks import check_ranks
+from .variants.dilated import dilated_attention
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
@@ -50,6 +51,7 @@ __all__ = [
     "causal",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
     "document_extents",
     "from_layout",
     "from_numpy",
@@ -66,6 +68,7 @@ __all__ = [
     "save_llama",
     "save_weights",
     "shard_batch",
+    "sharded_dilated_attention",
     "sharded_ring_attention",
     "sliding_window",
     "to_layout",
