@@ -19,8 +19,9 @@ from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.adapters import attention_fn
 from .layers.dilated_adapter import dilated_attention_fn
-from .sharded import sharded_ring_attention
+from .sharded import sharded_dilated_attention, sharded_ring_attention
 from .training.ranks import check_ranks
+from .variants.dilated import dilated_attention
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
@@ -53,6 +54,7 @@ __all__ = [
     "causal",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
     "dilated_attention_fn",
     "document_extents",
     "from_layout",
@@ -70,6 +72,7 @@ __all__ = [
     "save_llama",
     "save_weights",
     "shard_batch",
+    "sharded_dilated_attention",
     "sharded_ring_attention",
     "sliding_window",
     "to_layout",

@@ -28,6 +28,7 @@ from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
 from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
+from .variants.dilated import dilated_attention
 
 __all__ = [
     "NTK",
@@ -51,6 +52,7 @@ __all__ = [
     "check_every_call",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
     "document_extents",
     "from_layout",
     "from_numpy",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from .. import layouts
@@ -20,7 +21,7 @@ from ..runs import Band, Row, Run, row
 def check_steps(steps: Any) -> None:
     """ValueError for what is no tuple of shifts that begins with 0 and increases."""
     counts = isinstance(steps, tuple) and all(isinstance(shift, int) and not isinstance(shift, bool) for shift in steps)
-    if not counts or steps[:1] != (0,) or any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+    if not counts or steps[:1] != (0,) or any(b <= a for a, b in pairwise(steps)):
         raise ValueError(f"steps must be None or a tuple of increasing shifts that begins with 0, such as (0, 1), got {steps!r}")
 
 

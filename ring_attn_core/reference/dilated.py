@@ -34,8 +34,8 @@ class Dilated(NamedTuple):
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated) -> Attention:
     """Dilated attention of whole arrays and its gradients in float64 (of float64 arrays: in extended precision).
 
-    q, dout [b s h d], k [b s g d], v [b s g e], dlse [b s h]; query head h reads kv head h // (heads / kv_heads). A query that sees
-    nothing in any pattern: out 0, lse -inf, no gradient.
+    q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]; query head h reads kv head h // (heads / kv_heads).
+    A query that sees nothing in any pattern: out 0, lse -inf, no gradient.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention((q, k, v, dout, dlse), call, working, lambda x: x)
@@ -55,8 +55,8 @@ def patterns(call: Dilated, heads: int, queries: Array, keys: Array) -> Array:
         together = i // segment == j // segment
         for h in range(heads):
             if call.mixing == "softmax" or h * n // heads == at:
-                keeps = lambda p, offset=h % dilation: p % segment % dilation == offset
-                count[h] += together & keeps(i) & keeps(j)
+                kept_i, kept_j = (p % segment % dilation == h % dilation for p in (i, j))
+                count[h] += together & kept_i & kept_j
     return count
 
 

@@ -1,16 +1,17 @@
 """Dilated attention as rings over the tokens that a head keeps: where they stand, who sees whom, which ranks exchange something.
 
-A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions ``p % r == h % r``. Heads of
-one offset form a *class*. A rank folds its shard into *lanes*: a lane is a batch row and a class, and its i-th *slot* is the token
-that the class keeps of the i-th r tokens. Over these lanes, as batch rows, a pattern is one ring attention in contiguous layout.
+A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions ``p % r == h % r``.
+Heads of one offset form a *class*. A rank folds its shard into *lanes*: a lane is a batch row and a class, and its i-th *slot*
+is the token that the class keeps of the i-th r tokens. Over these lanes, as batch rows, a pattern is one ring attention in
+contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
     class 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
     class 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
 Slot i of class t on rank R is position ``base(R) + i r + t``. Where r does not divide a shard, the base lies up to r - 1 tokens
-before the shard, and a slot at either end may hold no token of the rank: a key mask says so. Slots of tokens stand in the order of
-positions over the whole ring, so what a query sees of its lane is one interval of them: an extent.
+before the shard, and a slot at either end may hold no token of the rank: a key mask says so. Slots of tokens stand in the order
+of positions over the whole ring, so what a query sees of its lane is one interval of them: an extent.
 
 Dilated attention is that of LongNet (Ding et al., arXiv:2307.02486, section 2.2). Pure arithmetic, the same for JAX and PyTorch;
 where a rank, a slot or a class is an argument, it may be an int or an array of any framework.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..masks import causal, full
@@ -31,24 +33,66 @@ from ..runs import Band, only_where
 MIXINGS = ("softmax", "heads")
 
 
-def lanes_of(problem: Problem, segments: Any, dilations: Any, mixing: Any) -> tuple[Lanes, ...]:
+class Patterns(NamedTuple):
+    """What a call is asked for, as ``dilated_attention`` names it."""
+
+    segments: Any
+    dilations: Any
+    mixing: Any = "softmax"
+
+    def check(self) -> tuple[tuple[int, int], ...]:
+        """Return pairs of a segment and its dilation, in tokens; ValueError for what is no list of patterns, and no mixing."""
+        for name, values in zip(("segments", "dilations"), self[:2], strict=True):
+            counts = isinstance(values, tuple | list) and all(isinstance(x, int) and not isinstance(x, bool) for x in values)
+            if not counts:
+                got = f"{values}" if isinstance(values, tuple | list) else in_words(values)
+                raise ValueError(f"{name} must be a tuple of ints, counts of tokens, one for each pattern, got {got}")
+        segments, dilations = tuple(self.segments), tuple(self.dilations)
+        if not segments or len(segments) != len(dilations):
+            raise ValueError(
+                f"pass one dilation for each segment, and at least one of both, got segments={segments} and dilations={dilations}"
+            )
+        if segments[0] < 1 or any(b <= a for a, b in pairwise(segments)):
+            raise ValueError(f"segments must be at least 1 token long and strictly increasing, got {segments}: sort them")
+        for segment, dilation in zip(segments, dilations, strict=True):
+            if dilation < 1:
+                raise ValueError(f"a dilation must be at least 1, got {dilation} in {dilations}: 1 keeps every token")
+            if segment % dilation:
+                raise ValueError(
+                    f"a dilation must divide its segment, got {dilation} for a segment of {segment} tokens: pass a segment of "
+                    f"{max(segment // dilation, 1) * dilation} or {(segment // dilation + 1) * dilation}"
+                )
+        if self.mixing not in MIXINGS:
+            raise ValueError(
+                f'mixing must be "softmax", every head uses all patterns, or "heads", each uses one, got {in_words(self.mixing)}'
+            )
+        return tuple(zip(segments, dilations, strict=True))
+
+    def checked(self, heads: int) -> Patterns:
+        """Return the patterns of a layer of so many heads, as tuples; ValueError, as of a call, for ones that do not fit."""
+        self.check()
+        self.check_heads(heads)
+        return Patterns(tuple(self.segments), tuple(self.dilations), self.mixing)
+
+    def check_heads(self, heads: int) -> None:
+        """ValueError for more patterns than heads where each head uses one of them."""
+        if self.mixing == "heads" and len(self.segments) > heads:
+            raise ValueError(
+                f'mixing="heads" gives every pattern a group of heads, got {len(self.segments)} patterns for {heads} heads: '
+                'pass fewer patterns, or mixing="softmax"'
+            )
+
+
+def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
     """Return the lanes of every pattern of a call, once it has passed every check; ValueError says what to do."""
-    patterns = check_patterns(segments, dilations)
-    if mixing not in MIXINGS:
-        raise ValueError(
-            f'mixing must be "softmax", every head uses all patterns, or "heads", each uses one, got {in_words(mixing)}'
-        )
+    patterns, mixing = asked.check(), asked.mixing
     total = problem.check()
     (_, local, heads, _), (_, kv_local, kv_heads, _) = problem.q_shape, problem.k_shape
     if kv_local != local:
         raise ValueError(
-            f"q has {local} tokens and k has {kv_local}: dilated attention is among the tokens of one sequence, pass as many to both"
+            f"q has {local} tokens and k has {kv_local}: dilated attention is among the tokens of one sequence, pass equally many"
         )
-    if mixing == "heads" and len(patterns) > heads:
-        raise ValueError(
-            f'mixing="heads" gives every pattern a group of heads, got {len(patterns)} patterns for {heads} heads: '
-            'pass fewer patterns, or mixing="softmax"'
-        )
+    asked.check_heads(heads)
     made = []
     for i, (segment, dilation) in enumerate(patterns):
         own = range(heads) if mixing == "softmax" else [h for h in range(heads) if h * len(patterns) // heads == i]
@@ -66,31 +110,6 @@ def lanes_of(problem: Problem, segments: Any, dilations: Any, mixing: Any) -> tu
             )
         )
     return tuple(made)
-
-
-def check_patterns(segments: Any, dilations: Any) -> tuple[tuple[int, int], ...]:
-    """Return pairs of a segment and its dilation, in tokens; ValueError for what is no list of patterns."""
-    for name, values in (("segments", segments), ("dilations", dilations)):
-        counts = isinstance(values, tuple | list) and all(isinstance(x, int) and not isinstance(x, bool) for x in values)
-        if not counts:
-            got = in_words(values) if not isinstance(values, tuple | list) else f"{values}"
-            raise ValueError(f"{name} must be a tuple of ints, counts of tokens, one for each pattern, got {got}")
-    if not segments or len(segments) != len(dilations):
-        raise ValueError(
-            f"pass one dilation for each segment, and at least one of both, got segments={tuple(segments)} and "
-            f"dilations={tuple(dilations)}"
-        )
-    if segments[0] < 1 or any(b <= a for a, b in zip(segments, segments[1:], strict=False)):
-        raise ValueError(f"segments must be at least 1 token long and strictly increasing, got {tuple(segments)}: sort them")
-    for segment, dilation in zip(segments, dilations, strict=True):
-        if dilation < 1:
-            raise ValueError(f"a dilation must be at least 1, got {dilation} in {tuple(dilations)}: 1 keeps every token")
-        if segment % dilation:
-            raise ValueError(
-                f"a dilation must divide its segment, got {dilation} for a segment of {segment} tokens: pass a segment of "
-                f"{max(segment // dilation, 1) * dilation} or {(segment // dilation + 1) * dilation}"
-            )
-    return tuple(zip(segments, dilations, strict=True))
 
 
 class Part(NamedTuple):
@@ -177,7 +196,7 @@ class Lanes:
 
     @property
     def of_keys(self) -> Part:
-        """How k and v are folded: by their own heads where classes and groups of heads nest, else repeated for every query head."""
+        """How k and v are folded: by their own heads where classes and groups of heads nest, else repeated for every query."""
         first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
         whole = self.first % self.share == 0 and self.heads % self.share == 0
         if whole and self.classes % self.share == 0:

@@ -31,9 +31,9 @@ class DilatedRingAttention(Projections):
     sequence, of dilation 1, it is RingAttention. There are no sinks, no ALiBi and no dropout.
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes whole arrays
-    instead, sharded over the mesh, and calls :func:`sharded_dilated_attention` with ``batch_axes``. JAX sums the gradients of
-    replicated weights over the ranks by itself. Raises ValueError for sizes and patterns that do not fit and numbers outside
-    their range.
+    instead, sharded over the mesh, and calls :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``. JAX sums the
+    gradients of replicated weights over the ranks by itself. Raises ValueError for sizes and patterns that do not fit and numbers
+    outside their range.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class DilatedRingAttention(Projections):
         axis_name: str = "seq",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = (),
+        head_axis: str | None = None,
         strategy: str = "auto",
         backend: str = "auto",
         deterministic: bool = False,
@@ -80,7 +81,7 @@ class DilatedRingAttention(Projections):
         options = Options(
             layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
-        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, None)
+        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
         super().__init__(config, options, where, rngs)
         self.patterns = patterns
 
@@ -107,8 +108,7 @@ class DilatedRingAttention(Projections):
             "deterministic": options.deterministic,
         }
         if isinstance(self.where, Where):
-            mesh, axis_name, batch_axes, _ = self.where
-            out = sharded_dilated_attention(q, k, v, mesh=mesh, axis_name=axis_name, batch_axes=batch_axes, **arguments)
+            out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())
         else:
             out = dilated_attention(q, k, v, axis_name=self.where, **arguments)
         return self.o(out.reshape(*x.shape[:2], -1))

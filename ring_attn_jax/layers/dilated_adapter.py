@@ -13,11 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 from ring_attn_core.masks import full
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import check_patterns
+from ring_attn_core.variants.dilated import Patterns
 
 from ..data.extents import whole
-from ..sharded import Where
-from ..variants.dilated import sharded_dilated_attention
+from ..sharded import Where, sharded_dilated_attention
 from .adapters import Dropout, FlaxFunction, Triple, check_fits, nan_unless
 
 
@@ -29,6 +28,7 @@ def dilated_attention_fn(
     mixing: str = "softmax",
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
+    head_axis: str | None = None,
     mask: Band = full(),
     softcap: float | None = None,
     strategy: str = "auto",
@@ -51,21 +51,19 @@ def dilated_attention_fn(
     Raises ValueError for what is refused, for patterns that do not fit, for axes that the mesh does not have, for keys of another
     length than the queries, and what sharded_dilated_attention raises.
     """
-    where = Where.of(mesh, axis_name, batch_axes, None)
+    where = Where.of(mesh, axis_name, batch_axes, head_axis)
     options = Options(
         layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
     )
-    check_patterns(segments, dilations)
-    return DilatedAttentionFunction(where, options, tuple(segments), tuple(dilations), mixing)
+    Patterns(segments, dilations, mixing).check()
+    return DilatedAttentionFunction(where, options, Patterns(tuple(segments), tuple(dilations), mixing))
 
 
 @dataclass(frozen=True)
 class DilatedAttentionFunction(FlaxFunction):
     """What ``dilated_attention_fn`` returns."""
 
-    segments: tuple[int, ...]
-    dilations: tuple[int, ...]
-    mixing: str
+    patterns: Patterns
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
         if dropout is not None:
@@ -88,9 +86,7 @@ class DilatedAttentionFunction(FlaxFunction):
         )
         q, k, v = (self._padded(x) for x in qkv)
         arguments: dict[str, Any] = {
-            "segments": self.segments,
-            "dilations": self.dilations,
-            "mixing": self.mixing,
+            **self.patterns._asdict(),
             "mask": options.mask,
             "key_mask": self._padded(seen.keys),
             "softcap": options.softcap,
@@ -99,8 +95,7 @@ class DilatedAttentionFunction(FlaxFunction):
             "backend": options.backend,
             "deterministic": options.deterministic,
         }
-        mesh, axis_name, batch_axes, _ = self.where
-        out = sharded_dilated_attention(q, k, v, mesh=mesh, axis_name=axis_name, batch_axes=batch_axes, **arguments)[:, :tokens]
+        out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())[:, :tokens]
         if seen.queries is not None:
             out = jnp.where(seen.queries[..., None, None], out, 0)
         return nan_unless(seen.fits, out)

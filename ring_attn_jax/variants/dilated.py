@@ -11,7 +11,7 @@ from jax import lax
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import Lanes, lanes_of
+from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
 
 from ..api import attention
 from ..arguments import Arrays, problem_of
@@ -43,8 +43,9 @@ def dilated_attention(
 ) -> Any:
     """Dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
-    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment, with
-    ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each other:
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
+    other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
@@ -66,8 +67,8 @@ def dilated_attention(
         length: true global number of tokens; what the shards hold beyond is padding, never seen, out 0. None: all of them.
         return_lse: also return lse.
 
-    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32, natural
-    log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
+    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
+    natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
 
     Raises ValueError at trace time: segments and dilations that are not equally many, segments that do not increase, a dilation that
     does not divide its segment, more patterns than heads under mixing "heads", q and k of other lengths, and what
@@ -83,8 +84,7 @@ def dilated_attention(
         backend=backend,
         deterministic=deterministic,
     )
-    problem = problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options)
-    out, lse = attend(q, k, v, key_mask, lanes_of(problem, segments, dilations, mixing), options, axis_name)
+    out, lse = attend(q, k, v, key_mask, Patterns(segments, dilations, mixing), options, axis_name)
     return (out, lse) if return_lse else out
 
 
@@ -93,11 +93,12 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     key_mask: jax.Array | None,
-    lanes: tuple[Lanes, ...],
+    patterns: Patterns,
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """``dilated_attention`` of records: (out, lse)."""
+    lanes = lanes_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = vary_alike((axis_name,), q, k, v, key_mask)
     rank = lax.axis_index(axis_name)
     queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))

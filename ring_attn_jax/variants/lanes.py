@@ -1,7 +1,7 @@
 """A shard as the lanes of its patterns and back, with gradients: pure rearrangement, no gather and no scatter.
 
-``Lanes`` in the core says where a token goes. ``folded`` makes the lanes of an array, ``mixed`` brings the results of all patterns
-together, each weighted by its softmax's denominator Z_i = exp(lse_i):
+``Lanes`` in the core says where a token goes. ``folded`` makes the lanes of an array, ``mixed`` brings the results of all
+patterns together, each weighted by its softmax's denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 

@@ -17,7 +17,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import Lanes, lanes_of
+from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
 
 from ..api import attention
 from ..arguments import Arrays, check_tensors, problem_of
@@ -50,8 +50,9 @@ def dilated_attention(
 ) -> Any:
     """Dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
-    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment, with
-    ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each other:
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
+    other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
@@ -74,17 +75,14 @@ def dilated_attention(
         length: true global number of tokens; what the shards hold beyond is padding, never seen, out 0. None: all of them.
         return_lse: also return lse.
 
-    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32, natural
-    log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
+    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
+    natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
 
-    Raises ValueError, the same on every rank and before anything is sent: segments and dilations that are not equally many, segments
-    that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q and k of
-    other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses.
-    """
-    name = group_name(group)
-    ring = group_of(name)
-    arrays = Arrays(key_mask=key_mask)
-    made: list[tuple[Options, tuple[Lanes, ...]]] = []
+    Raises ValueError, the same on every rank and before anything is sent: segments and dilations that are not equally many,
+    segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
+    and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses. """ name =
+    group_name(group) ring = group_of(name) arrays = Arrays(key_mask=key_mask) made: list[tuple[Options, tuple[Lanes, ...]]] =
+    []
 
     def check() -> None:
         options = Options(
@@ -104,7 +102,7 @@ def dilated_attention(
             )
         make = _problem if torch.compiler.is_compiling() else problem_of
         known = lanes_of if torch.compiler.is_compiling() else _known_lanes
-        made.append((options, known(make(q, k, v, arrays, ranks_of(ring), options), segments, dilations, mixing)))
+        made.append((options, known(make(q, k, v, arrays, ranks_of(ring), options), Patterns(segments, dilations, mixing))))
 
     if torch.compiler.is_compiling():
         check()
