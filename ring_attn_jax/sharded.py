@@ -108,8 +108,8 @@ def sharded_dilated_attention(
         local = q.shape[2] // where.mesh.shape[head_axis]
         if mixing != "softmax" or any(local % dilation for _, dilation in pairs):
             raise ValueError(
-                f"over head_axis={head_axis!r} every member holds {local} heads: that must be a multiple of each dilation, and mixing "
-                f'"softmax", got dilations={tuple(dilations)} and mixing={mixing!r}: leave head_axis out, or choose other dilations'
+                f"over head_axis={head_axis!r} every member holds {local} heads: that must be a multiple of each dilation, and "
+                f'mixing "softmax", got dilations={tuple(dilations)} and mixing={mixing!r}: leave head_axis out, or choose others'
             )
     given = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
     for array in described({name: x for name, x in given.items() if name == "key_mask"}):
@@ -127,7 +127,8 @@ def _compiled_dilated(
     """The program, made once."""
 
     def on_shards(given: dict[str, Any]) -> Any:
-        out, lse = dilated.attend(*map(given.get, ("q", "k", "v", "key_mask")), patterns, options, where.axis_name)  # type: ignore[arg-type]
+        q, k, v = (given[name] for name in "qkv")
+        out, lse = dilated.attend(q, k, v, given.get("key_mask"), patterns, options, where.axis_name)
         return (out, lse) if return_lse else out
 
     out = dict(specs)["q"]

@@ -70,8 +70,8 @@ def dilated_attention(
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
     natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
 
-    Raises ValueError at trace time: segments and dilations that are not equally many, segments that do not increase, a dilation that
-    does not divide its segment, more patterns than heads under mixing "heads", q and k of other lengths, and what
+    Raises ValueError at trace time: segments and dilations that are not equally many, segments that do not increase, a dilation
+    that does not divide its segment, more patterns than heads under mixing "heads", q and k of other lengths, and what
     ``ring_attention`` refuses.
     """
     options = Options(
@@ -103,8 +103,9 @@ def attend(
     rank = lax.axis_index(axis_name)
     queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
     outs, lses = [], []
-    for each, *qkv in zip(lanes, folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank), strict=True):
-        out, lse = attention(*qkv, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
+    of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(lanes, *of_lanes, strict=True):
+        out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
         outs.append(out)
         lses.append(lse)
     return mixed(outs, lses, lanes, rank)

@@ -80,9 +80,12 @@ def dilated_attention(
 
     Raises ValueError, the same on every rank and before anything is sent: segments and dilations that are not equally many,
     segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
-    and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses. """ name =
-    group_name(group) ring = group_of(name) arrays = Arrays(key_mask=key_mask) made: list[tuple[Options, tuple[Lanes, ...]]] =
-    []
+    and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses.
+    """
+    name = group_name(group)
+    ring = group_of(name)
+    arrays = Arrays(key_mask=key_mask)
+    made: list[tuple[Options, tuple[Lanes, ...]]] = []
 
     def check() -> None:
         options = Options(
@@ -124,8 +127,9 @@ def attend(
     rank = _rank(group_name)
     queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
     outs, lses = [], []
-    for each, *qkv in zip(lanes, folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank), strict=True):
-        out, lse = attention(*qkv, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
+    of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(lanes, *of_lanes, strict=True):
+        out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
         outs.append(out)
         lses.append(lse)
     return mixed(outs, lses, lanes, rank)
