@@ -18,11 +18,14 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.adapters import attention_fn
-from .sharded import sharded_ring_attention
+from .layers.dilated_adapter import dilated_attention_fn
+from .sharded import sharded_dilated_attention, sharded_ring_attention
 from .training.ranks import check_ranks
+from .variants.dilated import dilated_attention
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
+    from .layers.dilated import DilatedRingAttention
     from .layers.rotary import RotaryEmbedding
     from .layers.transformer import RingTransformer
     from .training.checkpoint import Checkpoints
@@ -35,6 +38,7 @@ __all__ = [
     "NTK",
     "Band",
     "Checkpoints",
+    "DilatedRingAttention",
     "Llama3",
     "RingAttention",
     "RingPlan",
@@ -50,6 +54,8 @@ __all__ = [
     "causal",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
+    "dilated_attention_fn",
     "document_extents",
     "from_layout",
     "from_numpy",
@@ -66,6 +72,7 @@ __all__ = [
     "save_llama",
     "save_weights",
     "shard_batch",
+    "sharded_dilated_attention",
     "sharded_ring_attention",
     "sliding_window",
     "to_layout",
@@ -73,6 +80,7 @@ __all__ = [
 ]
 
 _NEEDS_FLAX = {
+    "DilatedRingAttention": "layers.dilated",
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
     "RingTransformer": "layers.transformer",

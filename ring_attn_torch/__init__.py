@@ -14,6 +14,8 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
+from .layers.dilated import DilatedRingAttention
+from .layers.dilated_multihead import DilatedAttention
 from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.tensor_plan import tensor_plan
@@ -26,11 +28,14 @@ from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
 from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
+from .variants.dilated import dilated_attention
 
 __all__ = [
     "NTK",
     "Band",
     "Checkpoints",
+    "DilatedAttention",
+    "DilatedRingAttention",
     "Llama3",
     "MultiheadAttention",
     "RingAttention",
@@ -47,6 +52,7 @@ __all__ = [
     "check_every_call",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
     "document_extents",
     "from_layout",
     "from_numpy",

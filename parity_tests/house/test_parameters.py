@@ -15,6 +15,8 @@ PUBLIC = {
     "loss",
     "attend_block",
     "sharded_ring_attention",
+    "dilated_attention",
+    "sharded_dilated_attention",
     "shard_batch",
     "RingAttention.__init__",
     "RingAttention.__call__",
