@@ -20,10 +20,12 @@ from .data.layout import from_layout, positions, to_layout
 from .layers.adapters import attention_fn
 from .sharded import sharded_ring_attention
 from .training.ranks import check_ranks
+from .variants.summary import sharded_summary_attention, summary_attention
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.rotary import RotaryEmbedding
+    from .layers.summary import SummaryAttention
     from .layers.transformer import RingTransformer
     from .training.checkpoint import Checkpoints
     from .training.llama import load_llama, save_llama
@@ -43,6 +45,7 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "SummaryAttention",
     "TransformerConfig",
     "YaRN",
     "attend_block",
@@ -67,7 +70,9 @@ __all__ = [
     "save_weights",
     "shard_batch",
     "sharded_ring_attention",
+    "sharded_summary_attention",
     "sliding_window",
+    "summary_attention",
     "to_layout",
     "to_numpy",
 ]
@@ -75,6 +80,7 @@ __all__ = [
 _NEEDS_FLAX = {
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
+    "SummaryAttention": "layers.summary",
     "RingTransformer": "layers.transformer",
     "count_labels": "training.loss",
     "Checkpoints": "training.checkpoint",

@@ -16,6 +16,7 @@ from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
 from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
+from .layers.summary import SummaryAttention
 from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
@@ -26,6 +27,7 @@ from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
 from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
+from .variants.summary import summary_attention
 
 __all__ = [
     "NTK",
@@ -40,6 +42,7 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "SummaryAttention",
     "TransformerConfig",
     "YaRN",
     "attend_block",
@@ -65,6 +68,7 @@ __all__ = [
     "shard_batch",
     "sliding_window",
     "sum_gradients",
+    "summary_attention",
     "tensor_plan",
     "to_layout",
     "to_numpy",

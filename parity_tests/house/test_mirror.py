@@ -12,6 +12,7 @@ torch_package = pytest.importorskip("ring_attn_torch")
 
 ONLY_IN_JAX = {
     "sharded_ring_attention": "PyTorch has no globally sharded arrays outside DTensor",
+    "sharded_summary_attention": "the same",
     "sharded.py": "where sharded_ring_attention lives",
     "axes.py": "check_vma and mesh axes",
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",

@@ -1,4 +1,4 @@
-"""The truth about summary attention, in numpy and float64, from its definition; and the same as one device computes it in a dtype.
+"""The truth about summary attention, in float64 and from its definition, and the same as one device computes it in a dtype.
 
 Every query sees the tokens and the summaries side by side as keys, in one dense softmax. Nothing here knows of rings or parts.
 """
@@ -42,7 +42,7 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked, dtype: str) -> SummaryAttended:
-    """The same in ``dtype``, as one device computes it: sums and softmax in float32, probabilities, summaries and results rounded."""
+    """The same in ``dtype``, as one device computes it: sums and softmax in float32, all results rounded, summaries too."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), asked, working, rounding(dtype))
 

@@ -1,4 +1,4 @@
-"""Summary attention as plain data: who sees which tokens and which summaries, which rank holds a part of which block, what travels.
+"""Summary attention as plain data: who sees which tokens and summaries, which rank pools a part of which block, what travels.
 
 Approximate attention: exact within a window, and beyond it one block of tokens is seen as a few summaries of it. With 12 tokens,
 ``block=3``, ``window=2`` and one summary a block (# a token that is seen itself, s a block seen as its summary):
@@ -25,7 +25,7 @@ from ..plan.ring import RingPlan
 from ..problem.checks import DTYPES, Given
 from ..problem.options import NO_COUNT, Options
 from ..records import hashed_once
-from ..runs import clamp, only_where
+from ..runs import Band, clamp, only_where
 
 POOLINGS = ("attention", "mean")
 
@@ -60,22 +60,22 @@ class SummaryOptions:
                 raise ValueError(f"{name} must be an int of at least {least}, {what} (static under jit), got {in_words(count)}")
         if self.summaries > self.block:
             raise ValueError(
-                f"summaries={self.summaries} of a block of {self.block} tokens are more than its tokens: pass at most {self.block}"
+                f"summaries={self.summaries} of a block of {self.block} tokens are more than it has: pass at most {self.block}"
             )
         if not isinstance(self.pooling, str) or self.pooling not in POOLINGS:
             raise ValueError(f"unknown pooling {in_words(self.pooling)}: choose one of {', '.join(POOLINGS)}")
         if self.pooling == "mean" and self.block % self.summaries:
             raise ValueError(
-                f'pooling="mean" cuts a block of {self.block} tokens into {self.summaries} equal parts: pass summaries that divide '
-                'block, or pooling="attention" and a pool'
+                f'pooling="mean" cuts a block of {self.block} tokens into summaries={self.summaries} equal parts: pass a divisor '
+                'of block, or pooling="attention" and a pool'
             )
         self.exact()
 
-    def exact(self) -> Options:
-        """Return the options of exact attention in their place."""
+    def exact(self, mask: Band = causal()) -> Options:
+        """Return the options of exact attention under that mask."""
         return Options(
             layout="contiguous",
-            mask=causal(),
+            mask=mask,
             length=self.length,
             scale=self.scale,
             softcap=self.softcap,
@@ -146,11 +146,8 @@ class SummaryPlan:
     @property
     def near(self) -> Options:
         """The options of the exact part: a window, so that keys make only its hops; extents cut it to whole blocks."""
-        exact = self.options.exact()
-        if not self.blocks:
-            return exact
-        reach = sliding_window(self.options.window + self.options.block - 1)
-        return Options(**exact.as_dict() | {"mask": reach})
+        reach = self.options.window + self.options.block - 1
+        return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
     @property
     def ring(self) -> RingPlan:

@@ -1,8 +1,8 @@
 """Summary attention over a ring: approximate, exact within a window, blocks of tokens beyond it seen as a few summaries.
 
-Two parts that :func:`merge` joins. Near: the ring of ``ring_attention`` under a window, in which extents begin at whole blocks. Far:
-every rank pools what it holds of each block (``attend_block``, the pool being its queries, gives the pairs that blocks across
-ranks are merged from), one all-gather takes these parts to all ranks, and its queries attend to the summaries.
+Two parts, which :func:`merge` joins. Near: the ring of ``ring_attention`` under a window; extents cut it to whole blocks. Far: a
+rank pools what it holds of each block by ``attend_block``, whose queries are the pool, so that a block on several ranks is merged
+from pairs (out, lse) as rings are. One all-gather takes these parts to all ranks, and their queries attend to the summaries.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ def summary_attention(
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
         s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
 
-    with one softmax over both. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and so
-    is ``pooling="mean"`` with ``summaries=block``. A window beside gathered, pooled blocks is what several language models train;
-    here only summaries travel beyond the hops of the window.
+    with one softmax over both. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
+    so is ``pooling="mean"`` with ``summaries=block``. A window beside gathered, pooled blocks is what several language models
+    train; here only summaries travel beyond the hops of the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the whole sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
-        pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is cast to
-            k's dtype. A rank's gradient of it is its own part: sum them over the ranks, as ``sum_gradients`` does.
+        pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
+            cast to k's dtype. A rank's gradient of it is its own part: sum them over the ranks, as ``sum_gradients`` does.
         block: tokens that are summarized together; blocks need not end where shards do, and may be longer than they are.
         summaries: how many summaries stand for a block.
-        window: how many tokens before it a query sees exactly, at the least: the next block boundary before them is where they begin.
+        window: how many tokens before it a query sees exactly, at the least: what it sees begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
-        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Keys that may not be take no part in the pooling.
-            The summaries of a block then stand for its true keys (log(keys / summaries); "mean": log of the keys in its part), and
-            one without any is not seen. The weights are exact, and travel as one more column of the summaries' values.
-        group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. ``softcap`` is
-            applied to a summary's score before its logarithm is added.
+        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. The others take no part in the pooling. A summary
+            then stands for its block's true keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and one
+            without a key is not seen. This weight is one more column of the summaries' values.
+        group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
+            comes before a summary's logarithm is added.
 
-    Returns what ring_attention returns. Parts of summaries travel in float32 (float64 of float64), in one all-gather, since a block
-    that lies on several ranks is merged from them; merged, they are rounded to k's dtype.
-    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts what travels.
+    Returns what ring_attention returns. The parts of summaries travel in float32 (float64 of float64), in one all-gather, for a
+    block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. What travels is counted by
+    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
 
     Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit or that the ranks disagree
     on, as ring_attention does. No second derivative. Works under torch.compile(fullgraph=True).
