@@ -69,9 +69,9 @@ class SummaryOptions:
                 f'pooling="mean" cuts a block of {self.block} tokens into summaries={self.summaries} equal parts: pass a divisor '
                 'of block, or pooling="attention" and a pool'
             )
-        self.exact()
+        self.exact(causal())
 
-    def exact(self, mask: Band = causal()) -> Options:
+    def exact(self, mask: Band) -> Options:
         """Return the options of exact attention under that mask."""
         return Options(
             layout="contiguous",
