@@ -22,11 +22,13 @@ from .layers.dilated_adapter import dilated_attention_fn
 from .sharded import sharded_dilated_attention, sharded_ring_attention
 from .training.ranks import check_ranks
 from .variants.dilated import dilated_attention
+from .variants.summary import sharded_summary_attention, summary_attention
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.dilated import DilatedRingAttention
     from .layers.rotary import RotaryEmbedding
+    from .layers.summary import SummaryAttention
     from .layers.transformer import RingTransformer
     from .training.checkpoint import Checkpoints
     from .training.llama import load_llama, save_llama
@@ -47,6 +49,7 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "SummaryAttention",
     "TransformerConfig",
     "YaRN",
     "attend_block",
@@ -74,7 +77,9 @@ __all__ = [
     "shard_batch",
     "sharded_dilated_attention",
     "sharded_ring_attention",
+    "sharded_summary_attention",
     "sliding_window",
+    "summary_attention",
     "to_layout",
     "to_numpy",
 ]
@@ -83,6 +88,7 @@ _NEEDS_FLAX = {
     "DilatedRingAttention": "layers.dilated",
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
+    "SummaryAttention": "layers.summary",
     "RingTransformer": "layers.transformer",
     "count_labels": "training.loss",
     "Checkpoints": "training.checkpoint",

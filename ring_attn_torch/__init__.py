@@ -18,6 +18,7 @@ from .layers.dilated import DilatedRingAttention
 from .layers.dilated_multihead import DilatedAttention
 from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
+from .layers.summary import SummaryAttention
 from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
@@ -29,6 +30,7 @@ from .training.ranks import check_ranks
 from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
 from .variants.dilated import dilated_attention
+from .variants.summary import summary_attention
 
 __all__ = [
     "NTK",
@@ -45,6 +47,7 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "SummaryAttention",
     "TransformerConfig",
     "YaRN",
     "attend_block",
@@ -71,6 +74,7 @@ __all__ = [
     "shard_batch",
     "sliding_window",
     "sum_gradients",
+    "summary_attention",
     "tensor_plan",
     "to_layout",
     "to_numpy",

@@ -13,7 +13,8 @@ torch_package = pytest.importorskip("ring_attn_torch")
 ONLY_IN_JAX = {
     "sharded_ring_attention": "PyTorch has no globally sharded arrays outside DTensor",
     "sharded_dilated_attention": "the same",
-    "sharded.py": "where these two live",
+    "sharded.py": "where these live",
+    "sharded_summary_attention": "the same",
     "axes.py": "check_vma and mesh axes",
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",
     "layers/adapters.py": "where attention_fn lives",
