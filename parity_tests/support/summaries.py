@@ -203,7 +203,7 @@ def summary_weights() -> Arrays:
 
 
 def summary_layer(weights: Arrays, x: np.ndarray, dout: np.ndarray, dtype: str | None = None) -> Arrays:
-    """out, dx and the gradient of every weight of SummaryAttention: exact in float64, or as one device computes it in ``dtype``."""
+    """out, dx and the gradient of every weight of SummaryAttention: exact in float64, or as one device computes it."""
     working = np.float64 if dtype is None else np.dtype(dtype)
     weights, x, dout = {name: w.astype(working) for name, w in weights.items()}, x.astype(working), dout.astype(working)
     where = np.arange(LENGTH)
