@@ -39,7 +39,9 @@ class Case:
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ",".join(f"{name}={x}".replace(" ", "") for name, x in values.items() if x != getattr(Case, name) or name == "ranks")
+        return ",".join(
+            f"{name}={x}".replace(" ", "") for name, x in values.items() if x != getattr(Case, name) or name == "ranks"
+        )
 
     @property
     def tokens(self) -> int:

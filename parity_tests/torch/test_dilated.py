@@ -31,6 +31,7 @@ def test_every_ring_is_exact_at_an_odd_length(gloo, mixing, ranks):
     check(case := Case((7, 12, 90), (1, 4, 3), ranks, -(-37 // ranks), 4, 2, mixing, length=37), run(gloo, case))
 
 
+@pytest.mark.full
 def test_the_published_setting_is_exact(gloo):
     check(PUBLISHED, run(gloo, PUBLISHED))
 
@@ -80,8 +81,13 @@ def counted(group: Any, *arguments: Any) -> int:
     ("segments", "dilations", "mask", "sends"),
     [
         ((8,), (2,), full(), 0),  # every segment lies within a rank
-        ((4, 16), (1, 2), full(), 5),  # two ranks share one: one hop forward, and one with the gradients' two backward, both ways
-        ((12,), (1,), Case().mask, 3),
+        ((4, 16), (1, 2), full(), 7),  # two ranks share one: keys come from the rank before and the one after
+        (
+            (12,),
+            (1,),
+            Case().mask,
+            4,
+        ),  # only from the one before: a hop forward, and one backward with gradients and their way home
     ],
 )
 def test_ranks_that_share_no_segment_exchange_nothing(gloo, segments, dilations, mask, sends):
@@ -93,7 +99,8 @@ def test_ranks_that_share_no_segment_exchange_nothing(gloo, segments, dilations,
 def test_one_pattern_over_everything_is_ring_attention_to_the_bit():
     q, k, v = torch.randn(3, 1, 12, 4, 8).unbind()
     assert torch.equal(
-        dilated_attention(q, k, v, segments=(12,), dilations=(1,)), ring_attention(q, k, v, layout="contiguous", backend="blockwise")
+        dilated_attention(q, k, v, segments=(12,), dilations=(1,)),
+        ring_attention(q, k, v, layout="contiguous", backend="blockwise"),
     )
 
 
@@ -116,10 +123,13 @@ def refused(group: Any, rank: int, wrong: dict[str, Any]) -> str:
 
 WRONG = {
     "segments that do not increase": ({"segments": (8, 8)}, "rank 2: segments must be at least 1 token long and strictly"),
-    "a dilation that does not divide": ({"dilations": (1, 3)}, "rank 2: a dilation must divide its segment, got 3 for a segment of 8"),
+    "a dilation that does not divide": (
+        {"dilations": (1, 3)},
+        "rank 2: a dilation must divide its segment, got 3 for a segment of 8",
+    ),
     "more patterns than heads": (
         {"segments": (1, 2, 3, 4, 5), "dilations": (1,) * 5, "mixing": "heads"},
-        "rank 2: mixing=\"heads\" gives every pattern a group of heads, got 5 patterns for 4 heads",
+        'rank 2: mixing="heads" gives every pattern a group of heads, got 5 patterns for 4 heads',
     ),
     "fewer keys": ({"k": torch.ones(1, 5, 4, 8), "v": torch.ones(1, 5, 4, 8)}, "rank 2: q has 6 tokens and k has 5"),
     "no tensor": ({"k": [1.0]}, "rank 2: k must be a torch.Tensor, got list"),
@@ -140,6 +150,7 @@ def test_what_one_rank_gets_wrong_all_ranks_refuse_alike(gloo, wrong):
     check(case := Case(ranks=3), run(gloo, case))
 
 
+@pytest.mark.full
 def test_torch_compile_gives_the_same(gloo):
     case = Case((6, 16), (2, 4), ranks=2, local=9, heads=6, kv_heads=2)
     torch._dynamo.reset()
