@@ -186,7 +186,9 @@ def attention_layer(
     return result | {"o.weight": np.einsum("bsi,bsj->ij", dout, attended)}
 
 
-def _dilated(arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], call: dilated.Dilated, dtype: str | None) -> Attention:
+def _dilated(
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], call: dilated.Dilated, dtype: str | None
+) -> Attention:
     """Dilated attention of q, k, v and dout, and its gradients."""
     dlse = np.zeros(arrays[0].shape[:3])
     return dilated.exact(*arrays, dlse, call) if dtype is None else dilated.plain(*arrays, dlse, call, dtype)
