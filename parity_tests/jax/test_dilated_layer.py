@@ -16,7 +16,7 @@ from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.reference.dilated import Dilated, patterns
 from ring_attn_jax import DilatedRingAttention, RingAttention, dilated_attention_fn
 
-from ..support.models import LAYER, assert_near, check_layer, dilated_arguments, layer_data, layer_weights
+from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, layer_weights
 from .models import run_layer
 from .ring import mesh_of
 
@@ -29,23 +29,11 @@ TOKENS = 13
 
 @pytest.mark.parametrize(
     ("ranks", "name", "whole"),
-    [(1, "softmax", False), (2, "hidden keys", False), (3, "softmax", False), (4, "heads", False), (4, "window", True)],
+    [(1, "window", False), (2, "hidden keys", False), (4, "heads", True)],
 )
 def test_layer_over_a_ring_is_dense_attention_of_the_same_sparsity(ranks, name, whole):
     x, dout = layer_data()
-    if whole:  # whole arrays come padded to what the mesh can share, as run_layer does
-        assert x.shape[1] % ranks
     check_layer(run_layer(layer_weights(), x, dout, ranks, ARGUMENTS[name], whole), layer_weights(), x, dout, **ARGUMENTS[name])
-
-
-@pytest.mark.exhaustive
-def test_layer_with_everything_over_a_ring_is_the_one_on_one_device():
-    x, dout = layer_data()
-    sizes = {"qk_norm": True, "qkv_bias": True}
-    weights, arguments = layer_weights(**sizes), ARGUMENTS["softmax"] | sizes
-    alone, ring = (run_layer(weights, x, dout, ranks, arguments) for ranks in (1, 3))
-    assert alone.keys() >= {"q_norm.weight", "k.bias"}
-    assert_near(ring, alone, 1e-5)
 
 
 def test_layer_of_one_segment_is_ring_attention_of_the_same_seed():
@@ -58,7 +46,7 @@ def test_layer_of_one_segment_is_ring_attention_of_the_same_seed():
 
 def test_future_tokens_change_nothing():
     x = jnp.asarray(layer_data()[0][:, :36])
-    layer = DilatedRingAttention(**LAYER, **ARGUMENTS["softmax"], mesh=mesh_of(4), rngs=nnx.Rngs(0))
+    layer = DilatedRingAttention(**LAYER, **TWO, mesh=mesh_of(4), rngs=nnx.Rngs(0))
     out, other = layer(x), layer(x.at[:, 17:].add(1))
     np.testing.assert_array_equal(out[:, :17], other[:, :17])
     assert (out != other).any()
@@ -102,7 +90,8 @@ def dense(chosen: dict[str, Any]) -> Any:
             1 if mask is None else mask
         )
         z = counts * jnp.exp(jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5)
-        return jnp.einsum("bhst,bthd->bshd", z / jnp.maximum(z.sum(-1, keepdims=True), 1e-300), v)
+        total = z.sum(-1, keepdims=True)
+        return jnp.einsum("bhst,bthd->bshd", z / jnp.where(total > 0, total, 1), v)
 
     return attend
 
