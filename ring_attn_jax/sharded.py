@@ -116,7 +116,7 @@ def sharded_dilated_attention(
         check_array(array, q.shape, k.shape)
     specs = where.specs(k.shape[2])
     whole = {name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
-    of_pairs = Patterns(*zip(*pairs, strict=True), mixing)
+    of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
     return _compiled_dilated(where, tuple((name, specs[name]) for name in whole), options, of_pairs, return_lse)(whole)
 
 

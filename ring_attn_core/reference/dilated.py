@@ -38,29 +38,40 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated)
     A query that sees nothing in any pattern: out 0, lse -inf, no gradient.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
-    return _attention((q, k, v, dout, dlse), call, working, lambda x: x)
+    at_once = lambda counts: counts.sum(0, keepdims=True)
+    return _attention((q, k, v, dout, dlse), call, working, lambda x: x, at_once)
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated, dtype: str) -> Attention:
-    """The same in ``dtype`` as one device computes it without any cleverness: rounded as ``oracle.plain`` does."""
+    """The same in ``dtype`` as one device computes it without any cleverness, rounded as ``oracle.plain`` does.
+
+    One attention for each pattern, whose outs are rounded, and then weighted by their denominators.
+    """
     working = np.float64 if dtype == "float64" else np.float32
-    return _attention((q, k, v, dout, dlse), call, working, rounding(dtype))
+    return _attention((q, k, v, dout, dlse), call, working, rounding(dtype), lambda counts: counts)
 
 
 def patterns(call: Dilated, heads: int, queries: Array, keys: Array) -> Array:
-    """int [heads, queries, keys]: how many patterns of a head hold both positions in one segment, at offsets that it keeps."""
+    """int [patterns, heads, queries, keys], 0 or 1: whether a pattern of a head keeps both positions, in one segment."""
     n, i, j = len(call.segments), queries[:, None], keys
-    count = np.zeros((heads, len(queries), len(keys)), np.int8)
+    counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
     for at, (segment, dilation) in enumerate(zip(call.segments, call.dilations, strict=True)):
         together = i // segment == j // segment
         for h in range(heads):
             if call.mixing == "softmax" or h * n // heads == at:
                 kept_i, kept_j = (p % segment % dilation == h % dilation for p in (i, j))
-                count[h] += together & kept_i & kept_j
-    return count
+                counts[at, h] = together & kept_i & kept_j
+    return counts
 
 
-def _attention(arrays: tuple[Array, ...], call: Dilated, dtype: Any, rounded: Callable[[Array], Array]) -> Attention:
+def _attention(
+    arrays: tuple[Array, ...],
+    call: Dilated,
+    dtype: Any,
+    rounded: Callable[[Array], Array],
+    apart: Callable[[Array], Array],
+) -> Attention:
+    """``apart`` makes of the counts of patterns those of the softmaxes that are computed one by one and then weighted."""
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]
     by_head = lambda x: np.moveaxis(x.astype(dtype), 2, 1)  # [b h s d]
@@ -73,32 +84,48 @@ def _attention(arrays: tuple[Array, ...], call: Dilated, dtype: Any, rounded: Ca
         i = positions[i0 : i0 + BLOCK]
         j0 = 0 if call.mask.hi is None else min(max(i0 - call.mask.hi, 0), s)
         j = positions[j0 : s if call.mask.lo is None else min(max(int(i[-1]) + 1 - call.mask.lo, j0), s)]
-        count = patterns(call, h, i, j)[None]
         lag = i[:, None] - j
         seen = (lag >= (-s if call.mask.lo is None else call.mask.lo)) & (lag <= (s if call.mask.hi is None else call.mask.hi))
         if call.key_mask is not None:
             seen = seen & call.key_mask[:, None, None, j]
-        count = np.where(seen, count, 0)
         rows, keys = np.s_[:, :, i], np.s_[:, :, j]
         scores, steepness = (q[rows] @ k[keys].swapaxes(-1, -2)) * scale, 1.0
         if call.softcap is not None:
             bounded = np.tanh(scores / dtype(call.softcap))
             scores, steepness = dtype(call.softcap) * bounded, 1 - bounded * bounded
-        scores = np.where(count > 0, scores, -np.inf)
-        top = scores.max(-1, keepdims=True, initial=-np.inf)
-        top = np.where(np.isneginf(top), 0, top).astype(dtype)
-        p = count * np.exp(scores - top)
-        total = p.sum(-1, keepdims=True)
-        something = total > 0
-        total = np.where(something, total, 1)
-        p = p / total
-        lse[rows] = np.where(something, np.log(total) + top, -np.inf)
-        out[rows] = rounded(rounded(p) @ v[keys])
-        delta = (dout[rows] * out[rows]).sum(-1, keepdims=True) - np.where(something, dlse[rows], 0)
-        ds = rounded(p * (dout[rows] @ v[keys].swapaxes(-1, -2) - delta) * steepness)
-        dq[rows] = (ds @ k[keys]) * scale
-        dk[keys] += (ds.swapaxes(-1, -2) @ q[rows]) * scale
-        dv[keys] += rounded(p).swapaxes(-1, -2) @ dout[rows]
+        softmaxes = [_softmax(scores, np.where(seen, count, 0)) for count in apart(patterns(call, h, i, j))]
+        outs = [rounded(rounded(p) @ v[keys]) for p, _ in softmaxes]
+        lse[rows], alphas = _weights([lse_i for _, lse_i in softmaxes])
+        out[rows] = rounded(np.sum([alpha * x for alpha, x in zip(alphas, outs, strict=True)], 0))
+        douts = [rounded(alpha * dout[rows]) for alpha in alphas]
+        dots = [(x * y).sum(-1, keepdims=True) for x, y in zip(douts, outs, strict=True)]
+        rest = np.sum(dots, 0) - np.where(np.isneginf(lse[rows]), 0, dlse[rows])
+        for (p, _), alpha, dout_i in zip(softmaxes, alphas, douts, strict=True):
+            ds = rounded(p * (dout_i @ v[keys].swapaxes(-1, -2) - alpha * rest) * steepness)
+            dq[rows] += (ds @ k[keys]) * scale
+            dk[keys] += (ds.swapaxes(-1, -2) @ q[rows]) * scale
+            dv[keys] += rounded(p).swapaxes(-1, -2) @ dout_i
     back = lambda x: rounded(np.moveaxis(x, 1, 2))
     of_kv = lambda x: rounded(np.moveaxis(x.reshape(b, h // share, share, s, -1).sum(2), 1, 2))
     return Attention(back(out), np.moveaxis(lse, 1, 2)[..., 0], back(dq), of_kv(dk), of_kv(dv))
+
+
+def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
+    """Probabilities, each key counted so often, and lse; 0 and -inf where nothing is seen."""
+    scores = np.where(count > 0, scores, -np.inf)
+    top = scores.max(-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
+    p = count * np.exp(scores - top)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return p / np.where(total > 0, total, 1), np.log(total) + top
+
+
+def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:
+    """The lse of all, and the weight of each."""
+    top = np.maximum.reduce(lses)
+    top = np.where(np.isneginf(top), 0, top).astype(top.dtype)
+    each = [np.exp(x - top) for x in lses]
+    total = np.sum(each, 0)
+    with np.errstate(divide="ignore"):
+        return np.log(total) + top, [x / np.where(total > 0, total, 1) for x in each]

@@ -64,26 +64,25 @@ Results = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 def _mix(results: Results, rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
     (outs, lses), heads = results, _heads(places)
     lses = [lse[..., None] for lse in lses]
-    lse = reduce(jnp.logaddexp, (unfold(x, place, rank, heads, -jnp.inf) for x, place in zip(lses, places, strict=True)))
+    top, total = _sums(lses, rank, places)
     parts = (
-        unfold(_weight(lse_i, fold(lse, place, rank)) * out.astype(lse.dtype), place, rank, heads)
+        unfold(_weight(lse_i, (top, total), place, rank) * out.astype(top.dtype), place, rank, heads)
         for out, lse_i, place in zip(outs, lses, places, strict=True)
     )
-    return reduce(jnp.add, parts).astype(outs[0].dtype), lse[..., 0]
+    return reduce(jnp.add, parts).astype(outs[0].dtype), (top + jnp.log(total))[..., 0]
 
 
 def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
-    out, lse = _mix(results, rank, places)
-    return (out, lse), (results, lse, rank)
+    return _mix(results, rank, places), (results, rank)
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
     """dout_i = alpha_i dout, dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 where a pattern sees nothing."""
-    (outs, lses), lse, rank = residuals
+    (outs, lses), rank = residuals
     dout, dlse = cotangents
-    lse, heads = lse[..., None], _heads(places)
-    lses = [each[..., None] for each in lses]
-    alphas = [_weight(lse_i, fold(lse, place, rank)) for lse_i, place in zip(lses, places, strict=True)]
+    lses, heads = [lse[..., None] for lse in lses], _heads(places)
+    sums = _sums(lses, rank, places)
+    alphas = [_weight(lse_i, sums, place, rank) for lse_i, place in zip(lses, places, strict=True)]
     douts = [  # what sees nothing may have NaN for a cotangent
         jnp.where(lse_i > -jnp.inf, alpha * fold(dout, place, rank).astype(alpha.dtype), 0)
         for lse_i, alpha, place in zip(lses, alphas, places, strict=True)
@@ -106,8 +105,25 @@ def _heads(places: Places) -> int:
     return places[-1][1].end
 
 
-def _weight(lse_i: jax.Array, lse: jax.Array) -> jax.Array:
-    return jnp.where(lse_i > -jnp.inf, jnp.exp(lse_i - lse), 0)
+def _sums(lses: Sequence[jax.Array], rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+    """The largest lse_i [b s h 1], and all Z_i over the Z of that one."""
+    heads = _heads(places)
+    top = reduce(jnp.maximum, (unfold(x, place, rank, heads, -jnp.inf) for x, place in zip(lses, places, strict=True)))
+    parts = (_exp(x, fold(top, place, rank)) for x, place in zip(lses, places, strict=True))
+    return top, reduce(jnp.add, (unfold(x, place, rank, heads) for x, place in zip(parts, places, strict=True)))
+
+
+def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
+    return jnp.where(lse_i > -jnp.inf, jnp.exp(lse_i - top), 0)
+
+
+def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
+    """alpha_i, 0 where a pattern sees nothing.
+
+    lse itself would not do: where scores are huge, its rounding changes the weights.
+    """
+    top, total = (fold(x, place, rank) for x in sums)
+    return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def dilated_attention(
     and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses.
     """
     name = group_name(group)
-    ring = group_of(name)
+    _, ranks = _place(name)
     arrays = Arrays(key_mask=key_mask)
     made: list[tuple[Options, tuple[Lanes, ...]]] = []
 
@@ -105,7 +105,7 @@ def dilated_attention(
             )
         make = _problem if torch.compiler.is_compiling() else problem_of
         known = lanes_of if torch.compiler.is_compiling() else _known_lanes
-        made.append((options, known(make(q, k, v, arrays, ranks_of(ring), options), Patterns(segments, dilations, mixing))))
+        made.append((options, known(make(q, k, v, arrays, ranks, options), Patterns(segments, dilations, mixing))))
 
     if torch.compiler.is_compiling():
         check()
@@ -114,7 +114,7 @@ def dilated_attention(
         asked |= {"softcap": softcap, "strategy": strategy, "backend": backend, "deterministic": deterministic}
         alike = [(label, _in_words(x)) for label, x in asked.items()]
         shapes = [(f"{label}_shape", _kind(x)) for label, x in (("q", q), ("k", k), ("v", v), ("key_mask", key_mask))]
-        agree_on(Call("dilated_attention", _device(q), (*shapes, *alike)), ring, check)
+        agree_on(Call("dilated_attention", _device(q), (*shapes, *alike)), group_of(name), check)
     ((options, lanes),) = made
     out, lse = attend(q, k, v, key_mask, lanes, options, name)
     return (out, lse) if return_lse else out
@@ -124,7 +124,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lanes: tuple[Lanes, ...], options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """``dilated_attention`` of records: (out, lse)."""
-    rank = _rank(group_name)
+    rank, _ = _place(group_name)
     queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
     outs, lses = [], []
     of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
@@ -175,8 +175,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, option
 
 
 @constant
-def _rank(group_name: str) -> int:
-    return rank_in(group_of(group_name))
+def _place(group_name: str) -> tuple[int, int]:
+    """This rank, and how many there are."""
+    group = group_of(group_name)
+    return rank_in(group), ranks_of(group)
 
 
 def _device(q: Any) -> str:

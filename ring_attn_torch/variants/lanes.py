@@ -54,35 +54,38 @@ class Fold(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """``mixed``. Saved are the lanes and lse; out is not, since the backward makes <dout, out> of the lanes."""
+    """``mixed``. Saved are the lanes and their sums; out is not, since the backward makes <dout, out> of the lanes."""
 
     @staticmethod
     def forward(ctx: Any, places: Places, rank: int, *results: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = results[: len(places)], results[len(places) :]
         last = places[-1][0]
         shape = outs[0].shape[0] // places[0][0].classes, last.local, last.first + last.heads
-        lse = lses[0].new_full((*shape, 1), -math.inf)
-        out = lses[0].new_zeros((*shape, outs[0].shape[-1]))
+        top = lses[0].new_full((*shape, 1), -math.inf)
+        total, out = torch.zeros_like(top), lses[0].new_zeros((*shape, outs[0].shape[-1]))
         for lse_i, place in zip(lses, places, strict=True):
-            put(lse, lse_i[..., None], place, rank, torch.logaddexp)
+            put(top, lse_i[..., None], place, rank, torch.maximum)
+        for lse_i, place in zip(lses, places, strict=True):
+            put(total, _exp(lse_i[..., None], fold(top, place, rank)), place, rank, torch.add)
+        sums = torch.cat((top, total), -1)
         for out_i, lse_i, place in zip(outs, lses, places, strict=True):
-            put(out, _weight(lse_i[..., None], fold(lse, place, rank)) * out_i, place, rank, torch.add)
+            put(out, _weight(lse_i, fold(sums, place, rank)) * out_i, place, rank, torch.add)
         ctx.places, ctx.rank = places, rank
-        ctx.save_for_backward(*results, lse)
-        return out.to(outs[0].dtype), lse[..., 0]
+        ctx.save_for_backward(*results, sums)
+        return out.to(outs[0].dtype), (top + total.log())[..., 0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         """dout_i = alpha_i dout, dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 where a pattern sees nothing."""
         places, rank = ctx.places, ctx.rank
-        *results, lse = ctx.saved_tensors
+        *results, sums = ctx.saved_tensors
         outs, lses = results[: len(places)], results[len(places) :]
         dlse = dlse[..., None]
-        delta = torch.zeros_like(lse)
+        delta = torch.zeros_like(sums[..., :1])
         douts, dots, alphas = [], [], []
         for out_i, lse_i, place in zip(outs, lses, places, strict=True):
             seen = (lse_i > -math.inf)[..., None]  # what sees nothing may have NaN for a cotangent
-            alpha = _weight(lse_i[..., None], fold(lse, place, rank))
+            alpha = _weight(lse_i, fold(sums, place, rank))
             dout_i = torch.where(seen, alpha * fold(dout, place, rank), 0)
             dot = (dout_i * out_i).sum(-1, keepdim=True)
             put(delta, dot, place, rank, torch.add)
@@ -96,8 +99,17 @@ class Mix(torch.autograd.Function):
         return None, None, *douts, *dlses
 
 
-def _weight(lse_i: Tensor, lse: Tensor) -> Tensor:
-    return torch.where(lse_i > -math.inf, torch.exp(lse_i - lse), 0)
+def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
+    return torch.where(lse_i > -math.inf, torch.exp(lse_i - top), 0)
+
+
+def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
+    """alpha_i, 0 where a pattern sees nothing. ``sums``: the largest lse_i, and all Z_i over the Z of that one.
+
+    lse itself would not do: where scores are huge, its rounding changes the weights.
+    """
+    top, total = sums.split(1, -1)
+    return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
