@@ -86,9 +86,8 @@ def dense(chosen: dict[str, Any]) -> Any:
     """An attention_fn from the definition: key j counts ``n_ij`` times for query i of a head."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any = None, **_: Any) -> jax.Array:
-        counts = patterns(Dilated(**chosen), q.shape[2], np.arange(TOKENS), np.arange(TOKENS))[None] * (
-            1 if mask is None else mask
-        )
+        where = np.arange(TOKENS)
+        counts = patterns(Dilated(**chosen), q.shape[2], where, where).sum(0) * (1 if mask is None else mask)
         z = counts * jnp.exp(jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5)
         total = z.sum(-1, keepdims=True)
         return jnp.einsum("bhst,bthd->bshd", z / jnp.where(total > 0, total, 1), v)
@@ -98,11 +97,12 @@ def dense(chosen: dict[str, Any]) -> Any:
 
 def results(linen: bool, function: Any, mask: Any) -> list[np.ndarray]:
     """Output, and gradients of the weights and of the input, of queries that see a key."""
-    given = {} if function is None else {"attention_fn": function}
+    given: dict[str, Any] = {"dropout_rate": 0.1, "deterministic": True}  # without dropout flax's softmax is float32
+    given |= {} if function is None else {"attention_fn": function}
     x, dout = np.random.default_rng(1).standard_normal((2, 2, TOKENS, 12))
     alive = np.ones((2, TOKENS, 1)) if mask is None else np.broadcast_to(np.asarray(mask).any((1, 3))[..., None], (2, TOKENS, 1))
     if linen:
-        module = nn.MultiHeadDotProductAttention(2, deterministic=True, param_dtype=jnp.float64, **given)
+        module = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64, **given)
         weights = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64).init(jax.random.key(0), jnp.asarray(x))
         forward = lambda weights, x: module.apply(weights, x, mask=mask)
     else:
