@@ -78,7 +78,8 @@ def densely(drawn: DilatedDraw) -> Tensors:
 def _counts(drawn: DilatedDraw, shape: Sequence[int]) -> Tensor:
     """[b h s s]: how often a query counts a key, by patterns and masks."""
     b, h, s, _ = shape
-    counts = torch.from_numpy(patterns(Dilated(**drawn.patterns), h, np.arange(s), np.arange(s))).double().expand(b, -1, -1, -1)
+    of_patterns = patterns(Dilated(**drawn.patterns), h, np.arange(s), np.arange(s))
+    counts = torch.from_numpy(of_patterns.sum(0)).double().expand(b, -1, -1, -1)
     allows = lambda mask: ~mask if mask.dtype == torch.bool else mask == 0
     if (mask := drawn.called.get("attn_mask")) is not None:
         counts = counts * (allows(mask) if mask.ndim == 2 else allows(mask).unflatten(0, (b, h)))

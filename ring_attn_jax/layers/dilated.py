@@ -32,8 +32,8 @@ class DilatedRingAttention(Projections):
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes whole arrays
     instead, sharded over the mesh, and calls :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``. JAX sums
-    the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes and patterns that do not fit and numbers
-    outside their range.
+    the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes and patterns that do not fit and
+    numbers outside their range.
     """
 
     def __init__(
