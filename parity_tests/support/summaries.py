@@ -155,6 +155,9 @@ MORE = [
 ]
 """What CI runs with the newest versions only."""
 
+COMPILED = [CASES[i] for i in (0, 3, 5, 6, 7, 8)]
+"""Of these those for which JAX compiles a program, of some seconds, in every run."""
+
 EXACT = [SummaryCase(4, window=36), SummaryCase(4, block=4, summaries=4, window=3, pooling=MEAN, masked=True)]
 """Where it is exact attention: a window that covers the sequence, and a summary for every token."""
 
@@ -203,7 +206,7 @@ def summary_weights() -> Arrays:
 
 
 def summary_layer(weights: Arrays, x: np.ndarray, dout: np.ndarray, dtype: str | None = None) -> Arrays:
-    """out, dx and the gradient of every weight of SummaryAttention: exact in float64, or as one device computes it in ``dtype``."""
+    """out, dx and every weight's gradient of SummaryAttention: exact in float64, or as one device computes it in ``dtype``."""
     working = np.float64 if dtype is None else np.dtype(dtype)
     weights, x, dout = {name: w.astype(working) for name, w in weights.items()}, x.astype(working), dout.astype(working)
     where = np.arange(LENGTH)
