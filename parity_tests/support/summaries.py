@@ -73,17 +73,23 @@ class SummaryCase:
         return drawn
 
     @property
+    def whole(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """q, k, v, dout and dlse, as the oracle takes them."""
+        arrays = self.arrays
+        return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays["dlse"]
+
+    @property
     def asked(self) -> Asked:
         optional = {name: self.arrays[name] for name in ("pool", "key_mask") if name in self.arrays}
         return Asked(self.block, self.window, self.summaries, scale=self.scale, softcap=self.softcap, **optional)
 
     @cached_property
     def expected(self) -> SummaryAttended:
-        return exact_summary(*self._whole(), self.asked)
+        return exact_summary(*self.whole, self.asked)
 
     @cached_property
     def plain(self) -> SummaryAttended:
-        return plain_summary(*self._whole(), self.asked, self.dtype)
+        return plain_summary(*self.whole, self.asked, self.dtype)
 
     def given(self, **arrays: np.ndarray) -> SummaryCase:
         """The same case with other arrays."""
@@ -127,9 +133,6 @@ class SummaryCase:
         """``padded`` as every rank has it."""
         each = {name: [x] * self.ranks if name == "pool" else np.split(x, self.ranks, 1) for name, x in self.padded().items()}
         return [{name: x[rank] for name, x in each.items()} for rank in range(self.ranks)]
-
-    def _whole(self) -> tuple[np.ndarray, ...]:
-        return tuple(self.arrays[name] for name in ("q", "k", "v", "dout", "dlse"))
 
 
 MEAN = "mean"
