@@ -90,7 +90,7 @@ def test_what_travels_beyond_the_window_are_summaries():
     ],
     ids=str,
 )
-def test_the_oracles_gradients_are_those_of_its_outputs(case, name):
+def test_the_oracles_gradients_are_those_of_its_outputs(case: SummaryCase, name: str):
     """By differences in extended precision, along random directions."""
     if name not in case.arrays:
         return
