@@ -94,11 +94,9 @@ class SummaryAttention(nnx.Module):
         self.o = Linear(heads * size, dim, False, kept, rngs=rngs)
         self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
         self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.pool = None
-        if pooling == "attention":
-            shape, dtype = (summaries, config.kv_heads, size), jnp.dtype(kept)
-            pool = jnp.zeros(shape, dtype) if summaries == 1 else jax.random.normal(rngs.params(), shape, dtype)
-            self.pool = nnx.Param(pool)
+        make = nnx.initializers.zeros if summaries == 1 else nnx.initializers.normal(1.0)
+        draw = lambda: make(rngs.params(), (summaries, config.kv_heads, size), jnp.dtype(kept))
+        self.pool = nnx.Param(draw()) if pooling == "attention" else None
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
