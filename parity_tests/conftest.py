@@ -46,6 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 WITH = {
     "parity_tests/test_parity.py": "parity_tests/jax/test_ring.py",
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
+    "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
 }
 
 tests = itertools.count(1)
