@@ -15,13 +15,15 @@ from ring_attn_core import full
 from ring_attn_jax import dilated_attention, sharded_dilated_attention
 
 from ..support.dilated import CASES, PUBLISHED, Case, check, drawn
-from .dilated import run
+from .dilated import run, run_anew
 from .ring import SEQ, mesh_of
 
-IN_CI = (1, 2, 3, 5, 8, 10, 16)
+IN_CI = (2, 13)
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=() if i in IN_CI else pytest.mark.full) for i, x in enumerate(CASES)], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=() if i in IN_CI else pytest.mark.full) for i, x in enumerate(CASES)], ids=str
+)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))
 
@@ -47,7 +49,7 @@ def test_random_configurations_are_exact(seed):
 def test_future_tokens_change_nothing_on_any_rank():
     case, token = CASES[2], 9
     later = {name: np.concatenate([x[:, :token], -3 * x[:, token:]], 1) for name, x in case.arrays.items() if name in "qkv"}
-    before, after = run(case), run(replace(case).given(**later))
+    before, after = run(case), run_anew(replace(case).given(**later))
     for name in ("out", "lse"):
         np.testing.assert_array_equal(getattr(before, name)[:, :token], getattr(after, name)[:, :token])
     assert (before.out[:, token:] != after.out[:, token:]).any()
@@ -61,7 +63,7 @@ def arrays(heads=4, kv_heads=4, tokens=16):
 def test_whole_arrays_over_every_mesh_axis_give_the_same():
     q, k, v = arrays(kv_heads=2)
     key_mask = jax.random.bernoulli(jax.random.key(1), 0.8, (2, 16))
-    asked = {"segments": (6, 16), "dilations": (1, 2), "key_mask": key_mask, "return_lse": True}
+    asked = {"segments": (6,), "dilations": (2,), "key_mask": key_mask, "return_lse": True}
     alone = sharded_dilated_attention(q, k, v, mesh=mesh_of(1), **asked)
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"))
     spread = sharded_dilated_attention(q, k, v, mesh=mesh, batch_axes="data", head_axis="model", **asked)
@@ -89,9 +91,7 @@ def test_what_does_not_fit_is_refused_when_it_is_traced(wrong, message):
 def test_heads_that_would_keep_other_tokens_on_another_member_are_refused(wrong):
     mesh = jax.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
     with pytest.raises(ValueError, match="every member holds 2 heads"):
-        sharded_dilated_attention(
-            *arrays(), mesh=mesh, head_axis="model", **{"segments": (4, 8), "dilations": (1, 2), **wrong}
-        )
+        sharded_dilated_attention(*arrays(), mesh=mesh, head_axis="model", **{"segments": (4, 8), "dilations": (1, 2), **wrong})
 
 
 def test_keys_travel_only_between_ranks_that_share_a_segment():
