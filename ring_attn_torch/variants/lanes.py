@@ -100,7 +100,7 @@ class Mix(torch.autograd.Function):
 
 
 def _raise(spots: Tensor, lane: Tensor) -> None:
-    torch.maximum(spots, lane, out=spots)
+    spots.copy_(torch.maximum(spots, lane))
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
