@@ -134,7 +134,7 @@ def train(
 ) -> None:
     """Train a language model, or go on where the run in that folder stopped; under torchrun on its processes."""
     with mistakes_in_one_line():
-        from .demo.processes import Failure
+        from .processes import Failure
         from .train.config import read
         from .train.run import Program, run
 

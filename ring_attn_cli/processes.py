@@ -69,6 +69,10 @@ class Crews:
                 silent = "; ".join(sorted(member.label for member in self._members.values()))
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
+    def arrived(self, timeout: float) -> list[Message]:
+        """What is reported within so many seconds; nothing where all are silent. Raises :class:`Failure`."""
+        return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
+
     def _receive(self, pipe: Connection) -> Iterator[Message]:
         member = self._members[pipe]
         try:
