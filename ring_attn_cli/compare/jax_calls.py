@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ring_attn_jax import RingAttention, RingTransformer, from_numpy, loss, ring_attention
+from ring_attn_jax import RingAttention, RingTransformer, loss, ring_attention
 
 from . import user as users
 from .jax_side import Call
@@ -39,13 +39,13 @@ def ring(call: Call) -> Function:
 def layer(call: Call) -> Function:
     case = call.case
     dim = case.heads * case.head_dim
+    module = RingAttention(dim, case.heads, **_heads(call), dropout_rate=case.dropout_rate, rngs=nnx.Rngs(0))
+    seed = {"dropout_seed": case.seed} if case.dropout_rate else {}
 
     def apply(arrays: Arrays) -> Arrays:
-        module = RingAttention(dim, case.heads, **_heads(call), dropout_rate=case.dropout_rate, rngs=nnx.Rngs(0))
-        masks, weights = _split(arrays)
-        seed = {"dropout_seed": case.seed} if case.dropout_rate else {}
+        loaded, masks = _loaded(module, arrays)
         x = masks.pop("x")
-        return {"out": from_numpy(module, weights)(x, length=case.length, **masks, **seed)}
+        return {"out": loaded(x, length=case.length, **masks, **seed)}
 
     return apply
 
@@ -53,12 +53,12 @@ def layer(call: Call) -> Function:
 def transformer(call: Call) -> Function:
     case = call.case
     dim = case.heads * case.head_dim
+    module = RingTransformer(VOCAB, dim, DEPTH, case.heads, hidden=2 * dim, **_heads(call), rngs=nnx.Rngs(0))
 
     def apply(arrays: Arrays) -> Arrays:
-        module = RingTransformer(VOCAB, dim, DEPTH, case.heads, hidden=2 * dim, **_heads(call), rngs=nnx.Rngs(0))
-        masks, weights = _split(arrays)
+        loaded, masks = _loaded(module, arrays)
         ids, labels = masks.pop("ids"), masks.pop("labels")
-        logits = from_numpy(module, weights)(ids, length=case.length, **masks)
+        logits = loaded(ids, length=case.length, **masks)
         return {"logits": logits, "loss": loss(logits, labels, axis_name=call.axis_name)}
 
     return apply
@@ -73,10 +73,18 @@ def _heads(call: Call) -> dict[str, Any]:
     return {name: getattr(case, name) for name in names} | own
 
 
-def _split(arrays: Arrays) -> tuple[Arrays, Any]:
-    """What a module is called with, and its weights, which have dots in their names, sinks excepted."""
-    is_weight = lambda name: "." in name or name == "sinks"
-    return {n: x for n, x in arrays.items() if not is_weight(n)}, {n: x for n, x in arrays.items() if is_weight(n)}
+WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
+"""What flax calls a module's weight; a kernel is PyTorch's weight transposed."""
+
+
+def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
+    """``module`` with the weights that the arrays name as ``to_numpy`` does, and the other arrays."""
+    graph, state = nnx.split(module, nnx.Param)
+    others, flat = dict(arrays), []
+    for path, p in nnx.to_flat_state(state):
+        weight = others.pop(".".join(map(str, (*path[:-1], WEIGHTS.get(str(path[-1]), path[-1])))))
+        flat.append((path, p.replace(weight.T if path[-1] == "kernel" else weight)))
+    return nnx.merge(graph, nnx.from_flat_state(flat)), others
 
 
 def user(call: Call) -> Function:

@@ -66,10 +66,16 @@ def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """The largest of |got - exact| / ulp(exact) in ``dtype``; an entry below the least normal number has that one's ulp."""
+    """The largest of |got - exact| / ulp in ``dtype``, the unit in the last place of the exact entry.
+
+    An entry that is less than the root mean square of all has that one's ulp: where much cancels, as in the gradient of a query
+    that sees one key, an entry has no last place of its own.
+    """
     difference, exact = _differences(got, exact)
     fraction, least = DIGITS[dtype]
-    _, exponent = np.frexp(np.where(np.isfinite(exact), exact, 1))  # exact = m 2^exponent with 1/2 <= |m| < 1
+    finite = np.where(np.isfinite(exact), np.abs(exact), 0)
+    usual = np.sqrt((finite * finite).mean()) if finite.size else np.longdouble(0)
+    _, exponent = np.frexp(np.maximum(finite, usual))  # the entry = m 2^exponent with 1/2 <= m < 1
     ulp = np.ldexp(np.longdouble(1), np.maximum(exponent - 1, least) - fraction)
     return float((difference / ulp).max(initial=0))
 

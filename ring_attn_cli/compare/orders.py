@@ -80,9 +80,9 @@ def serve(report: Callable[[str, Any], None], rank: int, orders: Any, side: Any)
 
 
 def in_words(error: BaseException) -> str:
-    """A ValueError in its own words, anything else with its type."""
+    """A ValueError in its own words; of anything else the type, and the first line, for JAX writes pages."""
     text = str(error).strip() or "without a word"
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
 def importable(folder: str) -> None:

@@ -21,7 +21,7 @@ Objection = Callable[[Case, str, int], str | None]
 """``objection(case, framework, ranks)``: why it cannot run this, or None."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """``calls``: by framework, what is called there. ``oracle``: the name of its truth. ``changes``: what it puts in place of a
     case's own values, such as its only layout. ``needs``: by framework, a package, its name for pip. ``user``: the text of a

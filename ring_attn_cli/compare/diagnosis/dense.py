@@ -9,7 +9,7 @@ import numpy as np
 from ring_attn_core.dropout import kept, rescale
 from ring_attn_core.reference.oracle import visible
 
-from .cases import Arrays, Case
+from ..cases import Arrays, Case
 
 
 class Forward(NamedTuple):
