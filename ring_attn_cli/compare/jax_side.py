@@ -39,15 +39,15 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", settings.most)
         devices = jax.devices()
-        report("ready", {"devices": len(devices), "kind": "cpu"})
+        report("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
     else:
         jax.config.update("jax_pjrt_client_create_options", "preallocate:false")  # PyTorch's processes are on these GPUs too
         devices = jax.devices() if jax.default_backend() == "gpu" else []
-        report("ready", {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"})
+        report("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
         if len(devices) < settings.most:
             return
     importable(settings.folder)
-    serve(report, rank, orders, _Side(devices))
+    serve(report, rank, orders, _Side(devices), settings.patience)
 
 
 class _Side:

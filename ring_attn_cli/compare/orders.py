@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,19 +66,33 @@ def resolve(call: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def serve(report: Callable[[str, Any], None], rank: int, orders: Any, side: Any) -> None:
-    """Answer orders until the pipe closes: "done" with what ``side`` answers, or "mistake" with what an exception says."""
+def serve(report: Callable[[str, Any], None], rank: int, orders: Any, side: Any, patience: float) -> None:
+    """Answer orders until the pipe closes: "done" with what ``side`` answers, or "mistake" with what an exception says.
+
+    Shortly before the one who gave an order loses ``patience``, this process prints where it is, for :func:`where_at`.
+    """
     while True:
         try:
             order = orders.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(0.8 * patience, file=2)  # the log; sys.stderr may be anything
         try:
             answer = getattr(side, order.kind)(order)
         except Exception as error:
             report("mistake", (rank, in_words(error)))
         else:
             report("done", (rank, answer))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def where_at(log: str) -> str | None:
+    """Where the main thread of a process was that :func:`serve` has let print it: "file.py, line 3 in function"."""
+    *_, dump = log.rpartition("Timeout (")
+    threads = dump.split("most recent call first):")  # the main thread comes last
+    found = re.search(r'File "(.*)", line (\d+) in (\S+)', threads[-1]) if len(threads) > 1 else None
+    return f"{Path(found[1]).name}, line {found[2]} in {found[3]}" if found else None
 
 
 def in_words(error: BaseException) -> str:

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ..processes import Crews, Failure, Message
-from .orders import Order, Outcome, Settings, here
+from .orders import Order, Outcome, Settings, here, where_at
 from .variants import TITLES
 
 GRACE = 1.0
 """Seconds that ranks have to say the same, once one of them has raised an error."""
+
+
+START = 120.0
+"""Seconds that processes have to start, at least: they import their frameworks."""
 
 
 class Mistake(ValueError):
@@ -40,6 +44,7 @@ class Pool:
         self._crews = Crews(patience)
         self._pipes: dict[str, list[Connection]] = {}
         self._frameworks = frameworks
+        self._kept: dict[str, list[Message]] = {}
         self.kinds: dict[str, str] = {}
 
     def __enter__(self) -> Pool:
@@ -88,7 +93,7 @@ class Pool:
 
     def _meet(self, framework: str) -> None:
         """Wait until all processes have imported their framework and seen their devices."""
-        found = self._collect(framework, self._everybody(framework), "ready")
+        found = self._collect(framework, len(self._pipes[framework]), max(self._patience, START))
         for data in found:
             if data["devices"] < self._settings.most:
                 raise ValueError(
@@ -98,49 +103,52 @@ class Pool:
                 )
         self.kinds[framework] = found[0]["kind"]
 
-    def _everybody(self, framework: str) -> int:
-        return len(self._pipes[framework])
-
     def _ask(self, framework: str, order: Order) -> list[Any]:
         """The answers of the ranks of that ring, in their order."""
         members = 1 if framework == "jax" else order.ranks
         for pipe in self._pipes[framework][:members]:
             pipe.send(order)
-        return self._collect(framework, members, "done")
+        return self._collect(framework, members, self._patience)
 
-    def _collect(self, framework: str, members: int, kind: str) -> list[Any]:
+    def _collect(self, framework: str, members: int, patience: float) -> list[Any]:
         answers: dict[int, Any] = {}
         mistakes: dict[int, str] = {}
         asked, raised = time.monotonic(), None
         while len(answers) + len(mistakes) < members:
-            for message in self._crews.arrived(0.2):
-                self._take(message, answers, mistakes)
+            for message in self._from(framework):
+                rank, data = message.data
+                (mistakes if message.kind == "mistake" else answers)[rank] = data
             now = time.monotonic()
             if mistakes:
                 raised = raised or now
                 if now - raised > GRACE:
                     break
             else:
-                self._check_patience(framework, members, answers, now - asked)
+                silent = [rank for rank in range(members) if rank not in answers]
+                self._check_patience(framework, silent, now - asked, patience)
         if mistakes:
             raise self._mistake(framework, members, mistakes)
         return [answers[rank] for rank in sorted(answers)]
 
-    def _take(self, message: Message, answers: dict[int, Any], mistakes: dict[int, str]) -> None:
-        if message.kind == "ready":
-            answers[len(answers)] = message.data
-            return
-        rank, data = message.data
-        (mistakes if message.kind == "mistake" else answers)[rank] = data
+    def _from(self, framework: str) -> list[Message]:
+        """What has come from this side; what comes from the other one meanwhile is kept for later."""
+        for message in self._crews.arrived(0.2):
+            self._kept.setdefault(message.crew, []).append(message)
+        return self._kept.pop(TITLES[framework], [])
 
-    def _check_patience(self, framework: str, members: int, answers: dict[int, Any], waited: float) -> None:
-        if waited > self._patience:
-            silent = [str(rank) for rank in range(members) if rank not in answers]
-            who = TITLES[framework] if framework == "jax" else f"{TITLES[framework]} rank {', '.join(silent)}"
-            raise Failure(
-                f"{who} has not answered for {self._patience:.0f} s, so everything was ended: ranks wait for each other where "
-                "one of them does not communicate; a long case needs a longer --patience"
-            )
+    def _check_patience(self, framework: str, silent: list[int], waited: float, patience: float) -> None:
+        """Raise Failure where that is too long, with where each silent rank is."""
+        if waited <= patience:
+            return
+        title, several = TITLES[framework], len(self._pipes[framework]) > 1
+        who = f"{title} rank {', '.join(map(str, silent))}" if several else title
+        logs = self._crews.logs()
+        at = {rank: where_at(logs.get(f"{title}, process {rank}" if several else title, "")) for rank in silent}
+        places = "; ".join(f"rank {rank} is at {place}" if several else f"it is at {place}" for rank, place in at.items() if place)
+        raise Failure(
+            f"{who} did not answer for {patience:.0f} s, so everything was ended{f' ({places})' if places else ''}. Ranks wait for "
+            "each other where one of them does not communicate; a long case needs a longer --patience"
+        )
 
     def _mistake(self, framework: str, members: int, mistakes: dict[int, str]) -> Mistake:
         text = mistakes[min(mistakes)]

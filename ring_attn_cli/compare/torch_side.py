@@ -50,7 +50,7 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
         devices = torch.cuda.device_count()
         kind = torch.cuda.get_device_name(0) if devices else "none"
         if devices < settings.most:
-            report("ready", {"devices": devices, "kind": kind})
+            report("ready", (rank, {"devices": devices, "kind": kind}))
             return
         torch.cuda.set_device(rank)
     patience = timedelta(seconds=2 * settings.patience)  # who started this gives up first, and says more
@@ -59,10 +59,10 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
     groups = {ring: dist.new_group(range(ring), timeout=patience) for ring in settings.rings}
     importable(settings.folder)
     if settings.device == "gpu":
-        report("ready", {"devices": devices, "kind": kind})
+        report("ready", (rank, {"devices": devices, "kind": kind}))
     else:
-        report("ready", {"devices": settings.most, "kind": "cpu"})
-    serve(report, rank, orders, _Side(rank, groups, settings.device))
+        report("ready", (rank, {"devices": settings.most, "kind": "cpu"}))
+    serve(report, rank, orders, _Side(rank, groups, settings.device), settings.patience)
 
 
 class _Side:
