@@ -104,7 +104,19 @@ def test_the_documented_schema_is_what_is_written(found: tuple[Comparison, Path]
 @pytest.mark.slow
 def test_a_sweep_over_features_runs_from_the_command_line_and_draws(tmp_path: Path):
     options = ["--framework", "torch", "--repeats", "1", "--ranks", "2", "--length", "31,64", "--head-dim", "8"]
-    features = ["--sinks", "--alibi", "--softcap", "4", "--dropout-rate", "0.1", "--key-mask", "--documents", "3", "--mask", "window:9"]
+    features = [
+        "--sinks",
+        "--alibi",
+        "--softcap",
+        "4",
+        "--dropout-rate",
+        "0.1",
+        "--key-mask",
+        "--documents",
+        "3",
+        "--mask",
+        "window:9",
+    ]
     done = ring_attn("ring", *options, *features, "--json", str(tmp_path / "s.json"), "--png", str(tmp_path / "s.png"))
     assert done.exit_code == 0, done.output
     written = json.loads((tmp_path / "s.json").read_text())
@@ -165,7 +177,6 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(arguments: tup
     done = ring_attn(*arguments)
     assert done.exit_code == 2, done.output
     assert words in done.output and "Traceback" not in done.output
-
 
 
 def ring_attn(*arguments: str):

@@ -102,8 +102,9 @@ MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
     "rank 0 twice": (two_times_rank_0, "dq is put together wrongly: rank 0's keys count 2 times for rank 0's tokens"),
     "base 2": (lambda c, i, r: r | {"lse": r["lse"] / math.log(2)}, "lse is in base 2"),
     "base 2 with its gradient": (
-        lambda c, i, r: again(c, r, dlse=ORACLES["attention"].given(c).cotangents["lse"] / math.log(2))
-        | {"lse": r["lse"] / math.log(2)},
+        lambda c, i, r: (
+            again(c, r, dlse=ORACLES["attention"].given(c).cotangents["lse"] / math.log(2)) | {"lse": r["lse"] / math.log(2)}
+        ),
         "lse is in base 2",
     ),
     "lse without a gradient": (
@@ -111,7 +112,10 @@ MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
         "lse has lost its gradient: dq and dk are those of out alone",
     ),
     "lse off": (lambda c, i, r: r | {"lse": r["lse"] - 1.5}, "lse is -1.5 off everywhere"),
-    "NaN": (lambda c, i, r: r | {"out": np.where(r["out"] == r["out"].max(), np.nan, r["out"])}, "out holds 1 values that are NaN"),
+    "NaN": (
+        lambda c, i, r: r | {"out": np.where(r["out"] == r["out"].max(), np.nan, r["out"])},
+        "out holds 1 values that are NaN",
+    ),
     "noise": (lambda c, i, r: r | {"dq": r["dq"] + 0.1 * r["dq"][:, ::-1]}, "no known mistake explains the error of dq"),
 }
 OF_ONE_KEY_HEAD = "own part", "rank 1 lost", "rank 0 twice"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ring_attn_core.reference.layers import Layers, Sizes
-from ring_attn_core.reference.oracle import Attention, exact, plain
+from ring_attn_core.reference.oracle import Attention, Features, exact, plain
 from ring_attn_core.reference.tolerance import bound, bound_of_sinks
 
 from .cases import Arrays, Case
@@ -62,7 +62,7 @@ class Oracle:
 def _attention_given(case: Case) -> Given:
     rows = (case.batch, case.length)
     q, kv = (*rows, case.heads, case.head_dim), (*rows, case.kv_heads, case.head_dim)
-    arrays = dict(zip(("q", "k", "v"), case.normal(0, q, kv, kv), strict=True))
+    arrays: Arrays = dict(zip(("q", "k", "v"), case.normal(0, q, kv, kv), strict=True))
     (dout,), (dlse,) = case.normal(2, q), case.normal(3, q[:3], rounded=False)
     leaves = ("q", "k", "v")
     if case.sinks:
@@ -87,7 +87,8 @@ def _attention_truth(case: Case, given: Given, cotangents: Collection[str]) -> T
         bounds["dsinks"] = bound_of_sinks(of_plain, of_exact, arrays, case.dtype)
     part = "" if arrays["q"].shape == given.arrays["q"].shape else "the first batch row and the query heads of key head 0"
     if part and case.batch > 1:  # the gradient of a sink is a sum over all rows
-        bounds.pop("dsinks", None), truth.exact.pop("dsinks", None)
+        bounds.pop("dsinks", None)
+        truth.exact.pop("dsinks", None)
     return Truth(truth.exact, truth.plain, bounds, part)
 
 
@@ -121,8 +122,8 @@ def _layer_given(case: Case) -> Given:
 
 
 def _layers(case: Case, dtype: str | None) -> Layers:
-    features = case.scalars | case.masks | {"alibi_slopes": case.slopes}
-    return Layers(Sizes(case.head_dim, case.band), dtype, **features)
+    features = Features(**case.scalars, **case.masks, alibi_slopes=case.slopes)
+    return Layers(Sizes(case.head_dim, case.band), dtype, features)
 
 
 def _layer_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:

@@ -144,7 +144,9 @@ class Pool:
         who = f"{title} rank {', '.join(map(str, silent))}" if several else title
         logs = self._crews.logs()
         at = {rank: where_at(logs.get(f"{title}, process {rank}" if several else title, "")) for rank in silent}
-        places = "; ".join(f"rank {rank} is at {place}" if several else f"it is at {place}" for rank, place in at.items() if place)
+        places = "; ".join(
+            f"rank {rank} is at {place}" if several else f"it is at {place}" for rank, place in at.items() if place
+        )
         raise Failure(
             f"{who} did not answer for {patience:.0f} s, so everything was ended{f' ({places})' if places else ''}. Ranks wait for "
             "each other where one of them does not communicate; a long case needs a longer --patience"

@@ -78,7 +78,7 @@ def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: 
         at = traceback.extract_tb(error.__traceback__)[1:]
         where = f" ({at[0].filename}, line {at[0].lineno})" if at else ""
         raise ValueError(f"{text} failed: {type(error).__name__}: {error}{where}") from error
-    results = dict(zip(("out", "lse"), value if isinstance(value, tuple | list) else (value,), strict=False))
+    results: dict[str, Any] = dict(zip(("out", "lse"), value if isinstance(value, tuple | list) else (value,), strict=False))
     for name, shape in (("out", (*q.shape[:3], v.shape[-1])), ("lse", q.shape[:3])):
         if results.get(name) is None:
             results.pop(name, None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runs import Band
-from .oracle import Attention, exact, plain, rounding
+from .oracle import Attention, Features, exact, plain, rounding
 
 Array = np.ndarray
 Arrays = dict[str, Array]
@@ -33,9 +33,9 @@ class Sizes(NamedTuple):
 
 
 class Layers:
-    """Layers in one arithmetic: ``dtype`` None is exact; ``features``: those of the oracle, sinks apart, which are weights."""
+    """Layers in one arithmetic: ``dtype`` None is exact; ``features``: those of the oracle but sinks, which are weights."""
 
-    def __init__(self, sizes: Sizes, dtype: str | None = None, **features: Any) -> None:
+    def __init__(self, sizes: Sizes, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
         self.working: Any = np.float64 if dtype in (None, "float64") else np.float32
         self.rounded = rounding(dtype or "float64")
@@ -97,7 +97,7 @@ class Layers:
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
         """Attention among the heads; without a cotangent the gradients are 0."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
-        features = self.features | {"sinks": weights.get(at + "sinks")}
+        features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout
         return exact(*arguments, **features) if self.dtype is None else plain(*arguments, self.dtype, **features)
 

@@ -33,6 +33,6 @@ def _unexplained(evidence: Evidence, of_lse: bool) -> list[str]:
     names = [name for name in evidence.truth.exact if name in evidence.missed and name.startswith("d")]
     for counts in (1 / math.log(2), 0.0) if of_lse else ():
         right = evidence.exact(evidence.of_heads, counts)
-        explained = lambda n: n in right and evidence.explained(n, evidence.error(n), evidence.error_of_heads(n, right[n]))
-        names = [name for name in names if not explained(name)]
+        after = {name: evidence.error_of_heads(name, right[name]) for name in names}
+        names = [name for name in names if not evidence.explained(name, evidence.error(name), after[name])]
     return names

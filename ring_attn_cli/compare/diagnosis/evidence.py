@@ -44,7 +44,6 @@ class Evidence:
             ranks[held[held < self.plan.length]] = rank
         return ranks
 
-
     def error_of_heads(self, name: str, right: np.ndarray) -> float:
         """The relative error of the entries that ``right`` is about: those of batch row 0 and key head 0."""
         return relative_error(first(self.got[name], right), right)
