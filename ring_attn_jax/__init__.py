@@ -18,12 +18,17 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.adapters import attention_fn
-from .sharded import sharded_ring_attention
+from .layers.dilated_adapter import dilated_attention_fn
+from .sharded import sharded_dilated_attention, sharded_ring_attention
 from .training.ranks import check_ranks
+from .variants.dilated import dilated_attention
+from .variants.summary import sharded_summary_attention, summary_attention
 
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
+    from .layers.dilated import DilatedRingAttention
     from .layers.rotary import RotaryEmbedding
+    from .layers.summary import SummaryAttention
     from .layers.transformer import RingTransformer
     from .training.checkpoint import Checkpoints
     from .training.llama import load_llama, save_llama
@@ -35,6 +40,7 @@ __all__ = [
     "NTK",
     "Band",
     "Checkpoints",
+    "DilatedRingAttention",
     "Llama3",
     "RingAttention",
     "RingPlan",
@@ -43,6 +49,7 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "SummaryAttention",
     "TransformerConfig",
     "YaRN",
     "attend_block",
@@ -50,6 +57,8 @@ __all__ = [
     "causal",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
+    "dilated_attention_fn",
     "document_extents",
     "from_layout",
     "from_numpy",
@@ -66,15 +75,20 @@ __all__ = [
     "save_llama",
     "save_weights",
     "shard_batch",
+    "sharded_dilated_attention",
     "sharded_ring_attention",
+    "sharded_summary_attention",
     "sliding_window",
+    "summary_attention",
     "to_layout",
     "to_numpy",
 ]
 
 _NEEDS_FLAX = {
+    "DilatedRingAttention": "layers.dilated",
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
+    "SummaryAttention": "layers.summary",
     "RingTransformer": "layers.transformer",
     "count_labels": "training.loss",
     "Checkpoints": "training.checkpoint",

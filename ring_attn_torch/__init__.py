@@ -14,8 +14,11 @@ from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.attention import RingAttention
+from .layers.dilated import DilatedRingAttention
+from .layers.dilated_multihead import DilatedAttention
 from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
+from .layers.summary import SummaryAttention
 from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
 from .ring.agreement import check_every_call
@@ -26,11 +29,15 @@ from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
 from .training.saved_weights import load_weights, save_weights
 from .training.weights import from_numpy, to_numpy
+from .variants.dilated import dilated_attention
+from .variants.summary import summary_attention
 
 __all__ = [
     "NTK",
     "Band",
     "Checkpoints",
+    "DilatedAttention",
+    "DilatedRingAttention",
     "Llama3",
     "MultiheadAttention",
     "RingAttention",
@@ -40,6 +47,7 @@ __all__ = [
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
+    "SummaryAttention",
     "TransformerConfig",
     "YaRN",
     "attend_block",
@@ -47,6 +55,7 @@ __all__ = [
     "check_every_call",
     "check_ranks",
     "count_labels",
+    "dilated_attention",
     "document_extents",
     "from_layout",
     "from_numpy",
@@ -65,6 +74,7 @@ __all__ = [
     "shard_batch",
     "sliding_window",
     "sum_gradients",
+    "summary_attention",
     "tensor_plan",
     "to_layout",
     "to_numpy",

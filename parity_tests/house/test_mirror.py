@@ -12,10 +12,14 @@ torch_package = pytest.importorskip("ring_attn_torch")
 
 ONLY_IN_JAX = {
     "sharded_ring_attention": "PyTorch has no globally sharded arrays outside DTensor",
-    "sharded.py": "where sharded_ring_attention lives",
+    "sharded_dilated_attention": "the same",
+    "sharded.py": "where these live",
+    "sharded_summary_attention": "the same",
     "axes.py": "check_vma and mesh axes",
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",
     "layers/adapters.py": "where attention_fn lives",
+    "dilated_attention_fn": "likewise; in PyTorch it is DilatedAttention",
+    "layers/dilated_adapter.py": "where dilated_attention_fn lives",
 }
 ONLY_IN_TORCH = {
     "training/gradients.py": "where sum_gradients lives",
@@ -29,6 +33,9 @@ ONLY_IN_TORCH = {
     "ring/groups.py": "process groups and device meshes",
     "MultiheadAttention": "the module of torch.nn; flax's modules take an attention_fn",
     "layers/multihead.py": "where MultiheadAttention lives",
+    "DilatedAttention": "likewise; in JAX it is dilated_attention_fn",
+    "layers/dilated_multihead.py": "where DilatedAttention lives",
+    "layers/stand_in.py": "what these two share",
     "layers/recompute.py": "in JAX a policy of jax.checkpoint",
     "layers/offload.py": "in JAX a policy of jax.checkpoint, and XLA schedules the copies",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",

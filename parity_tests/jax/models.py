@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ring_attn_jax import from_layout, shard_batch, to_layout
 from ring_attn_jax.layers.attention import RingAttention
+from ring_attn_jax.layers.dilated import DilatedRingAttention
 from ring_attn_jax.layers.transformer import RingTransformer
 from ring_attn_jax.training.loss import loss
 from ring_attn_jax.training.weights import from_numpy, to_numpy
@@ -39,10 +40,14 @@ REPLICATED = PartitionSpec()
 def run_layer(
     weights: Arrays, x: np.ndarray, dout: np.ndarray, ranks: int, arguments: dict[str, Any], whole: bool = False
 ) -> Arrays:
-    """out, dx and the weights' gradients of RingAttention, in natural order; ``whole``: the layer builds the shard_map itself."""
+    """out, dx and the weights' gradients of RingAttention, in natural order; ``whole``: the layer builds the shard_map itself.
+
+    With ``segments`` among the arguments it is a DilatedRingAttention.
+    """
     mesh = mesh_of(ranks)
     made, called = made_and_called(arguments)
-    layer = RingAttention(**LAYER | made, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
+    kind = DilatedRingAttention if "segments" in made else RingAttention
+    layer = kind(**LAYER | made, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
     graph, state = nnx.split(from_numpy(layer, weights), nnx.Param)
     there = lambda array: to_layout(jnp.asarray(array), layer.options.layout, ranks)
     back = lambda array: np.asarray(from_layout(array, layer.options.layout, ranks, LENGTH))

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ring_attn_core import Band, causal, sliding_window
+from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.model.alibi import alibi_slopes
-from ring_attn_core.reference.oracle import exact, plain
+from ring_attn_core.reference import dilated
+from ring_attn_core.reference.oracle import Attention, exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
 
 Arrays = dict[str, np.ndarray]
@@ -49,6 +50,17 @@ def arguments_of_attention() -> dict[str, dict[str, Any]]:
         "key_mask": {"key_mask": np.random.default_rng(5).random((BATCH, LENGTH)) < 0.6, "mask": sliding_window(9, after=4)},
     }
     return each | {"everything": {name: x for arguments in each.values() for name, x in arguments.items()}}
+
+
+def dilated_arguments() -> dict[str, dict[str, Any]]:
+    """Patterns of DilatedRingAttention with its other arguments; none divides the sequence, and one leaves tokens out."""
+    key_mask = np.random.default_rng(5).random((BATCH, LENGTH)) < 0.6
+    return {
+        "softmax": {"segments": (6, 20, 64), "dilations": (1, 2, 4)},
+        "heads": {"segments": (7, 30), "dilations": (1, 5), "mixing": "heads", "mask": full(), "rotary_base": None},
+        "hidden keys": {"segments": (8, 24), "dilations": (2, 3), "mask": full(), "key_mask": key_mask, "softcap": 0.7},
+        "window": {"segments": (5, 40), "dilations": (1, 4), "mask": sliding_window(9, after=4), "key_mask": key_mask},
+    }
 
 
 def made_and_called(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -148,7 +160,10 @@ def attention_layer(
     dtype: str | None = None,
     **features: Any,
 ) -> Arrays:
-    """out, dx and the gradient of every weight of RingAttention: exact in float64, or as one device computes it in ``dtype``."""
+    """out, dx and the gradient of every weight of RingAttention: exact in float64, or as one device computes it in ``dtype``.
+
+    With ``segments`` among the features they are those of DilatedRingAttention.
+    """
     working = np.float64 if dtype is None else np.dtype(dtype)
     weights, x, dout = {name: w.astype(working) for name, w in weights.items()}, x.astype(working), dout.astype(working)
     where = np.arange(x.shape[1])
@@ -156,16 +171,27 @@ def attention_layer(
     heads = lambda t: t.reshape(*t.shape[:2], -1, LAYER["head_dim"])
     flat = lambda t: t.reshape(*t.shape[:2], -1)
     q, k, v = (heads(x @ weights[f"{name}.weight"].T) for name in "qkv")
-    arguments = (turn(q), turn(k), v, mask, heads(dout @ weights["o.weight"]))
-    slopes = np.array(alibi_slopes(q.shape[2]))
-    features |= {"sinks": weights["sinks"] if sinks else None, "alibi_slopes": slopes if alibi else None}
-    inner = exact(*arguments, **features) if dtype is None else plain(*arguments, dtype, **features)
+    arrays = (turn(q), turn(k), v, heads(dout @ weights["o.weight"]))
+    if "segments" in features:
+        inner = _dilated(arrays, dilated.Dilated(mask=mask, **features), dtype)
+    else:
+        arguments, slopes = (*arrays[:3], mask, arrays[3]), np.array(alibi_slopes(q.shape[2]))
+        features |= {"sinks": weights["sinks"] if sinks else None, "alibi_slopes": slopes if alibi else None}
+        inner = exact(*arguments, **features) if dtype is None else plain(*arguments, dtype, **features)
     gradients = {"q": flat(turn(inner.dq, -1)), "k": flat(turn(inner.dk, -1)), "v": flat(inner.dv)}
     attended = flat(inner.out)
     result = {"out": attended @ weights["o.weight"].T, "dx": sum(g @ weights[f"{name}.weight"] for name, g in gradients.items())}
     result |= {f"{name}.weight": np.einsum("bsi,bsj->ij", g, x) for name, g in gradients.items()}
     result |= {} if inner.dsinks is None else {"sinks": inner.dsinks}
     return result | {"o.weight": np.einsum("bsi,bsj->ij", dout, attended)}
+
+
+def _dilated(
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], call: dilated.Dilated, dtype: str | None
+) -> Attention:
+    """Dilated attention of q, k, v and dout, and its gradients."""
+    dlse = np.zeros(arrays[0].shape[:3])
+    return dilated.exact(*arrays, dlse, call) if dtype is None else dilated.plain(*arrays, dlse, call, dtype)
 
 
 def check_layer(got: Arrays, weights: Arrays, x: np.ndarray, dout: np.ndarray, **arguments: Any) -> None:

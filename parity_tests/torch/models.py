@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ring_attn_torch import from_layout, shard_batch, to_layout
 from ring_attn_torch.layers.attention import RingAttention
+from ring_attn_torch.layers.dilated import DilatedRingAttention
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.training.gradients import sum_gradients
 from ring_attn_torch.training.loss import loss
@@ -35,9 +36,13 @@ Group = dist.ProcessGroup | None
 
 
 def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray, arguments: dict[str, Any]) -> Arrays:
-    """out, dx and the weights' gradients of RingAttention, gathered from all ranks, in natural order."""
+    """out, dx and the weights' gradients of RingAttention, gathered from all ranks, in natural order.
+
+    With ``segments`` among the arguments it is a DilatedRingAttention.
+    """
     made, called = made_and_called(arguments)
-    layer = from_numpy(RingAttention(**LAYER | made, group=group), weights)
+    kind = DilatedRingAttention if "segments" in made else RingAttention
+    layer = from_numpy(kind(**LAYER | made, group=group), weights)
     rank, ranks = rank_in(group), ranks_of(group)
     mine = lambda array: to_layout(torch.from_numpy(array), layer.options.layout, ranks).chunk(ranks, 1)[rank]
     shard = mine(x).requires_grad_()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +40,9 @@ class Draw:
         """Of inputs and outputs, the one that counts tokens."""
         return 1 if self.query.ndim == 3 and self.made["batch_first"] else 0
 
-    def module(self, kind: Any = nn.MultiheadAttention, **more: Any) -> Any:
+    def module(self, kind: Callable[..., nn.Module] = nn.MultiheadAttention) -> Any:
         torch.manual_seed(3)
-        module = kind(**self.made, **more, dtype=torch.float64)
+        module = kind(**self.made, dtype=torch.float64)
         for p in module.parameters():
             nn.init.normal_(p, std=0.5)
         return module
@@ -126,25 +128,27 @@ def torchs_own(drawn: Draw) -> Tensors:
     first queries; asked for weights it shows them to all.
     """
     module = drawn.module().eval()
-    inputs = _leaves(drawn.query, drawn.key, drawn.value)
+    inputs = leaves(drawn.query, drawn.key, drawn.value)
     added = drawn.made["add_bias_kv"] or drawn.made["add_zero_attn"]
     needs = True if added and drawn.called.get("is_causal") else drawn.called.get("need_weights", True)
     out, _ = module(*inputs, **drawn.called | {"need_weights": needs})
     out.backward(drawn.cotangent())
-    return {"out": out.detach(), **_gradients(inputs), **_weights(module)}
+    return {"out": out.detach(), **gradients_of(inputs), **weights_of(module)}
 
 
 def over_a_ring(group: Group, seeds: list[int]) -> list[Tensors | str]:
     """Of each draw, out and all gradients gathered in natural order, or the words in which it is refused."""
-    return [_one(group, draw(seed)) for seed in seeds]
+    draws = [draw(seed) for seed in seeds]
+    return [computed(group, drawn, partial(MultiheadAttention, group=group, layout=drawn.layout)) for drawn in draws]
 
 
-def _one(group: Group, drawn: Draw) -> Tensors | str:
+def computed(group: Group, drawn: Draw, kind: Callable[..., nn.Module]) -> Tensors | str:
+    """The same of one draw and a kind of module on this ring."""
     ranks, rank, dim = (1, 0, drawn.dim) if group is None else (group.size(), group.rank(), drawn.dim)
-    module = drawn.module(MultiheadAttention, group=group, layout=drawn.layout).eval()
+    module = drawn.module(kind).eval()
     module.load_state_dict(drawn.module().state_dict())
     mine = lambda x, dim: to_layout(x, drawn.layout, ranks, dim).chunk(ranks, dim)[rank].contiguous()
-    inputs = _leaves(*(mine(x, dim) for x in (drawn.query, drawn.key, drawn.value)), same=drawn.query is drawn.key)
+    inputs = leaves(*(mine(x, dim) for x in (drawn.query, drawn.key, drawn.value)), same=drawn.query is drawn.key)
     called = dict(drawn.called)
     if "key_padding_mask" in called:
         called["key_padding_mask"] = mine(called["key_padding_mask"], -1)
@@ -163,20 +167,20 @@ def _one(group: Group, drawn: Draw) -> Tensors | str:
         return from_layout(torch.cat(shards if group else [x.detach()], dim), drawn.layout, ranks, length, dim)
 
     lengths = {"query": drawn.query.shape[dim], "key": drawn.key.shape[dim], "value": drawn.key.shape[dim]}
-    gradients = {name: whole(x, lengths[name]) for name, x in _gradients(inputs).items()}
-    return {"out": whole(out, lengths["query"]), **gradients, **_weights(module)}
+    gradients = {name: whole(x, lengths[name]) for name, x in gradients_of(inputs).items()}
+    return {"out": whole(out, lengths["query"]), **gradients, **weights_of(module)}
 
 
-def _leaves(query: Tensor, key: Tensor, value: Tensor, same: bool | None = None) -> list[Tensor]:
+def leaves(query: Tensor, key: Tensor, value: Tensor, same: bool | None = None) -> list[Tensor]:
     """Tensors that want gradients; one where all three are one."""
     if query is key if same is None else same:
         return [query.clone().requires_grad_()] * 3
     return [x.clone().requires_grad_() for x in (query, key, value)]
 
 
-def _gradients(inputs: list[Tensor]) -> Tensors:
+def gradients_of(inputs: list[Tensor]) -> Tensors:
     return {name: x.grad for name, x in zip(("query", "key", "value"), inputs, strict=True) if x.grad is not None}
 
 
-def _weights(module: nn.Module) -> Tensors:
+def weights_of(module: nn.Module) -> Tensors:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 from .. import layouts
 from ..dropout import SPAN
 from ..masks import check_mask
 from ..runs import Band, Row, Run, row
+
+
+def check_steps(steps: Any) -> None:
+    """ValueError for what is no tuple of shifts that begins with 0 and increases."""
+    counts = isinstance(steps, tuple) and all(isinstance(shift, int) and not isinstance(shift, bool) for shift in steps)
+    if not counts or steps[:1] != (0,) or any(b <= a for a, b in pairwise(steps)):
+        raise ValueError(f"steps must be None or a tuple of increasing shifts that begins with 0, such as (0, 1), got {steps!r}")
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,9 @@ class RingPlan:
     ``layout``: a name in LAYOUTS. ``mask``: a Band in global positions. ``ranks``: members of the ring. ``seq_local``,
     ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true global
     lengths in tokens; what the shards hold beyond them is padding, never seen as a key, out 0 and lse -inf as a query.
+
+    ``steps``: the shifts of the steps that there shall be, 0 first, for whoever hides by extents or a key mask what the ring
+    then leaves out; None: every shift at which the mask lets some rank see something.
 
     Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` where both shards are
     equally long, else ``kv_local * ranks``. Raises ValueError where these do not fit together.
@@ -35,6 +47,7 @@ class RingPlan:
     kv_local: int = None  # type: ignore[assignment]  # filled in below, an int from then on
     length: int = None  # type: ignore[assignment]
     kv_length: int = None  # type: ignore[assignment]
+    steps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
@@ -52,6 +65,12 @@ class RingPlan:
             fill(self, "kv_length", self.length if self.kv_local == self.seq_local else self.kv_local * self.ranks)
         self._check_lengths("length", self.length, "q", self.seq_local)
         self._check_lengths("kv_length", self.kv_length, "k", self.kv_local)
+        if self.steps is not None:
+            check_steps(self.steps)
+            if self.steps[-1] >= self.ranks:
+                raise ValueError(
+                    f"steps are shifts between {self.ranks} ranks, 0 to {self.ranks - 1}, got {self.steps}: leave out the others"
+                )
 
     def _check_lengths(self, name: str, length: int, array: str, local: int) -> None:
         needed = layouts.slots(self.layout)
@@ -148,12 +167,16 @@ class RingPlan:
     @cached_property
     def blanks(self) -> bool:
         """Whether some query, padding included, sees nothing."""
+        if self.steps is not None:
+            return True  # the steps that are left out may have been all that it sees
         return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
 
     @cached_property
     def blank_keys(self) -> bool:
         """Whether some key, padding included, is seen by no query."""
         of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
+        if self.steps is not None:
+            return True
         return self.kv_length < self.kv_local * self.ranks or not self._all_meet(of_keys, self.kv_length, self.length)
 
     @staticmethod
@@ -171,6 +194,8 @@ class RingPlan:
     @cached_property
     def shifts(self) -> tuple[int, ...]:
         """How far k/v have travelled at each step."""
+        if self.steps is not None:
+            return self.steps
         seen = (s for s in range(1, self.ranks) if any(self.area(rank, s) for rank in range(self.ranks)))
         return (0, *seen)
 

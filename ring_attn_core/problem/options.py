@@ -9,6 +9,7 @@ from typing import Any
 
 from ..masks import causal, check_mask
 from ..mistakes import in_words
+from ..plan.ring import check_steps
 from ..records import hashed_once
 from ..runs import Band
 from .checks import check_dropout_rate, check_scale, check_softcap
@@ -23,6 +24,7 @@ NO_COUNT = 2**62
 class Options:
     """What a user asks of one call of ``ring_attention`` or ``attend_block``, each under the name that it has there.
 
+    ``steps``: the only one that no user sets, see ``RingPlan``; a variant does that knows which ranks exchange nothing.
     ``dropout_offset``: as far as ranks compare it, as PyTorch's do: the two ints, -1 for one that a device holds. Raises
     ValueError for a value of another type or outside its range; whether the values suit the arrays, a ``Problem`` says.
     """
@@ -38,6 +40,7 @@ class Options:
     strategy: str = "auto"
     backend: str = "auto"
     deterministic: bool = False
+    steps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -58,6 +61,8 @@ class Options:
         check_dropout_rate(self.dropout_rate)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic must be True or False, got {in_words(self.deterministic)}")
+        if self.steps is not None:
+            check_steps(self.steps)
 
     @property
     def counts(self) -> list[int]:
@@ -70,12 +75,13 @@ class Options:
         """Return the rest as text, for the schema of an op; ``read`` takes both. torch.compile follows every step of it."""
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
-        return f"({self.layout!r}, {of_numbers}, {self.strategy!r}, {self.backend!r}, {self.deterministic})"
+        steps = None if self.steps is None else list(self.steps)
+        return f"({self.layout!r}, {of_numbers}, {self.strategy!r}, {self.backend!r}, {self.deterministic}, {steps})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
         """Return the record that has this ``text`` and these ``counts``."""
-        layout, scale, softcap, dropout_rate, strategy, backend, deterministic = ast.literal_eval(text)
+        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
             layout=layout,
@@ -89,6 +95,7 @@ class Options:
             strategy=strategy,
             backend=backend,
             deterministic=deterministic,
+            steps=None if steps is None else tuple(steps),
         )
 
     def as_dict(self) -> dict[str, Any]:

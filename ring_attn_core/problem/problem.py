@@ -38,8 +38,10 @@ class Problem:
     @cached_property
     def plan(self) -> RingPlan:
         """The plan of this problem; ValueError where lengths and layout do not fit."""
-        lengths: Any = (self.options.length, self.options.kv_length)  # None asks for the default
-        return RingPlan(self.options.layout, self.options.mask, self.ranks, self.q_shape[1], self.k_shape[1], *lengths)
+        options = self.options
+        lengths: Any = {"length": options.length, "kv_length": options.kv_length}  # None asks for the default
+        tokens = self.q_shape[1], self.k_shape[1]
+        return RingPlan(options.layout, options.mask, self.ranks, *tokens, **lengths, steps=options.steps)
 
     @property
     def scale(self) -> float:

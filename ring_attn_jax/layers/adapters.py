@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,23 @@ def attention_fn(
     return RingAttentionFunction(Where.of(mesh, axis_name, batch_axes, head_axis), options)
 
 
+Triple = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Dropout(NamedTuple):
+    """What a module says of dropout in a call that has it."""
+
+    rng: jax.Array | None
+    rate: float
+    broadcast: bool
+
+
 @dataclass(frozen=True)
-class RingAttentionFunction:
-    """What ``attention_fn`` returns: equal, and hashed alike, where its arguments are, so that jit compiles once."""
+class FlaxFunction:
+    """An ``attention_fn``: equal, and hashed alike, where its arguments are, so that jit compiles once.
+
+    It takes what flax passes and refuses what no attention here can honour; a class made of it attends.
+    """
 
     where: Where
     options: Options
@@ -100,21 +114,45 @@ class RingAttentionFunction:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         q, k, v = (_one_batch(x).astype(dtype) for x in (query, key, value))
-        band, rate = self.options.mask, 0.0 if deterministic else dropout_rate
-        options = replace(self.options, mask=_causal_part(band) if is_causal else band, dropout_rate=rate)
-        arrays = Arrays(dropout_seed=_draw(dropout_rng, broadcast_dropout) if rate else None)
-        fits = None
+        band = self.options.mask
+        options = replace(self.options, mask=_causal_part(band) if is_causal else band)
+        drops = dropout_rate and not deterministic
+        dropout = Dropout(dropout_rng, dropout_rate, broadcast_dropout) if drops else None
+        visible = None
         if mask is not None:
             visible = visible_of(jnp.asarray(mask), (*query.shape[:-3], q.shape[2], q.shape[1], k.shape[1]))
-            extents, key_mask, fits = parts_of(visible, self.options.layout, self.where.ranks)
-            arrays = arrays._replace(extents=extents, key_mask=key_mask)
-            _check_fits(fits)
-        out = self._attend(q, k, v, arrays, options)
-        if fits is not None:
-            out = out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]
-        return out.reshape(*query.shape[:-1], value.shape[-1])
+        return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
+    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
+        """out [batch, tokens, heads, v_dim] of q, k and v; ``visible``: the module's mask, as ``visible_of`` returns it."""
+        raise NotImplementedError
+
+    def _padded(self, x: Any) -> Any:
+        """``x`` with zeros behind its tokens, as many as every rank needs to hold equally many; None stays None."""
+        if x is None or not x.shape[1] % self.where.ranks:
+            return x
+        more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
+        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+
+
+class RingAttentionFunction(FlaxFunction):
+    """What ``attention_fn`` returns."""
+
+    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
+        arrays = Arrays(dropout_seed=None if dropout is None else _draw(dropout))
+        options = replace(options, dropout_rate=0.0 if dropout is None else dropout.rate)
+        if visible is None:
+            return self._over_the_mesh(*qkv, arrays, options)
+        extents, key_mask, fits = parts_of(visible, self.options.layout, self.where.ranks)
+        check_fits(
+            fits,
+            "be the same for all heads and, apart from keys hidden from everybody, one interval of keys for each query, in the "
+            "order of the arrays",
+            "Bands are mask= of attention_fn",
+        )
+        return nan_unless(fits, self._over_the_mesh(*qkv, arrays._replace(extents=extents, key_mask=key_mask), options))
+
+    def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
         """out [batch, tokens, heads, v_dim]; natural order is padded to what the mesh can share."""
         if options.layout != "contiguous":
             return sharded(q, k, v, arrays, options, self.where)
@@ -123,13 +161,6 @@ class RingAttentionFunction:
         options = replace(options, length=queries, kv_length=keys)
         q, k, v = (self._padded(x) for x in (q, k, v))
         return sharded(q, k, v, arrays._replace(**optional), options, self.where)[:, :queries]
-
-    def _padded(self, x: Any) -> Any:
-        """``x`` with zeros behind its tokens, as many as every rank needs to hold equally many; None stays None."""
-        if x is None or not x.shape[1] % self.where.ranks:
-            return x
-        more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
-        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
 
 
 REFUSED = {
@@ -152,24 +183,26 @@ def _causal_part(band: Band) -> Band:
     return Band(max(band.lo or 0, 0), band.hi)
 
 
-def _draw(key: jax.Array | None, broadcast: bool) -> Draw:
+def _draw(dropout: Dropout) -> Draw:
     """What dropout draws by."""
-    if broadcast:
+    if dropout.broadcast:
         raise ValueError(
             "broadcast_dropout=True drops the same probabilities in all rows and heads, and ring attention draws for each by "
             "itself: pass broadcast_dropout=False to the module"
         )
-    if key is None:
+    if dropout.rng is None:
         raise ValueError("dropout_rate above 0 without deterministic needs dropout_rng: pass the module its rngs")
-    return draw_of(jax.random.bits(key), (0, 0))
+    return draw_of(jax.random.bits(dropout.rng), (0, 0))
 
 
-def _check_fits(fits: jax.Array | None) -> None:
-    """ValueError for a mask that its parts do not say, where this process can see that."""
+def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
+    """ValueError for a mask that cannot be honoured for some query, where this process can see that; what it ``must`` do."""
     values = None if fits is None else on_host(fits)
     if values is not None and not values.all():
         row, query = (int(i) for i in np.argwhere(~values)[0])
-        raise ValueError(
-            "mask must be the same for all heads and, apart from keys hidden from everybody, one interval of keys for each "
-            f"query, in the order of the arrays; it is not for query {query} of batch row {row}. Bands are mask= of attention_fn"
-        )
+        raise ValueError(f"mask must {must}; it is not for query {query} of batch row {row}. {instead}")
+
+
+def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
+    """out [batch, tokens, heads, dim], NaN for the queries of which it says no: under jit nobody can look at them."""
+    return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

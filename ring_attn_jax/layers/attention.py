@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh
 
 from ring_attn_core.masks import causal
@@ -24,13 +23,12 @@ from ..arguments import Arrays
 from ..attend.dropout import draw_of
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
-from ..data.layout import positions as positions_of
 from ..sharded import Where, sharded
-from .parts import Linear, RMSNorm, dtype_name
-from .rotary import RotaryEmbedding
+from .parts import dtype_name
+from .projections import Projections
 
 
-class RingAttention(nnx.Module):
+class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
@@ -83,7 +81,7 @@ class RingAttention(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config = config = AttentionConfig(
+        config = AttentionConfig(
             dim=dim,
             heads=heads,
             kv_heads=kv_heads,  # type: ignore[arg-type]
@@ -100,19 +98,12 @@ class RingAttention(nnx.Module):
             dropout_rate=dropout_rate,
             param_dtype=dtype_name(param_dtype),
         )
-        self.options = Options(
+        options = Options(
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
-        self.where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
-        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
-        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = Linear(dim, heads * size, qkv_bias, kept, rngs=rngs)
-        self.k = Linear(dim, config.kv_heads * size, qkv_bias, kept, rngs=rngs)
-        self.v = Linear(dim, config.kv_heads * size, qkv_bias, kept, rngs=rngs)
-        self.o = Linear(heads * size, dim, False, kept, rngs=rngs)
-        self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.sinks = nnx.Param(jnp.zeros(heads, accumulation_dtype(jnp.dtype(kept)))) if sinks else None
+        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        super().__init__(config, options, where, rngs)
+        self.sinks = nnx.Param(jnp.zeros(heads, accumulation_dtype(jnp.dtype(config.param_dtype)))) if sinks else None
 
     def __call__(
         self,
@@ -142,18 +133,10 @@ class RingAttention(nnx.Module):
 
         Raises ValueError for an x or a context of another shape, and what ring_attention raises.
         """
-        source = self._source(x, context, context_positions, context_length)
-        heads = ((self.q, x), (self.k, source), (self.v, source))
-        q, k, v = (project(of).reshape(*of.shape[:2], -1, self.config.head_dim) for project, of in heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary is not None:
-            positions = self.layout_positions(x.shape[1]) if positions is None else positions
-            if context is None:
-                k_positions = positions
-            else:
-                k_positions = self.layout_positions(source.shape[1]) if context_positions is None else context_positions
-            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
+        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
+            if given is not None and context is None:
+                raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
+        q, k, v = self.projected(x, positions, context, context_positions)
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
         draw = draw_of(dropout_seed, dropout_offset) if rate else None
         slopes = jnp.asarray(alibi_slopes(self.config.heads), accumulation_dtype(q.dtype)) if self.config.alibi else None
@@ -166,34 +149,6 @@ class RingAttention(nnx.Module):
             out, _ = attention(q, k, v, arrays, options, self.where)
         return self.o(out.reshape(*x.shape[:2], -1))
 
-    def _source(
-        self, x: jax.Array, context: jax.Array | None, context_positions: jax.Array | None, context_length: int | None
-    ) -> jax.Array:
-        """What keys and values are made of; ValueError where it or x has another shape than the layer takes."""
-        for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
-                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
-        if context is not None:
-            return context
-        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
-            if given is not None:
-                raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
-        return x
-
     def _held(self, tokens: int) -> int:
         """How many tokens all ranks hold, of which this one holds ``tokens``; with a mesh ``tokens`` are all."""
         return tokens if isinstance(self.where, Where) else tokens * ring_size(self.where)
-
-    def layout_positions(self, tokens: int) -> jax.Array:
-        """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
-        return layout_positions(self.options.layout, self.where, tokens)
-
-
-def layout_positions(layout: str, where: Where | str, tokens: int) -> jax.Array:
-    """int32 [tokens]: the global positions of a rank's shard of ``tokens`` in that layout, or of all on a mesh."""
-    if isinstance(where, Where):
-        held = jnp.concatenate([positions_of(layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
-    else:
-        ranks = ring_size(where)
-        held = positions_of(layout, ranks, tokens * ranks, lax.axis_index(where))
-    return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses

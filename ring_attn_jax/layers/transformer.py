@@ -21,10 +21,11 @@ from ring_attn_core.runs import Band
 from ..axes import sharded_like
 from ..sharded import Where
 from .activations import Caller, caller
-from .attention import RingAttention, layout_positions
+from .attention import RingAttention
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .parts import Linear, RMSNorm, dtype_name, look_up, product, resharded
+from .projections import layout_positions
 
 
 class SwiGLU(nnx.Module):

@@ -38,7 +38,7 @@ def gather(
     ring = _ring(group)
     _check("gather", x, ring, layout, length)
     ranks = ranks_of(ring)
-    whole: Any = x if ranks == 1 else _AllGather.apply(x, ring)
+    whole: Any = x if ranks == 1 else AllGather.apply(x, ring)
     return from_layout(whole, layout, ranks, gathered_length(tuple(x.shape), layout, ranks, length))
 
 
@@ -68,11 +68,11 @@ def gather_token(
     token = torch.where(here.any(1).view(-1, *[1] * (token.ndim - 1)), token, torch.zeros_like(token))
     if ranks_of(ring) == 1:
         return token
-    tokens: Any = _AllGather.apply(token[:, None], ring)  # those of the ranks that have none of a row are 0
+    tokens: Any = AllGather.apply(token[:, None], ring)  # those of the ranks that have none of a row are 0
     return tokens.sum(1, dtype=None if tokens.is_floating_point() else torch.int64).to(x.dtype)
 
 
-class _AllGather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """The shards of all ranks side by side along dim 1."""
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,12 @@ from ..api import attention
 from ..arguments import Arrays
 from ..attend.dropout import Dropout
 from ..attend.tiles import accumulation_dtype
-from ..data.layout import positions as positions_of
-from ..ring.groups import Group, constant, group_name, group_of, local, rank_in, ranks_of
-from .parts import Linear, RMSNorm, dtype_name
-from .rotary import RotaryEmbedding
+from ..ring.groups import group_name, local, ranks_of
+from .parts import dtype_name
+from .projections import Projections, ring_of
 
 
-class RingAttention(nn.Module):
+class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
@@ -77,8 +75,7 @@ class RingAttention(nn.Module):
         backend: str = "auto",
         deterministic: bool = False,
     ) -> None:
-        super().__init__()
-        self.config = config = AttentionConfig(
+        config = AttentionConfig(
             dim=dim,
             heads=heads,
             kv_heads=kv_heads,  # type: ignore[arg-type]
@@ -95,20 +92,12 @@ class RingAttention(nn.Module):
             dropout_rate=dropout_rate,
             param_dtype=dtype_name(param_dtype),
         )
-        self.options = Options(
+        options = Options(
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
-        check_vendor(self.options, differentiates_lse=False)
-        self.group = group
+        check_vendor(options, differentiates_lse=False)
+        super().__init__(config, options, group)
         self.first_head = 0  # of this rank's, where tensor parallelism splits them
-        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
-        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = Linear(dim, heads * size, qkv_bias, kept)
-        self.k = Linear(dim, config.kv_heads * size, qkv_bias, kept)
-        self.v = Linear(dim, config.kv_heads * size, qkv_bias, kept)
-        self.o = Linear(heads * size, dim, False, kept)
-        self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(heads, dtype=accumulation_dtype(self.q.weight.dtype))) if sinks else None
 
     def forward(
@@ -139,18 +128,10 @@ class RingAttention(nn.Module):
 
         Raises ValueError for an x or a context of another shape, and what ring_attention raises.
         """
-        source = self._source(x, context, context_positions, context_length)
-        heads = ((self.q, x), (self.k, source), (self.v, source))
-        q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary is not None:
-            positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
-            if context is None:
-                k_positions = positions
-            else:
-                k_positions = self.layout_positions(source.shape[1], x.device) if context_positions is None else context_positions
-            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
+        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
+            if given is not None and context is None:
+                raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
+        q, k, v = self.projected(x, positions, context, context_positions)
         slopes = self._slopes(q) if self.config.alibi else None
         sinks = None if self.sinks is None else local(self.sinks)
         offset = layer_offset(dropout_offset, 1, self.first_head) if self.first_head else dropout_offset
@@ -161,24 +142,6 @@ class RingAttention(nn.Module):
         out, _ = attention(q, k, v, Arrays(extents, key_mask, sinks, slopes), dropout, options, group_name(self.group))
         return self.o(out.flatten(2))
 
-    def _source(self, x: Tensor, context: Tensor | None, context_positions: Tensor | None, context_length: int | None) -> Tensor:
-        """What keys and values are made of; ValueError where it or x has another shape than the layer takes."""
-        for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
-                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
-        if context is not None:
-            return context
-        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
-            if given is not None:
-                raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
-        return x
-
-    def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
-        """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
-        ring = ring_of(self.group)
-        held = positions_of(self.options.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
-        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
-
     def _held(self, tokens: int) -> int:
         """How many tokens all ranks hold, of which this one holds ``tokens``."""
         return tokens * ranks_of(ring_of(self.group))
@@ -187,18 +150,3 @@ class RingAttention(nn.Module):
         """[heads] of the heads of q, float32 or float64 as q, made on its device: ``.bfloat16()`` would round a buffer."""
         heads = torch.arange(self.first_head, self.first_head + q.shape[2], dtype=torch.float64, device=q.device)
         return alibi_slopes(self.config.heads, heads).to(accumulation_dtype(q.dtype))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """With the group's name for the group, which can be neither copied nor pickled."""
-        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if isinstance(self.group, str):
-            self.group = group_of(self.group)
-
-
-@constant
-def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """The process group that a user's ``group`` stands for."""
-    return group_of(group_name(group))

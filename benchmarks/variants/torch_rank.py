@@ -1,0 +1,83 @@
+"""One rank of the training in PyTorch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ring_attn_torch import DilatedRingAttention, RingAttention, SummaryAttention, from_numpy, loss, sum_gradients, to_numpy
+from ring_attn_torch.layers.parts import RMSNorm
+from ring_attn_torch.layers.transformer import SwiGLU
+
+from ..support.process import answer, argument
+from . import recipe
+from .recipe import Recipe
+
+LAYERS = {"exact": RingAttention, "dilated": DilatedRingAttention, "summary": SummaryAttention}
+
+
+class Block(nn.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))`` with any of the three."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"layout": "contiguous"} if variant == "exact" else recipe.VARIANTS[variant]
+        self.attention_norm = RMSNorm(recipe.DIM)
+        self.attention = LAYERS[variant](recipe.DIM, recipe.HEADS, kv_heads=recipe.KV_HEADS, **given)
+        self.mlp_norm = RMSNorm(recipe.DIM)
+        self.mlp = SwiGLU(recipe.DIM, recipe.HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    """Bytes [b s] -> logits [b s 256], the head tied to the embedding."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, recipe.DIM)
+        self.blocks = nn.ModuleList(Block(variant) for _ in range(recipe.DEPTH))
+        self.norm = RMSNorm(recipe.DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+def train(given: Recipe) -> dict[str, Any]:
+    model = Model(given.variant)
+    from_numpy(model, recipe.first_weights(to_numpy(model)))
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.LEARNING_RATE, recipe.BETAS, recipe.EPS, recipe.WEIGHT_DECAY)
+    rank = dist.get_rank()
+    losses, began = [], time.perf_counter()
+    for step in range(given.steps):
+        ids, labels = (torch.from_numpy(x).long().chunk(given.ranks, 1)[rank] for x in recipe.batch(step, given.tokens))
+        value = loss(model(ids), labels)
+        optimizer.zero_grad()
+        value.backward()
+        sum_gradients(model)
+        optimizer.step()
+        losses.append(value.item())
+    return {"losses": losses, "seconds": time.perf_counter() - began}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    given = argument()
+    rank, store = given.pop("rank"), given.pop("store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=given["ranks"])
+    answer(train(Recipe(**given)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

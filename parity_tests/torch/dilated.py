@@ -1,0 +1,31 @@
+"""Runs a case of parity_tests/support/dilated.py on the PyTorch ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ring_attn_core.reference.oracle import Attention
+from ring_attn_torch import dilated_attention
+
+from ..support.dilated import Case, whole
+from ..support.spawn import PerRank, Ranks
+
+
+def run(pool: Ranks, case: Case) -> Attention:
+    """out, lse, dq, dk, dv as whole arrays, padding included."""
+    return whole(pool(case.ranks, on_rank, case.dtype, case.arguments, PerRank(*case.shards())))
+
+
+def on_rank(group: Any, dtype: str, arguments: dict[str, Any], shards: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """One rank's out, lse, dq, dk, dv."""
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in shards.items()}
+    key_mask, dlse = arrays.pop("key_mask", None), arrays.pop("dlse")
+    q, k, v, dout = (x.to(getattr(torch, dtype)) for x in arrays.values())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = dilated_attention(*leaves, group=group, key_mask=key_mask, **arguments, return_lse=True)
+    gradients = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return [x.detach().to(wide).numpy() for x in (out, lse, *gradients)]

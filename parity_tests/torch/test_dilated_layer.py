@@ -1,0 +1,243 @@
+"""The torch layers over dilated attention: dense attention of the same sparsity, torch's own module, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ring_attn_core import full
+from ring_attn_torch import DilatedAttention, DilatedRingAttention, MultiheadAttention, RingAttention, from_numpy, to_layout
+
+from ..support.models import LAYER, LENGTH, assert_near, check_layer, dilated_arguments, layer_data, layer_weights
+from ..support.spawn import PerRank
+from .dilated_layer import PATTERNS, WHOLE, densely, dilated_over_a_ring, draw_dilated
+from .models import layer_on_rank
+from .multihead import Group, torchs_own
+
+SIZES: dict[str, Any] = {"embed_dim": 12, "num_heads": 2, "batch_first": True}
+TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
+ARGUMENTS = dilated_arguments()
+SEEDS = range(120)
+"""Every ring has calls of its own."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_layer_over_a_ring_is_dense_attention_of_the_same_sparsity(gloo, ranks):
+    x, dout = layer_data()
+    for arguments in ARGUMENTS.values():
+        for got in gloo(ranks, layer_on_rank, layer_weights(), x, dout, arguments)[:2]:
+            check_layer(got, layer_weights(), x, dout, **arguments)
+
+
+def test_layer_with_everything_over_a_ring_is_the_one_on_one_device(gloo):
+    x, dout = layer_data()
+    sizes = {"qk_norm": True, "qkv_bias": True}
+    weights, arguments = layer_weights(**sizes), ARGUMENTS["softmax"] | sizes
+    alone = layer_on_rank(None, weights, x, dout, arguments)
+    assert alone.keys() >= {"q_norm.weight", "k.bias"}
+    for got in gloo(3, layer_on_rank, weights, x, dout, arguments):
+        assert_near(got, alone, 1e-5)
+
+
+def test_layer_of_one_segment_is_ring_attention(gloo):
+    x, dout = layer_data()
+    ring, *_ = gloo(3, layer_on_rank, layer_weights(), x, dout, {"layout": "contiguous"})
+    dilated, *_ = gloo(3, layer_on_rank, layer_weights(), x, dout, WHOLE)
+    assert_near(dilated, ring, 1e-6)
+
+
+def test_layer_has_the_weights_of_ring_attention_by_the_same_seed():
+    states = []
+    for kind, more in ((RingAttention, {}), (DilatedRingAttention, TWO)):
+        torch.manual_seed(0)
+        states.append(kind(**LAYER, qk_norm=True, qkv_bias=True, **more).state_dict())
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+def test_future_tokens_change_nothing_on_any_rank(gloo):
+    x, dout = layer_data()
+    other = x.copy()
+    other[:, LENGTH // 2 :] += 1
+    outs = [gloo(4, layer_on_rank, layer_weights(), each, dout, ARGUMENTS["softmax"])[0]["out"] for each in (x, other)]
+    assert np.array_equal(outs[0][:, : LENGTH // 2], outs[1][:, : LENGTH // 2])
+    assert (outs[0] != outs[1]).any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_calls_are_dense_attention_of_the_same_sparsity_or_refused_by_name(gloo, ranks):
+    draws = [drawn for seed in SEEDS[ranks - 1 :: 4] if (drawn := draw_dilated(seed, PATTERNS))]
+    check_draws(draws, gloo(ranks, dilated_over_a_ring, draws), densely)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_random_calls_of_one_segment_are_torchs_own(gloo, ranks):
+    draws = [drawn for seed in SEEDS[ranks - 1 :: 3] if (drawn := draw_dilated(seed, [WHOLE]))]
+    check_draws(draws, gloo(ranks, dilated_over_a_ring, draws), torchs_own)
+
+
+def check_draws(draws, results, truth) -> None:
+    """Assert that every draw is its truth on all ranks, or refused in the same words by all for what it is refused."""
+    masked = 0
+    for drawn, *of_ranks in zip(draws, *results, strict=True):
+        got = of_ranks[0]
+        if isinstance(got, str):
+            assert len({*of_ranks}) == 1
+            with pytest.raises(ValueError, match=drawn.refused or "attn_mask is no band"):
+                raise ValueError(got)
+            continue
+        assert drawn.refused is None
+        masked += "attn_mask" in drawn.called
+        expected = truth(drawn)
+        assert got.keys() == expected.keys()
+        for name, x in expected.items():
+            distance = (got[name] - x).norm() / max(x.norm(), 0.01)
+            assert distance < 1e-11, f"{name} differs by {distance:.3g}\n{drawn}"
+    assert masked > 2
+
+
+def test_the_signatures_are_torchs_with_more_behind():
+    for name in ("__init__", "forward"):
+        ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (DilatedAttention, nn.MultiheadAttention))
+        assert list(ours)[: len(theirs)] == list(theirs)
+        differing = {p.name for p in theirs.values() if p.default != ours[p.name].default}
+        assert differing == ({"need_weights"} if name == "forward" else set())
+        assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
+
+
+def test_torchs_state_dict_goes_in_and_comes_back_equal():
+    made = {"embed_dim": 12, "num_heads": 2, "kdim": 5, "vdim": 7, "add_bias_kv": True}
+    theirs, ours = nn.MultiheadAttention(**made), DilatedAttention(**made, **TWO)
+    ours.load_state_dict(theirs.state_dict())
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in ours.state_dict().items())
+    theirs.load_state_dict(ours.state_dict())
+    MultiheadAttention(**made).load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_torchs_encoder_layer_runs_over_the_ring(gloo, grad):
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 12)
+    layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True).eval()
+    mask = nn.Transformer.generate_square_subsequent_mask(16)
+    expected = layer(x, src_mask=mask, is_causal=True).detach()
+    for rank, got in enumerate(gloo(4, encoded_on_rank, layer.state_dict(), x, mask, grad)):
+        torch.testing.assert_close(got, to_layout(expected, "contiguous", 4).chunk(4, 1)[rank])
+
+
+def encoded_on_rank(group: Group, state: dict[str, Tensor], x: Tensor, mask: Tensor, grad: bool) -> Tensor:
+    """This rank's output of an encoder layer that was copied, in training with gradients and in inference without."""
+    assert group is not None
+    layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
+    layer.self_attn = DilatedAttention(**SIZES, **WHOLE, group=group)
+    layer.load_state_dict(state)
+    with torch.set_grad_enabled(grad):
+        return copy.deepcopy(layer).train(grad)(x.chunk(4, 1)[group.rank()], src_mask=mask, is_causal=True).detach()
+
+
+def test_tokens_that_all_patterns_leave_out_attend_to_nothing():
+    module, x = DilatedAttention(**SIZES, segments=(6,), dilations=(3,)), torch.randn(2, 7, 12, requires_grad=True)
+    out, _ = module(x, x, x)
+    assert torch.equal(out[:, 2::3], module.out_proj.bias.expand(2, 2, 12))  # two heads keep the offsets 0 and 1
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad[:, 2::3], torch.zeros(2, 2, 12))
+    assert x.grad[:, ::3].norm() > 0
+
+
+def test_a_layer_can_be_moved_to_another_dtype():
+    for module in (DilatedAttention(**SIZES, **TWO, add_bias_kv=True, add_zero_attn=True), DilatedRingAttention(12, 2, **TWO)):
+        x = torch.ones(1, 6, 12, dtype=torch.bfloat16)
+        out = module.bfloat16()(*[x] * (3 if isinstance(module, DilatedAttention) else 1))
+        assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16
+
+
+def test_a_compiled_call_needs_no_break_of_the_graph():
+    module, x, padding = DilatedAttention(**SIZES, **TWO), torch.randn(2, 8, 12), torch.arange(8).expand(2, 8) > 5
+    compiled = torch.compile(module, backend="eager", fullgraph=True)(x, x, x, padding, is_causal=True)[0]
+    torch.testing.assert_close(compiled, module(x, x, x, padding, is_causal=True)[0])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"segments": (3, 8), "dilations": (1,)}, "one dilation for each segment"),
+        ({"segments": (8, 3), "dilations": (1, 1)}, r"strictly increasing, got \(8, 3\)"),
+        ({"segments": (3, 8), "dilations": (1, 3)}, "dilation must divide its segment, got 3 for a segment of 8"),
+        ({"segments": (3, 8), "dilations": (1, 0)}, "dilation must be at least 1, got 0"),
+        ({"segments": 8, "dilations": 1}, "segments must be a tuple of ints"),
+        ({**TWO, "mixing": "sum"}, "mixing must be .*, got 'sum'"),
+        ({"segments": (3, 8, 9), "dilations": (1, 2, 3), "mixing": "heads"}, "got 3 patterns for 2 heads"),
+        ({**TWO, "strategy": "mesh"}, "strategy"),
+        ({**TWO, "deterministic": 1}, "deterministic must be True or False"),
+    ],
+)
+def test_patterns_and_options_that_do_not_fit_are_refused_by_every_constructor(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        DilatedAttention(**SIZES, **arguments)
+    with pytest.raises(ValueError, match=words):
+        DilatedRingAttention(12, 2, **arguments)
+
+
+def test_dropout_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"dropout=0.1: dilated_attention drops no probabilities, for a query has several"):
+        DilatedAttention(**SIZES, **TWO, dropout=0.1)
+    module, x = DilatedAttention(**SIZES, **TWO), torch.randn(2, 8, 12)
+    module.dropout = 0.2
+    with pytest.raises(ValueError, match=r"dropout=0.2: dilated_attention drops no"):
+        module(x, x, x)
+
+
+HOLES = torch.zeros(8, 8, dtype=torch.bool)
+HOLES[5:, :5] = HOLES[:5, 5:] = True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"need_weights": True}, "need_weights=True asks"),
+        ({"attn_mask": HOLES}, "attn_mask is no band: dilated attention takes causal masks and sliding windows"),
+        ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, "is_causal=True beside an attn_mask that is not"),
+        ({"attn_mask": torch.zeros(8, 7)}, r"attn_mask must be whole, .*, got \[8, 7\] for shards of 8"),
+        ({"key_padding_mask": torch.zeros(8, dtype=torch.bool)}, r"key_padding_mask must be \[2, 8\], .*, got \[8\]"),
+        ({"length": 9}, "length"),
+        ({"length": "8"}, "length must be int or None"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(arguments, words):
+    x = torch.randn(2, 8, 12)
+    with pytest.raises(ValueError, match=words):
+        DilatedAttention(**SIZES, **TWO)(x, x, x, **arguments)
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    module, x = DilatedAttention(**SIZES, **TWO), torch.randn(2, 8, 12)
+    with pytest.raises(ValueError, match="query has 8 tokens and key 7: the segments of dilated attention are of one sequence"):
+        module(x, x[:, 1:], x[:, 1:])
+    with pytest.raises(ValueError, match=r"query must be a dense torch\.Tensor"):
+        module([x], x, x)
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 12\], got \[8, 12\]"):
+        DilatedRingAttention(12, 2, **TWO, mask=full())(x[0])
+    with pytest.raises(ValueError, match=r"w\.weight is unexpected"):
+        from_numpy(DilatedRingAttention(12, 2, **TWO), {"w.weight": np.ones((1, 1))})
+
+
+def test_what_one_rank_refuses_all_refuse(gloo):
+    for mine, words in ((TWO, "attn_mask adds numbers other than 0"), (WHOLE, "the ranks of this ring disagree on segments")):
+        masks = PerRank(torch.zeros(8, 8), torch.zeros(8, 8) + (mine is TWO))
+        outcomes = gloo.outcomes(2, called_on_rank, masks, PerRank(mine, TWO))
+        assert {type(outcome) for outcome in outcomes} == {ValueError}
+        assert all(words in str(outcome) for outcome in outcomes)
+
+
+def called_on_rank(group: Group, mask: Tensor, patterns: dict[str, Any]) -> Tensor:
+    x = torch.ones(3, 4, 12)
+    return DilatedAttention(**SIZES, **patterns, group=group)(x, x, x, attn_mask=mask)[0].detach()

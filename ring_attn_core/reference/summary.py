@@ -1,0 +1,120 @@
+"""The truth about summary attention, in float64 and from its definition, and the same as one device computes it in a dtype.
+
+Every query sees the tokens and the summaries side by side as keys, in one dense softmax. Nothing here knows of rings or parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .oracle import Array, rounding
+
+
+class SummaryAttended(NamedTuple):
+    """out [b s h e], lse [b s h] (natural log) and the gradients of q, k, v and pool [m g d] under the cotangents."""
+
+    out: Array
+    lse: Array
+    dq: Array
+    dk: Array
+    dv: Array
+    dpool: Array | None = None
+
+
+class Asked(NamedTuple):
+    """The arguments of ``summary_attention`` that change numbers, under their names there; pool None: pooling="mean"."""
+
+    block: int
+    window: int
+    summaries: int = 1
+    pool: Array | None = None
+    key_mask: Array | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked) -> SummaryAttended:
+    """Summary attention and gradients in float64 (of float64 arrays: in extended precision), whole arrays in natural order."""
+    return _attention((q, k, v, dout, dlse), asked, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
+
+
+def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked, dtype: str) -> SummaryAttended:
+    """The same in ``dtype``, as one device computes it: sums and softmax in float32, all results rounded, summaries too."""
+    working = np.float64 if dtype == "float64" else np.float32
+    return _attention((q, k, v, dout, dlse), asked, working, rounding(dtype))
+
+
+def who_sees_what(length: int, asked: Asked) -> tuple[Array, Array]:
+    """bool [length, length + blocks * summaries]: which tokens, then which summaries a query sees; and the tokens of each
+    summary, bool [blocks * summaries, length]."""
+    block, m = asked.block, asked.summaries
+    i, j = np.arange(length)[:, None], np.arange(length)
+    first = block * (np.maximum(i - asked.window, 0) // block)
+    n, u = np.divmod(np.arange(-(-length // block) * m), m)
+    if asked.pool is None:
+        part = block // m
+        of = (j // part) == (n * m + u)[:, None]
+    else:
+        of = (j // block) == n[:, None]
+    return np.concatenate([(first <= j) & (j <= i), (n + 1) * block <= first], 1), of
+
+
+def _attention(
+    arrays: tuple[Array, Array, Array, Array, Array], asked: Asked, dtype: Any, rounded: Callable[[Array], Array]
+) -> SummaryAttended:
+    q, k, v, dout, dlse = (x.astype(dtype) for x in arrays)
+    (b, s, h, d), g, m = q.shape, k.shape[2], asked.summaries
+    scale = dtype(d**-0.5 if asked.scale is None else asked.scale)
+    heads = lambda x: np.moveaxis(x.reshape(b, s, g, h // g, -1), 1, 3)  # [b g r s d]
+    q, dout, dlse = heads(q), heads(dout), heads(dlse)
+    k, v = np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2)  # [b g s d]
+    keep = np.ones((b, s), bool) if asked.key_mask is None else asked.key_mask
+    seen, of = who_sees_what(s, asked)
+    # the summaries: a softmax over the tokens of each
+    mine = of & keep[:, None]  # [b n s]
+    pool = np.zeros((m, g, d), dtype) if asked.pool is None else rounded(asked.pool.astype(dtype))
+    pool = np.tile(np.moveaxis(pool, 1, 0), (1, len(of) // m, 1))  # [g n d]
+    pooled = _softmax(np.where(mine[:, None], pool @ k.swapaxes(-1, -2) * dtype(d**-0.5), -np.inf))[0]
+    pooled = rounded(pooled)
+    kbar, vbar = rounded(pooled @ k), rounded(pooled @ v)
+    count = mine.sum(-1) / (m if asked.pool is not None else 1)
+    # tokens and summaries side by side
+    keys, values = np.concatenate([k, kbar], 2)[:, :, None], np.concatenate([v, vbar], 2)[:, :, None]
+    with np.errstate(divide="ignore"):
+        stands_for = np.log(np.concatenate([keep, count], 1).astype(dtype))[:, None, None, None]  # -inf: not there
+    scores, steepness = q @ keys.swapaxes(-1, -2) * scale, dtype(1)
+    if asked.softcap is not None:
+        steepness = np.tanh(scores / dtype(asked.softcap))
+        scores, steepness = dtype(asked.softcap) * steepness, 1 - steepness**2
+    p, lse = _softmax(np.where(seen, scores + stands_for, -np.inf))
+    out = rounded(rounded(p) @ values)
+    delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isneginf(lse), 0, dlse)
+    ds = rounded(p * (dout @ values.swapaxes(-1, -2) - delta) * steepness)
+    dq = rounded(ds @ keys * scale)
+    dkeys, dvalues = (ds.swapaxes(-1, -2) @ q * scale).sum(2), (rounded(p).swapaxes(-1, -2) @ dout).sum(2)
+    dk, dkbar, dv, dvbar = dkeys[:, :, :s], rounded(dkeys[:, :, s:]), dvalues[:, :, :s], rounded(dvalues[:, :, s:])
+    # back through the pooling
+    back = lambda x: x.swapaxes(-1, -2)
+    delta = (dkbar * kbar).sum(-1, keepdims=True) + (dvbar * vbar).sum(-1, keepdims=True)
+    dpooled = rounded(pooled * (dkbar @ back(k) + dvbar @ back(v) - delta))
+    dk = dk + back(pooled) @ dkbar + back(dpooled) @ pool * dtype(d**-0.5)
+    dv = dv + back(pooled) @ dvbar
+    dpool = (dpooled @ k * dtype(d**-0.5)).sum(0).reshape(g, -1, m, d).sum(1)
+    whole = lambda x: np.moveaxis(x, 3, 1).reshape(b, s, h, -1)
+    gradients = rounded(np.moveaxis(dk, 1, 2)), rounded(np.moveaxis(dv, 1, 2))
+    dpool = None if asked.pool is None else np.moveaxis(dpool, 1, 0)
+    return SummaryAttended(whole(out), whole(lse)[..., 0], whole(dq), *gradients, dpool)
+
+
+def _softmax(scores: Array) -> tuple[Array, Array]:
+    """The softmax over the last dimension, 0 where all are -inf, and its log-sum-exp [..., 1]."""
+    top = scores.max(-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
+    p = np.exp(scores - top)
+    total = p.sum(-1, keepdims=True)
+    something = total > 0
+    total = np.where(something, total, 1).astype(scores.dtype)
+    return p / total, np.where(something, np.log(total) + top, -np.inf)

@@ -1,0 +1,127 @@
+"""Dilated attention as the ``attention_fn`` of flax's attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from ring_attn_core.masks import full
+from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Band
+from ring_attn_core.variants.dilated import Patterns
+
+from ..data.extents import whole
+from ..sharded import Where, sharded_dilated_attention
+from .adapters import Dropout, FlaxFunction, Triple, check_fits, nan_unless
+
+
+def dilated_attention_fn(
+    *,
+    mesh: Mesh | AbstractMesh,
+    segments: Sequence[int],
+    dilations: Sequence[int],
+    mixing: str = "softmax",
+    axis_name: str = "seq",
+    batch_axes: str | Sequence[str] = (),
+    head_axis: str | None = None,
+    mask: Band = full(),
+    softcap: float | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Callable[..., jax.Array]:
+    """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
+
+    Such a module then takes and returns whole arrays [batch..., tokens, features] in natural order, of any length, as before,
+    and its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, whose arguments these are. With one segment
+    that covers the sequence, of dilation 1, it computes what flax does.
+
+    The function has every argument that flax's modules pass, as that of :func:`attention_fn` has:
+        - ``is_causal``: as ``mask=causal()``.
+        - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from everybody and let a query see
+          nothing, whose output is 0. Beyond that it may repeat what ``mask=causal()`` or ``is_causal`` says, and say nothing
+          else. Any other is refused; under jit, where nobody can look, such a query gets NaN.
+        - Dropout is refused, and so is what ``attention_fn`` refuses.
+
+    Raises ValueError for what is refused, for patterns that do not fit, for axes that the mesh does not have, for keys of another
+    length than the queries, and what sharded_dilated_attention raises.
+    """
+    where = Where.of(mesh, axis_name, batch_axes, head_axis)
+    options = Options(
+        layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
+    )
+    Patterns(segments, dilations, mixing).check()
+    return DilatedAttentionFunction(where, options, Patterns(tuple(segments), tuple(dilations), mixing))
+
+
+@dataclass(frozen=True)
+class DilatedAttentionFunction(FlaxFunction):
+    """What ``dilated_attention_fn`` returns."""
+
+    patterns: Patterns
+
+    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
+        if dropout is not None:
+            raise ValueError(
+                f"dropout_rate={dropout.rate}: dilated attention drops no probabilities, for a query has several of them for one "
+                "key, one in each pattern: make the module with dropout_rate=0, or call it with deterministic=True"
+            )
+        tokens, keys = qkv[0].shape[1], qkv[1].shape[1]
+        if tokens != keys:
+            raise ValueError(
+                f"there are {tokens} queries and {keys} keys: the segments of dilated attention are of one sequence, so pass "
+                "equally many; attention_fn takes two sequences"
+            )
+        seen = Seen() if visible is None else seen_of(visible, options.mask)
+        check_fits(
+            seen.fits,
+            "be the same for all heads and, within mask= of dilated_attention_fn (or is_causal), hide keys from everybody or all "
+            "keys from a query",
+            "Causal masks and sliding windows are mask= of dilated_attention_fn",
+        )
+        q, k, v = (self._padded(x) for x in qkv)
+        arguments: dict[str, Any] = {
+            **self.patterns._asdict(),
+            "mask": options.mask,
+            "key_mask": self._padded(seen.keys),
+            "softcap": options.softcap,
+            "length": tokens,
+            "strategy": options.strategy,
+            "backend": options.backend,
+            "deterministic": options.deterministic,
+        }
+        out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())[:, :tokens]
+        if seen.queries is not None:
+            out = jnp.where(seen.queries[..., None, None], out, 0)
+        return nan_unless(seen.fits, out)
+
+
+class Seen(NamedTuple):
+    """Who sees and is seen, bool [batch, tokens] each; None where all are."""
+
+    keys: jax.Array | None = None
+    """Which keys some query sees."""
+    queries: jax.Array | None = None
+    """Which queries see some key."""
+    fits: jax.Array | None = None
+    """Whether a query sees just those keys that its band and the two let it; None where all do."""
+
+
+def seen_of(visible: jax.Array, band: Band) -> Seen:
+    """What ``visible`` bool [rows, heads, queries, keys] says within ``band``; of heads and queries there may be 1 for all."""
+    visible = whole(whole(visible, 2), 3)
+    if visible.shape[1:3] == (1, 1):
+        return Seen(visible[:, 0, 0])
+    tokens = visible.shape[3]
+    lag = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
+    within = jnp.ones_like(lag, bool) if band.lo is None else lag >= band.lo
+    within = within if band.hi is None else within & (lag <= band.hi)
+    visible = visible & within
+    keys, queries = visible.any((1, 2)), visible.any((1, 3))
+    said = within & keys[:, None] & queries[..., None]
+    return Seen(keys, queries, (visible == said[:, None]).all((1, 3)))

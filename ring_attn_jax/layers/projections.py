@@ -1,0 +1,79 @@
+"""What the attention layers have besides their attention: projections, norms of heads, rotary embeddings, and their ring."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.problem.options import Options
+
+from ..axes import ring_size
+from ..data.layout import positions as positions_of
+from ..sharded import Where
+from .parts import Linear, RMSNorm
+from .rotary import RotaryEmbedding
+
+
+class Projections(nnx.Module):
+    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary`` as ``config`` says.
+
+    ``options``: what attention is asked for; its layout says where the tokens of a shard stand. ``where``: the ring, an axis of
+    the shard_map round the layer, or the axes of a mesh that whole arrays are sharded over.
+    """
+
+    def __init__(self, config: AttentionConfig, options: Options, where: Where | str, rngs: nnx.Rngs) -> None:
+        self.config, self.options, self.where = config, options, where
+        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
+        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
+        self.q = Linear(config.dim, config.heads * size, config.qkv_bias, kept, rngs=rngs)
+        self.k = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
+        self.v = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
+        self.o = Linear(config.heads * size, config.dim, False, kept, rngs=rngs)
+        self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
+
+    def projected(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None,
+        context: jax.Array | None = None,
+        context_positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [b s heads head_dim] of x [b s dim], k and v [b t kv_heads head_dim] of context [b t dim] (None: of x).
+
+        q and k are normed and turned, each by its positions, None for those of the layout. ValueError for an x or a context of
+        another shape than the layer takes.
+        """
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
+                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+        source = x if context is None else context
+        heads = ((self.q, x), (self.k, source), (self.v, source))
+        q, k, v = (project(of).reshape(*of.shape[:2], -1, self.config.head_dim) for project, of in heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            positions = self.layout_positions(x.shape[1]) if positions is None else positions
+            if context is None:
+                k_positions = positions
+            else:
+                k_positions = self.layout_positions(source.shape[1]) if context_positions is None else context_positions
+            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
+        return q, k, v
+
+    def layout_positions(self, tokens: int) -> jax.Array:
+        """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
+        return layout_positions(self.options.layout, self.where, tokens)
+
+
+def layout_positions(layout: str, where: Where | str, tokens: int) -> jax.Array:
+    """int32 [tokens]: the global positions of a rank's shard of ``tokens`` in that layout, or of all on a mesh."""
+    if isinstance(where, Where):
+        held = jnp.concatenate([positions_of(layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
+    else:
+        ranks = ring_size(where)
+        held = positions_of(layout, ranks, tokens * ranks, lax.axis_index(where))
+    return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses

@@ -1,0 +1,135 @@
+"""Dilated attention: a ring over the tokens that each pattern keeps, and the patterns weighted by their denominators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.masks import causal
+from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Band
+from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
+
+from ..api import attention
+from ..arguments import Arrays, problem_of
+from ..axes import ring_size, vary_alike
+from .lanes import folded, mixed
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+def dilated_attention(
+    q: Float[Array, "batch seq_local heads head_dim"],
+    k: Float[Array, "batch seq_local kv_heads head_dim"],
+    v: Float[Array, "batch seq_local kv_heads v_dim"],
+    *,
+    segments: tuple[int, ...],
+    dilations: tuple[int, ...],
+    axis_name: str = "seq",
+    mixing: str = "softmax",
+    mask: Band = causal(),
+    key_mask: Bool[Array, "batch seq_local"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
+
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
+    other:
+
+        Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
+        out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
+
+    A key that two patterns show counts twice. Each pattern is one exact ring attention over the tokens it keeps, in which ranks
+    that share no segment exchange nothing.
+
+    Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
+        q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
+            heads as in ``ring_attention``.
+        segments: lengths in tokens, strictly increasing; they need not divide the sequence, and may be longer.
+        dilations: one for each segment, which it divides.
+        axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_dilated_attention``.
+        mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
+            alone.
+        mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
+        key_mask: bool ``[batch, s]``, True where a key may be attended.
+        scale, softcap, strategy, backend, deterministic: as in ``ring_attention``.
+        length: true global number of tokens; what the shards hold beyond is padding, never seen, out 0. None: all of them.
+        return_lse: also return lse.
+
+    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
+    natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
+
+    Raises ValueError at trace time: segments and dilations that are not equally many, segments that do not increase, a dilation
+    that does not divide its segment, more patterns than heads under mixing "heads", q and k of other lengths, and what
+    ``ring_attention`` refuses.
+    """
+    options = Options(
+        layout="contiguous",
+        mask=mask,
+        length=length,
+        scale=scale,
+        softcap=softcap,
+        strategy=strategy,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    out, lse = attend(q, k, v, key_mask, Patterns(segments, dilations, mixing), options, axis_name)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    key_mask: jax.Array | None,
+    patterns: Patterns,
+    options: Options,
+    axis_name: str,
+) -> tuple[jax.Array, jax.Array]:
+    """``dilated_attention`` of records: (out, lse)."""
+    lanes = lanes_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
+    q, k, v, key_mask = vary_alike((axis_name,), q, k, v, key_mask)
+    rank = lax.axis_index(axis_name)
+    queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
+    outs, lses = [], []
+    of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(lanes, *of_lanes, strict=True):
+        out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
+        outs.append(out)
+        lses.append(lse)
+    return mixed(outs, lses, lanes, rank)
+
+
+def _parts(lanes: tuple[Lanes, ...]) -> tuple[Any, Any]:
+    return [each.of_queries for each in lanes], [each.of_keys for each in lanes]
+
+
+def _arrays(lanes: Lanes, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
+    """The extents and the key mask of the lanes, where they need them."""
+    if not lanes.needs_extents and key_mask is None:
+        return Arrays()
+    b, rows = q.shape[0], q.shape[0] * lanes.classes
+    slot, of_class = jnp.arange(lanes.slots, dtype=jnp.int32), jnp.arange(lanes.classes, dtype=jnp.int32)[:, None]
+    holds, first, end = lanes.visible(rank, slot, of_class)
+    extents = jnp.broadcast_to(jnp.stack((first, end), -1), (b, lanes.classes, lanes.slots, 2)).reshape(rows, lanes.slots, 2)
+    seen = None
+    if key_mask is not None:
+        most = lanes.dilation - 1
+        padded = jnp.pad(key_mask, ((0, 0), (most, lanes.spanned - lanes.local)))
+        padded = lax.dynamic_slice_in_dim(padded, most - lanes.front(rank), lanes.spanned, 1)
+        of_lanes = padded.reshape(b, lanes.slots, lanes.dilation)[:, :, : lanes.classes].transpose(0, 2, 1)
+        seen = (of_lanes & holds).reshape(rows, lanes.slots)
+    elif lanes.needs_key_mask:
+        seen = jnp.broadcast_to(holds, (b, lanes.classes, lanes.slots)).reshape(rows, lanes.slots)
+    return Arrays(extents=extents if lanes.needs_extents else None, key_mask=seen)

@@ -1,0 +1,175 @@
+"""A shard as the lanes of its patterns and back, with gradients: pure rearrangement, no gather and no scatter.
+
+``Lanes`` in the core says where a token goes. ``folded`` makes the lanes of an array, ``mixed`` brings the results of all
+patterns together, each weighted by its softmax's denominator Z_i = exp(lse_i):
+
+    lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
+
+Gradients of an array are summed over patterns in float32, in the order of the patterns, and so are the outs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.variants.dilated import Lanes, Part
+
+Place = tuple[Lanes, Part]
+Places = tuple[Place, ...]
+
+
+def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
+    """A shard [b s h d] -> for each place its lanes [b * classes, slots, heads of a class, d], differentiable."""
+    return _fold(x, rank, places)
+
+
+def mixed(
+    outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[Lanes, ...], rank: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The outs and lses of the patterns' lanes -> out [b s h e] in their dtype, lse [b s h]; differentiable.
+
+    A token that no pattern shows anything: out 0, lse -inf, zero gradients.
+    """
+    return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in lanes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _fold(x: jax.Array, rank: jax.Array, places: Places) -> tuple[jax.Array, ...]:
+    return tuple(fold(x, place, rank) for place in places)
+
+
+def _fold_forward(x: jax.Array, rank: jax.Array, places: Places) -> Any:
+    return _fold(x, rank, places), (rank, jnp.zeros((0, x.shape[2]), x.dtype))
+
+
+def _fold_backward(places: Places, residuals: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    rank, like = residuals
+    wide, heads = jnp.promote_types(like.dtype, jnp.float32), like.shape[1]
+    parts = (unfold(x.astype(wide), place, rank, heads) for x, place in zip(gradients, places, strict=True))
+    return reduce(jnp.add, parts).astype(like.dtype), None
+
+
+_fold.defvjp(_fold_forward, _fold_backward)
+
+Results = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _mix(results: Results, rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+    (outs, lses), heads = results, _heads(places)
+    lses = [lse[..., None] for lse in lses]
+    top, total = _sums(lses, rank, places)
+    parts = (
+        unfold(_weight(lse_i, (top, total), place, rank) * out.astype(top.dtype), place, rank, heads)
+        for out, lse_i, place in zip(outs, lses, places, strict=True)
+    )
+    return reduce(jnp.add, parts).astype(outs[0].dtype), (top + jnp.log(total))[..., 0]
+
+
+def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
+    return _mix(results, rank, places), (results, rank)
+
+
+def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
+    """dout_i = alpha_i dout, dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 where a pattern sees nothing."""
+    (outs, lses), rank = residuals
+    dout, dlse = cotangents
+    lses, heads = [lse[..., None] for lse in lses], _heads(places)
+    sums = _sums(lses, rank, places)
+    alphas = [_weight(lse_i, sums, place, rank) for lse_i, place in zip(lses, places, strict=True)]
+    douts = [  # what sees nothing may have NaN for a cotangent
+        jnp.where(lse_i > -jnp.inf, alpha * fold(dout, place, rank).astype(alpha.dtype), 0)
+        for lse_i, alpha, place in zip(lses, alphas, places, strict=True)
+    ]
+    dots = [(dout_i * out.astype(dout_i.dtype)).sum(-1, keepdims=True) for dout_i, out in zip(douts, outs, strict=True)]
+    delta = reduce(jnp.add, (unfold(dot, place, rank, heads) for dot, place in zip(dots, places, strict=True)))
+    rest = dlse[..., None] - delta
+    dlses = tuple(
+        jnp.where(lse_i > -jnp.inf, dot + alpha * fold(rest, place, rank), 0)[..., 0]
+        for lse_i, dot, alpha, place in zip(lses, dots, alphas, places, strict=True)
+    )
+    return (tuple(x.astype(out.dtype) for x, out in zip(douts, outs, strict=True)), dlses), None
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
+
+
+def _heads(places: Places) -> int:
+    """Heads of the whole, which the last pattern's end with."""
+    return places[-1][1].end
+
+
+def _sums(lses: Sequence[jax.Array], rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+    """The largest lse_i [b s h 1], and all Z_i over the Z of that one."""
+    heads = _heads(places)
+    top = reduce(jnp.maximum, (unfold(x, place, rank, heads, -jnp.inf) for x, place in zip(lses, places, strict=True)))
+    parts = (_exp(x, fold(top, place, rank)) for x, place in zip(lses, places, strict=True))
+    return top, reduce(jnp.add, (unfold(x, place, rank, heads) for x, place in zip(parts, places, strict=True)))
+
+
+def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
+    return jnp.where(lse_i > -jnp.inf, jnp.exp(lse_i - top), 0)
+
+
+def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
+    """alpha_i, 0 where a pattern sees nothing.
+
+    lse itself would not do: where scores are huge, its rounding changes the weights.
+    """
+    top, total = (fold(x, place, rank) for x in sums)
+    return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
+
+
+def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
+    """A shard [b s h d] -> its lanes [b * classes, slots, heads of a class, d]; slots and heads that there are not: 0."""
+    lanes, part = place
+    x = x[:, :, part.first : part.end]
+    if part.repeat > 1:
+        x = jnp.repeat(x, part.repeat, 2)[:, :, part.skip : part.skip + part.kept]
+    x = _heads_padded(x, 0, part.padded - part.kept)
+    if lanes.padded:
+        most = lanes.dilation - 1
+        x = jnp.pad(x, ((0, 0), (most, lanes.spanned - lanes.local), (0, 0), (0, 0)))
+        x = lax.dynamic_slice_in_dim(x, most - lanes.front(rank), lanes.spanned, 1)
+    b, _, _, d = x.shape
+    x = x.reshape(b, lanes.slots, lanes.dilation, part.padded, d)[:, :, : lanes.classes]
+    x = x.reshape(b, lanes.slots, part.spread, part.together, -1, part.spread, d)
+    x = jnp.where(_diagonal(part), x, 0).sum(5, dtype=x.dtype) if part.spread > 1 else x[:, :, :, :, :, 0]
+    return x.transpose(0, 2, 3, 1, 4, 5).reshape(b * lanes.classes, lanes.slots, -1, d)
+
+
+def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
+    """Lanes -> the shard [b s heads d] that they were folded from, with ``fill`` where no lane holds anything.
+
+    Where ``fold`` repeats a head, the sum of what became of it.
+    """
+    lanes, part = place
+    _, slots, n, d = x.shape
+    x = x.reshape(-1, part.spread, part.together, slots, n, d).transpose(0, 3, 1, 2, 4, 5)[:, :, :, :, :, None]
+    if part.spread > 1:
+        x = jnp.where(_diagonal(part), x, fill)
+    x = x.reshape(x.shape[0], slots, lanes.classes, part.padded, d)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, lanes.dilation - lanes.classes), (0, 0), (0, 0)), constant_values=fill)
+    x = x.reshape(x.shape[0], lanes.spanned, part.padded, d)
+    if lanes.padded:
+        x = lax.dynamic_slice_in_dim(x, lanes.front(rank), lanes.local, 1)
+    x = x[:, :, : part.kept]
+    if part.repeat > 1:
+        x = _heads_padded(x, part.skip, (part.end - part.first) * part.repeat - part.skip - part.kept)
+        x = x.reshape(*x.shape[:2], -1, part.repeat, d).sum(3)
+    return _heads_padded(x, part.first, heads - part.end, fill)
+
+
+def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (before, behind), (0, 0)), constant_values=fill) if before or behind else x
+
+
+def _diagonal(part: Part) -> jax.Array:
+    """bool, against [b slots spread together heads spread d]: a class holds the heads of its own offset."""
+    return jnp.eye(part.spread, dtype=bool)[:, None, None, :, None]

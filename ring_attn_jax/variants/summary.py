@@ -1,0 +1,288 @@
+"""Summary attention over a ring: approximate, exact within a window, blocks of tokens beyond it seen as a few summaries.
+
+Two parts, which :func:`merge` joins. Near: the ring of ``ring_attention`` under a window; extents cut it to whole blocks. Far: a
+rank pools what it holds of each block by ``attend_block``, whose queries are the pool, so that a block on several ranks is merged
+from pairs (out, lse) as rings are. One all-gather takes these parts to all ranks, and their queries attend to the summaries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from ring_attn_core.masks import full
+from ring_attn_core.problem.checks import check_array
+from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
+
+from ..api import attention
+from ..arguments import Arrays
+from ..attend.tiles import accumulation_dtype
+from ..axes import described, dtype_names, ring_size
+from ..block import attend_block, merge
+from ..sharded import Where, _check, on_explicit_axes
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+def summary_attention(
+    q: Float[Array, "batch seq_local heads head_dim"],
+    k: Float[Array, "batch seq_local kv_heads head_dim"],
+    v: Float[Array, "batch seq_local kv_heads v_dim"],
+    pool: Float[Array, "summaries kv_heads head_dim"] | None = None,
+    *,
+    block: int,
+    summaries: int = 1,
+    window: int,
+    axis_name: str = "seq",
+    pooling: str = "attention",
+    key_mask: Bool[Array, "batch seq_local"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Approximate causal attention: exact to the last tokens, and to every block of tokens before them as a few summaries.
+
+        first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
+        w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
+        kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
+        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
+
+    with one softmax over both. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
+    so is ``pooling="mean"`` with ``summaries=block``. A window beside gathered, pooled blocks is what several language models
+    train; here only summaries travel beyond the hops of the window.
+
+    Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the whole sequence):
+        q, k, v: as in :func:`ring_attention`, of the same tokens.
+        pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
+            cast to k's dtype. JAX sums its gradient over the ranks; inside ``shard_map(check_vma=False)`` it is a rank's part.
+        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than they are.
+        summaries: how many summaries stand for a block.
+        window: how many tokens before it a query sees exactly, at the least: what it sees begins where a block does.
+        pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
+            its block, which summaries must divide.
+        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. The others take no part in the pooling. A summary
+            then stands for its block's true keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and one
+            without a key is not seen. This weight is one more column of the summaries' values.
+        axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
+            comes before a summary's logarithm is added.
+
+    Returns what ring_attention returns. The parts of summaries travel in float32 (float64 of float64), in one all-gather, for a
+    block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. What travels is counted by
+    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
+
+    Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative.
+    """
+    options = SummaryOptions(
+        block=block,
+        window=window,
+        summaries=summaries,
+        pooling=pooling,
+        scale=scale,
+        softcap=softcap,
+        length=length,
+        strategy=strategy,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    out, lse = attention_with_summaries(Inputs(q, k, v, pool, key_mask), options, axis_name)
+    return (out, lse) if return_lse else out
+
+
+def sharded_summary_attention(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads v_dim"],
+    pool: Float[Array, "summaries kv_heads head_dim"] | None = None,
+    *,
+    mesh: Mesh,
+    block: int,
+    summaries: int = 1,
+    window: int,
+    axis_name: str = "seq",
+    batch_axes: str | Sequence[str] = (),
+    head_axis: str | None = None,
+    pooling: str = "attention",
+    key_mask: Bool[Array, "batch tokens"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`summary_attention`, which is approximate, on whole arrays in contiguous layout (the natural order, padded).
+
+    The mesh, its axes, and how arrays are sharded over them: as in :func:`sharded_ring_attention`; pool over ``head_axis`` as k's
+    heads are. Other arguments are summary_attention's, arrays whole too. Raises ValueError for what either of the two refuses.
+    """
+    options = SummaryOptions(
+        block=block,
+        window=window,
+        summaries=summaries,
+        pooling=pooling,
+        scale=scale,
+        softcap=softcap,
+        length=length,
+        strategy=strategy,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    where = Where.of(mesh, axis_name, batch_axes, head_axis)
+    return sharded(Inputs(q, k, v, pool, key_mask), options, where, return_lse)
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, under their public names."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    pool: jax.Array | None
+    key_mask: jax.Array | None
+
+
+class Summaries(NamedTuple):
+    """k [b n g d] and v [b n g e] of all summaries, those of a block side by side, in the accumulation dtype.
+
+    ``share`` [b n], with a key mask: which part of the tokens that a summary is pooled from are true keys.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    share: jax.Array | None
+
+
+def attention_with_summaries(inputs: Inputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    """``summary_attention`` of records: (out, lse)."""
+    plan = _checked(inputs, options, ring_size(axis_name))
+    q, k, v, _, key_mask = inputs
+    first, seen = _seen(plan, lax.axis_index(axis_name))
+    extents = jnp.broadcast_to(jnp.stack([first, seen], -1), (*q.shape[:2], 2)) if plan.blocks else None
+    near, near_lse = attention(q, k, v, Arrays(extents, key_mask), plan.near, axis_name)
+    if not plan.blocks:
+        return near, near_lse
+    far = _far(q, first, _summaries(inputs, plan, axis_name), plan)
+    out, lse = merge((near.astype(near_lse.dtype), near_lse), far)
+    return out.astype(q.dtype), lse
+
+
+def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First and end (exclusive) of the tokens that every query of this rank sees, int32 [s]; padding sees none, of blocks too."""
+    positions = rank * plan.local + jnp.arange(plan.local, dtype=jnp.int32)
+    true = positions < plan.length
+    return jnp.where(true, plan.first(positions), 0), jnp.where(true, positions + 1, 0)
+
+
+def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan) -> tuple[jax.Array, jax.Array]:
+    """The pair (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    options = plan.options
+    end = first // options.block * options.summaries
+    attend = partial(
+        attend_block,
+        mask=full(),
+        extents=jnp.broadcast_to(jnp.stack([jnp.zeros_like(end), end], -1), (*q.shape[:2], 2)),
+        scale=options.scale,
+        softcap=options.softcap,
+        backend=options.backend,
+    )
+    k, v, share = summaries
+    if share is None:
+        out, lse = attend(q, k.astype(q.dtype), v.astype(q.dtype))
+        return out, lse + math.log(options.stands_for)
+    weight = jnp.broadcast_to(share[..., None, None], (*v.shape[:3], 1))
+    weighted = jnp.concatenate([v * weight, weight], -1).astype(q.dtype)
+    out, lse = attend(q, k.astype(q.dtype), weighted, key_mask=share > 0)
+    total = out[..., -1:]
+    total = jnp.where(total > 0, total, 1)
+    return out[..., :-1] / total, lse + jnp.log(total[..., 0]) + math.log(options.stands_for)
+
+
+def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
+    """The summaries of all blocks, from the parts that every rank has made."""
+    _, k, v, pool, key_mask = inputs
+    (b, _, g, d), e = k.shape, v.shape[-1]
+    m, slots, wide = plan.options.summaries, plan.slots, accumulation_dtype(k.dtype)
+    index = jnp.arange(slots * m, dtype=jnp.int32)
+    first, end = plan.pooled(index // m, index % m, lax.axis_index(axis_name))
+    queries = jnp.zeros((m, g, d), k.dtype) if pool is None else pool.astype(k.dtype)
+    pooled = partial(
+        attend_block,
+        jnp.broadcast_to(jnp.tile(queries, (slots, 1, 1)), (b, slots * m, g, d)),
+        k,
+        mask=full(),
+        extents=jnp.broadcast_to(jnp.stack([first, end], -1), (b, slots * m, 2)),
+        key_mask=key_mask,
+        backend=plan.options.backend,
+    )
+    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # apart, since Hopper's kernels take no values wider than keys
+    parts = [of_k, of_v, lse[..., None]]
+    if key_mask is not None:
+        before = jnp.pad(jnp.cumsum(key_mask, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
+        parts.append(jnp.broadcast_to((before[:, end] - before[:, first])[..., None, None].astype(wide), (b, slots * m, g, 1)))
+    every = lax.all_gather(jnp.concatenate(parts, -1), axis_name, axis=1, tiled=True)
+    blocks, holders = (jnp.arange(n, dtype=jnp.int32) for n in (plan.blocks, plan.holders))
+    place, exists = plan.held(blocks[:, None], holders)
+    held = every.reshape(b, -1, m, *every.shape[2:])[:, place]
+    exists = exists[:, :, None, None]
+    of_k, of_v, lse, count = jnp.split(held, [d, d + e, d + e + 1], -1)
+    lse = jnp.where(exists, lse[..., 0], -jnp.inf)
+    top = lax.stop_gradient(lse.max(2, keepdims=True))
+    z = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
+    total = z.sum(2, keepdims=True)
+    weight = (z / jnp.where(total == 0, 1, total))[..., None]
+    whole = lambda x: (weight * x).sum(2).reshape(b, -1, g, x.shape[-1])
+    share = None
+    if key_mask is not None:
+        share = jnp.where(exists[..., 0], count[..., 0, 0], 0).sum(2).reshape(b, -1) / plan.options.width
+    return Summaries(whole(of_k), whole(of_v), share)
+
+
+def _checked(inputs: Inputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
+    """The plan of the call; ValueError for what is no array and for arrays that do not fit."""
+    q, k, v, pool, _ = inputs
+    dtype_names(q, k, v)
+    (of_pool,) = described({"pool": pool}) or (None,)
+    return checked({"q": q.shape, "k": k.shape, "v": v.shape}, of_pool, options, ranks)
+
+
+def sharded(inputs: Inputs, options: SummaryOptions, where: Where, return_lse: bool = False) -> Any:
+    """``sharded_summary_attention`` of records."""
+    q, k, v, _, key_mask = inputs
+    dtype_names(q, k, v)
+    _check(q, k, v, where)
+    _checked(inputs, options, 1)
+    if key_mask is not None:
+        check_array(described({"key_mask": key_mask})[0], q.shape, k.shape)
+    of_k = where.specs(k.shape[2])
+    specs = {name: of_k[name] for name in ("q", "k", "v", "key_mask")} | {"pool": PartitionSpec(None, *of_k["k"][2:3])}
+    whole = {
+        name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in inputs._asdict().items() if x is not None
+    }
+    return _compiled(where, tuple((name, specs[name]) for name in whole), options, return_lse)(whole)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool) -> Any:
+    """The program, made once: outside jit, a new function at every call would be compiled anew."""
+
+    def on_shards(given: dict[str, jax.Array]) -> Any:
+        inputs = Inputs(given["q"], given["k"], given["v"], given.get("pool"), given.get("key_mask"))
+        out, lse = attention_with_summaries(inputs, options, where.axis_name)
+        return (out, lse) if return_lse else out
+
+    out = dict(specs)["q"]
+    out_specs = (out, out) if return_lse else out
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))

@@ -1,0 +1,148 @@
+"""torch.nn.MultiheadAttention with dilated attention inside, over a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.problem.checks import check_dropout_rate
+from ring_attn_core.problem.options import Options
+from ring_attn_core.variants.dilated import Patterns
+
+from ..block import merge
+from ..variants.dilated import dilated_attention
+from .stand_in import Asked, StandIn
+from .whole_mask import Parts
+
+
+class DilatedAttention(StandIn):
+    """``torch.nn.MultiheadAttention`` with :func:`dilated_attention` inside: its constructor, forward and state dict, on shards.
+
+    ``segments``, ``dilations``, ``mixing``, ``group``, ``strategy``, ``backend``, ``deterministic``: as in
+    :func:`dilated_attention`. All other arguments are torch's. Shards are contiguous. With one segment that covers the sequence,
+    of dilation 1, it computes what torch's module does. A rank's gradients of the weights are its own part: sum them over the
+    ranks, as :func:`sum_gradients` does.
+
+    What differs, each on purpose:
+        - The call returns ``(out, None)``, also by default: the weights of attention, tokens times tokens, are never made.
+        - ``is_causal=True`` needs no ``attn_mask``. Beside one it must tell the truth.
+        - A query that no pattern shows a key attends to nothing and its attention is 0.
+        - The key of ``add_bias_kv`` and that of ``add_zero_attn`` count once beside those of all patterns, for every query.
+
+    Refused, by name: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths than query; an ``attn_mask`` that
+    is no band (causal, a sliding window) but for keys hidden from everybody, is not the same for all heads, holds numbers other
+    than 0 and -inf, or is traced by torch.compile; nested tensors, DTensors, inputs of several dtypes; patterns that do not fit,
+    and what dilated_attention refuses.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        segments: Sequence[int],
+        dilations: Sequence[int],
+        mixing: str = "softmax",
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        check_dropout_rate(dropout)
+        _check_no_dropout(dropout)
+        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+        self.patterns = Patterns(segments, dilations, mixing).checked(num_heads)
+        self.options = Options(layout="contiguous", strategy=strategy, backend=backend, deterministic=deterministic)
+        self.group = group
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool | None = None,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        length: int | None = None,
+    ) -> tuple[Tensor, None]:
+        """Contiguous shards, query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens,
+        embed_dim] -> (out like query, None). key and value alike, of as many tokens and of kdim and vdim features.
+
+        ``key_padding_mask`` [batch, tokens] or [tokens]: this rank's shard, True or -inf where a key is padding. ``attn_mask``
+        [all tokens, all tokens] or [batch * heads, all tokens, all tokens]: whole, the same on every rank; its values are read to
+        the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the true global number of tokens, where the
+        shards hold padding; None: what attn_mask has, or all that the shards hold.
+
+        Raises ValueError, the same on every rank and before anything is sent, for what the class refuses and for shapes that do
+        not fit.
+        """
+        asked = Asked(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
+        inputs, parts, options = self._taken((query, key, value), asked)
+        q, k, v = self._projected(*inputs)
+        added = self.add_zero_attn or self.bias_k is not None
+        out = dilated_attention(
+            q,
+            k,
+            v,
+            **self.patterns._asdict(),
+            group=self.group,
+            mask=parts.band,
+            key_mask=parts.key_mask,
+            length=options.length,
+            strategy=options.strategy,
+            backend=options.backend,
+            deterministic=options.deterministic,
+            return_lse=added,
+        )
+        if added:
+            out = self._with_added_keys(q, *out)
+        return self._returned(out, query), None
+
+    def _with_added_keys(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """out with the keys of add_zero_attn and add_bias_kv merged in, in q's dtype."""
+        if self.add_zero_attn:  # a score of 0 that brings no value
+            out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
+        return self._with_bias_kv(q, out, lse).to(q.dtype)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
+        _check_no_dropout(self.dropout)
+        super()._check(query, key, value, need_weights)
+        tokens = -2 if query.ndim == 2 or self.batch_first else 0
+        if query.shape[tokens] != key.shape[tokens]:
+            raise ValueError(
+                f"query has {query.shape[tokens]} tokens and key {key.shape[tokens]}: the segments of dilated attention are of "
+                "one sequence, so pass equally many; MultiheadAttention takes two sequences"
+            )
+
+    def _seen(self, q: Tensor, k: Tensor, asked: Asked, options: Options) -> tuple[Parts, Options]:
+        parts, options = super()._seen(q, k, asked, options)
+        if parts.extents is not None:
+            raise ValueError(
+                "attn_mask is no band: dilated attention takes causal masks and sliding windows, and keys hidden from everybody "
+                "beside them. Pass is_causal=True, or None, and padding as key_padding_mask"
+            )
+        return parts, options
+
+
+def _check_no_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f"dropout={dropout}: dilated_attention drops no probabilities, for a query has several of them for one key, one in "
+            "each pattern: pass dropout=0.0, and drop what comes out if need be"
+        )

@@ -1,0 +1,83 @@
+"""What the attention layers have besides their attention: projections, norms of heads, rotary embeddings, and their ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.problem.options import Options
+
+from ..data.layout import positions as positions_of
+from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
+from .parts import Linear, RMSNorm
+from .rotary import RotaryEmbedding
+
+
+class Projections(nn.Module):
+    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary`` as ``config`` says.
+
+    ``options``: what attention is asked for; its layout says where the tokens of a shard stand. ``group``: the ring.
+    """
+
+    def __init__(self, config: AttentionConfig, options: Options, group: dist.ProcessGroup | DeviceMesh | None) -> None:
+        super().__init__()
+        self.config, self.options, self.group = config, options, group
+        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
+        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
+        self.q = Linear(config.dim, config.heads * size, config.qkv_bias, kept)
+        self.k = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept)
+        self.v = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept)
+        self.o = Linear(config.heads * size, config.dim, False, kept)
+        self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
+
+    def projected(
+        self, x: Tensor, positions: Tensor | None, context: Tensor | None = None, context_positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [b s heads head_dim] of x [b s dim], k and v [b t kv_heads head_dim] of context [b t dim] (None: of x).
+
+        q and k are normed and turned, each by its positions, None for those of the layout. ValueError for an x or a context of
+        another shape than the layer takes.
+        """
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
+                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+        source = x if context is None else context
+        heads = ((self.q, x), (self.k, source), (self.v, source))
+        q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            positions = self.layout_positions(x.shape[1], x.device) if positions is None else positions
+            if context is None:
+                k_positions = positions
+            else:
+                k_positions = self.layout_positions(source.shape[1], x.device) if context_positions is None else context_positions
+            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
+        return q, k, v
+
+    def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
+        """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
+        ring = ring_of(self.group)
+        held = positions_of(self.options.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
+        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the group's name for the group, which can be neither copied nor pickled."""
+        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self.group, str):
+            self.group = group_of(self.group)
+
+
+@constant
+def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
+    """The process group that a user's ``group`` stands for."""
+    return group_of(group_name(group))

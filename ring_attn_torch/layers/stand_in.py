@@ -1,0 +1,158 @@
+"""What the stand-ins for torch.nn.MultiheadAttention share: its weights and their names, its inputs and its masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.layouts import padded_local
+from ring_attn_core.masks import causal, full
+from ring_attn_core.problem.options import Options
+
+from ..block import merge
+from ..data.layout import to_layout
+from ..ring.agreement import refuse
+from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
+from .projections import ring_of
+from .whole_mask import Parts, parts_of, visible_of, whole_of
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+class Asked(NamedTuple):
+    """What a call has besides query, key and value; the lengths are ring_attention's."""
+
+    key_padding_mask: Tensor | None
+    need_weights: bool | None
+    attn_mask: Tensor | None
+    is_causal: bool
+    length: int | None = None
+    kv_length: int | None = None
+
+
+class StandIn(nn.MultiheadAttention):
+    """torch's module, whose constructor it keeps, on a ring; a class made of it says in ``forward`` how it attends."""
+
+    group: dist.ProcessGroup | DeviceMesh | None
+    options: Options
+    """What attention is asked for, apart from what a call says."""
+
+    def _reset_parameters(self) -> None:
+        """As torch's; and what says that q, k and v share a weight says no from then on: with it torch's encoder layer would
+        take this layer's weights and attend by itself, within a shard."""
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    def _taken(self, inputs: Tensors, asked: Asked) -> tuple[Tensors, Parts, Options]:
+        """The inputs as [batch, tokens, features], who sees whom as this rank's shards, and the options with the lengths.
+
+        Raises ValueError, the same on every rank and before anything is sent, for what does not fit.
+        """
+        query, key, _ = inputs
+        try:
+            self._check(*inputs, asked.need_weights)
+            q, k, v = (self._batch_first(x) for x in inputs)
+            options = replace(self.options, length=asked.length, kv_length=asked.kv_length)
+            parts, options = self._seen(q, k, asked, options)
+            if asked.key_padding_mask is not None:
+                present = _present(asked.key_padding_mask, key, k)
+                parts = parts._replace(key_mask=present if parts.key_mask is None else present & parts.key_mask)
+        except Exception as error:
+            refuse(error, group_of(group_name(self.group)), getattr(getattr(query, "device", None), "type", "cpu"))
+            raise  # refuse has raised already, which type checkers do not see
+        return (q, k, v), parts, options
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
+        """ValueError for weights that are asked for, and for inputs of other types, dtypes and shapes."""
+        if need_weights:
+            raise ValueError(
+                "need_weights=True asks for the weights of attention, tokens times tokens, which are never made: leave it out, "
+                "or pass need_weights=False"
+            )
+        kept, sizes = self.out_proj.weight.dtype, (self.embed_dim, self.kdim, self.vdim)
+        for name, x, size in zip(("query", "key", "value"), (query, key, value), sizes, strict=True):
+            if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
+                raise ValueError(f"{name} must be a dense torch.Tensor, this rank's shard, got {type(x).__name__}")
+            if x.dtype != kept and not torch.is_autocast_enabled(x.device.type):
+                raise ValueError(f"{name} is {x.dtype} and the weights are {kept}: cast one of them, or call under autocast")
+            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
+                axes = "batch, tokens" if self.batch_first else "tokens, batch"
+                raise ValueError(
+                    f"{name} must be [{axes}, {size}], or without a batch, as the other two, [tokens, {size}], got "
+                    f"{list(x.shape)} beside query {list(query.shape)}"
+                )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} must have the same tokens and batch")
+
+    def _batch_first(self, x: Tensor) -> Tensor:
+        """An input as [batch, tokens, features]; and, since that is its own inverse, such an output as the inputs are."""
+        return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
+
+    def _seen(self, q: Tensor, k: Tensor, asked: Asked, options: Options) -> tuple[Parts, Options]:
+        """Who sees whom by attn_mask and is_causal, arrays as this rank's shards, and the options with the mask's lengths."""
+        attn_mask = asked.attn_mask
+        if attn_mask is None:
+            return Parts(causal() if asked.is_causal else full()), options
+        whole = whole_of(attn_mask, q.shape[0], self.num_heads)
+        ring, layout, lengths = ring_of(self.group), self.options.layout, tuple(whole.shape[1:])
+        local = tuple(padded_local(layout, ranks_of(ring), length) for length in lengths)
+        given = options.length, options.kv_length
+        if local != (q.shape[1], k.shape[1]) or any(g not in (None, own) for g, own in zip(given, lengths, strict=True)):
+            raise ValueError(
+                f"attn_mask must be whole, all queries by all keys in natural order, got {list(attn_mask.shape)} for shards of "
+                f"{q.shape[1]} queries and {k.shape[1]} keys on {ranks_of(ring)} ranks, length={options.length} and "
+                f"kv_length={options.kv_length}"
+            )
+        parts = parts_of(whole, asked.is_causal)
+        own = lambda x: to_layout(x, layout, ranks_of(ring)).chunk(ranks_of(ring), 1)[rank_in(ring)]
+        arrays = {name: own(x).expand(q.shape[0], *[-1] * (x.ndim - 1)) for name, x in parts.arrays.items()}
+        return Parts(parts.band, **arrays), replace(options, length=lengths[0], kv_length=lengths[1])
+
+    def _projected(self, *inputs: Tensor) -> Iterator[Tensor]:
+        """q, k and v [batch, tokens, heads, head_dim]."""
+        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """out with one more key merged in, which every query sees, where there is add_bias_kv."""
+        if self.bias_k is None or self.bias_v is None:
+            return out
+        bias_k, bias_v = (x.unflatten(-1, (self.num_heads, -1)).to(lse.dtype) for x in (self.bias_k, self.bias_v))
+        score = (q.to(lse.dtype) * bias_k).sum(-1) * self.head_dim**-0.5
+        return merge((out, lse), (bias_v, score))[0].to(out.dtype)
+
+    def _returned(self, out: Tensor, query: Tensor) -> Tensor:
+        """What the call returns for out [batch, tokens, heads, head_dim]: projected, and with the dimensions of the query."""
+        projected = self.out_proj(out.flatten(2))
+        return projected[0] if query.ndim == 2 else self._batch_first(projected)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the group's name for the group, which can be neither copied nor pickled."""
+        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self.group, str):
+            self.group = group_of(self.group)
+
+
+def _present(key_padding_mask: Tensor, key: Tensor, k: Tensor) -> Tensor:
+    """bool [batch, tokens of key]: True where a key is no padding."""
+    expected = key.shape[:1] if key.ndim == 2 else k.shape[:2]
+    if key_padding_mask.shape != expected:
+        raise ValueError(
+            f"key_padding_mask must be {list(expected)}, this rank's shard [batch, tokens of key] (without a batch [tokens]), "
+            f"got {list(key_padding_mask.shape)}"
+        )
+    return visible_of("key_padding_mask", key_padding_mask).expand(k.shape[:2])

@@ -1,0 +1,193 @@
+"""Dilated attention: a ring over the tokens that each pattern keeps, and the patterns weighted by their denominators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.kernels.backends import VENDORS
+from ring_attn_core.masks import causal
+from ring_attn_core.mistakes import in_words
+from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
+from ring_attn_core.records import remembered
+from ring_attn_core.runs import Band
+from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
+
+from ..api import attention
+from ..arguments import Arrays, check_tensors, problem_of
+from ..ring.agreement import Call, agree_on
+from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
+from .lanes import folded, mixed
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+def dilated_attention(
+    q: Float[Tensor, "batch seq_local heads head_dim"],
+    k: Float[Tensor, "batch seq_local kv_heads head_dim"],
+    v: Float[Tensor, "batch seq_local kv_heads v_dim"],
+    *,
+    segments: tuple[int, ...],
+    dilations: tuple[int, ...],
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    mixing: str = "softmax",
+    mask: Band = causal(),
+    key_mask: Bool[Tensor, "batch seq_local"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
+
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
+    other:
+
+        Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
+        out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
+
+    A key that two patterns show counts twice. Each pattern is one exact ring attention over the tokens it keeps, in which ranks
+    that share no segment exchange nothing.
+
+    Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
+        q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
+            heads as in ``ring_attention``.
+        segments: lengths in tokens, strictly increasing; they need not divide the sequence, and may be longer.
+        dilations: one for each segment, which it divides.
+        group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one.
+        mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
+            alone.
+        mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
+        key_mask: bool ``[batch, s]``, True where a key may be attended.
+        scale, softcap, strategy, backend, deterministic: as in ``ring_attention``; no vendor's backend, for the weights need a
+            gradient of lse.
+        length: true global number of tokens; what the shards hold beyond is padding, never seen, out 0. None: all of them.
+        return_lse: also return lse.
+
+    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
+    natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
+
+    Raises ValueError, the same on every rank and before anything is sent: segments and dilations that are not equally many,
+    segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
+    and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses.
+    """
+    name = group_name(group)
+    _, ranks = _place(name)
+    arrays = Arrays(key_mask=key_mask)
+    made: list[tuple[Options, tuple[Lanes, ...]]] = []
+
+    def check() -> None:
+        options = Options(
+            layout="contiguous",
+            mask=mask,
+            length=length,
+            scale=scale,
+            softcap=softcap,
+            strategy=strategy,
+            backend=backend,
+            deterministic=deterministic,
+        )
+        check_tensors(q, k, v, arrays, name)
+        if backend in VENDORS:
+            raise ValueError(
+                f'the lse of backend={backend!r} has no gradient, which the weights of patterns need: use backend="auto"'
+            )
+        make = _problem if torch.compiler.is_compiling() else problem_of
+        known = lanes_of if torch.compiler.is_compiling() else _known_lanes
+        made.append((options, known(make(q, k, v, arrays, ranks, options), Patterns(segments, dilations, mixing))))
+
+    if torch.compiler.is_compiling():
+        check()
+    else:
+        asked = {"segments": segments, "dilations": dilations, "mixing": mixing, "mask": mask, "length": length, "scale": scale}
+        asked |= {"softcap": softcap, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        alike = [(label, _in_words(x)) for label, x in asked.items()]
+        shapes = [(f"{label}_shape", _kind(x)) for label, x in (("q", q), ("k", k), ("v", v), ("key_mask", key_mask))]
+        agree_on(Call("dilated_attention", _device(q), (*shapes, *alike)), group_of(name), check)
+    ((options, lanes),) = made
+    out, lse = attend(q, k, v, key_mask, lanes, options, name)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lanes: tuple[Lanes, ...], options: Options, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """``dilated_attention`` of records: (out, lse)."""
+    rank, _ = _place(group_name)
+    queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
+    outs, lses = [], []
+    of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(lanes, *of_lanes, strict=True):
+        out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
+        outs.append(out)
+        lses.append(lse)
+    return mixed(outs, lses, lanes, rank)
+
+
+def _parts(lanes: tuple[Lanes, ...]) -> tuple[Any, Any]:
+    return [each.of_queries for each in lanes], [each.of_keys for each in lanes]
+
+
+def _arrays(lanes: Lanes, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
+    """The extents and the key mask of the lanes, where they need them."""
+    if not lanes.needs_extents and key_mask is None:
+        return Arrays()
+    b, rows = q.shape[0], q.shape[0] * lanes.classes
+    slot = torch.arange(lanes.slots, device=q.device, dtype=torch.int32)
+    of_class = torch.arange(lanes.classes, device=q.device, dtype=torch.int32)[:, None]
+    holds, first, end = lanes.visible(rank, slot, of_class)
+    extents = torch.stack((first, end), -1).expand(b, -1, -1, -1).reshape(rows, lanes.slots, 2)
+    seen = None
+    if key_mask is not None:
+        front = lanes.front(rank)
+        padded = torch.nn.functional.pad(key_mask, (front, lanes.spanned - front - lanes.local))
+        of_lanes = padded.unflatten(1, (lanes.slots, lanes.dilation))[:, :, : lanes.classes].transpose(1, 2)
+        seen = (of_lanes & holds).reshape(rows, lanes.slots)
+    elif lanes.needs_key_mask:
+        seen = holds.expand(b, -1, -1).reshape(rows, lanes.slots)
+    return Arrays(extents=extents if lanes.needs_extents else None, key_mask=seen)
+
+
+_known_lanes = remembered(lanes_of)
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
+    """``problem_of`` where torch.compile follows, which warns of what remembers."""
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
+    given = tuple(
+        Given(name, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in arrays._asdict().items() if x is not None
+    )
+    return Problem(
+        shapes[0], shapes[1], shapes[2], (names[0], names[1], names[2]), q.device.type, ranks, options, given, framework="torch"
+    )
+
+
+@constant
+def _place(group_name: str) -> tuple[int, int]:
+    """This rank, and how many there are."""
+    group = group_of(group_name)
+    return rank_in(group), ranks_of(group)
+
+
+def _device(q: Any) -> str:
+    return q.device.type if isinstance(q, Tensor) else "cpu"
+
+
+def _in_words(x: Any) -> str:
+    return f"{list(x)}" if isinstance(x, tuple | list) else str(x) if isinstance(x, Band) else in_words(x)
+
+
+def _kind(x: Any) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" if isinstance(x, Tensor) else in_words(x)

@@ -1,0 +1,247 @@
+"""Summary attention over a ring: approximate, exact within a window, blocks of tokens beyond it seen as a few summaries.
+
+Two parts, which :func:`merge` joins. Near: the ring of ``ring_attention`` under a window; extents cut it to whole blocks. Far: a
+rank pools what it holds of each block by ``attend_block``, whose queries are the pool, so that a block on several ranks is merged
+from pairs (out, lse) as rings are. One all-gather takes these parts to all ranks, and their queries attend to the summaries.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.masks import full
+from ring_attn_core.problem.checks import Given
+from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
+
+from ..api import attention
+from ..arguments import Arrays
+from ..block import attend_block, merge
+from ..data.gather import AllGather
+from ..ring.agreement import Call, agree_on, refuse
+from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+def summary_attention(
+    q: Float[Tensor, "batch seq_local heads head_dim"],
+    k: Float[Tensor, "batch seq_local kv_heads head_dim"],
+    v: Float[Tensor, "batch seq_local kv_heads v_dim"],
+    pool: Float[Tensor, "summaries kv_heads head_dim"] | None = None,
+    *,
+    block: int,
+    summaries: int = 1,
+    window: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    pooling: str = "attention",
+    key_mask: Bool[Tensor, "batch seq_local"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Approximate causal attention: exact to the last tokens, and to every block of tokens before them as a few summaries.
+
+        first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
+        w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
+        kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
+        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
+
+    with one softmax over both. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
+    so is ``pooling="mean"`` with ``summaries=block``. A window beside gathered, pooled blocks is what several language models
+    train; here only summaries travel beyond the hops of the window.
+
+    Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the whole sequence):
+        q, k, v: as in :func:`ring_attention`, of the same tokens.
+        pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
+            cast to k's dtype. A rank's gradient of it is its own part: sum them over the ranks, as ``sum_gradients`` does.
+        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than they are.
+        summaries: how many summaries stand for a block.
+        window: how many tokens before it a query sees exactly, at the least: what it sees begins where a block does.
+        pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
+            its block, which summaries must divide.
+        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. The others take no part in the pooling. A summary
+            then stands for its block's true keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and one
+            without a key is not seen. This weight is one more column of the summaries' values.
+        group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
+            comes before a summary's logarithm is added.
+
+    Returns what ring_attention returns. The parts of summaries travel in float32 (float64 of float64), in one all-gather, for a
+    block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. What travels is counted by
+    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
+
+    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit or that the ranks disagree
+    on, as ring_attention does. No second derivative. Works under torch.compile(fullgraph=True).
+    """
+    name = group_name(group)
+    try:
+        options = SummaryOptions(
+            block=block,
+            window=window,
+            summaries=summaries,
+            pooling=pooling,
+            scale=scale,
+            softcap=softcap,
+            length=length,
+            strategy=strategy,
+            backend=backend,
+            deterministic=deterministic,
+        )
+    except ValueError as error:
+        refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
+    out, lse = attention_with_summaries(Inputs(q, k, v, pool, key_mask), options, name)
+    return (out, lse) if return_lse else out
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, under their public names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pool: Tensor | None
+    key_mask: Tensor | None
+
+
+class Summaries(NamedTuple):
+    """k [b n g d] and v [b n g e] of all summaries, those of a block side by side, in the accumulation dtype.
+
+    ``share`` [b n], with a key mask: which part of the tokens that a summary is pooled from are true keys.
+    """
+
+    k: Tensor
+    v: Tensor
+    share: Tensor | None
+
+
+def attention_with_summaries(inputs: Inputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
+    """``summary_attention`` of records: (out, lse)."""
+    ring = _ring(group_name)
+    plan = _agreed(inputs, options, ring)
+    q, k, v, pool, key_mask = inputs
+    first, seen = _seen(q, plan, rank_in(ring))
+    extents = torch.stack([first, seen], -1).expand(q.shape[0], -1, 2) if plan.blocks else None
+    near, near_lse = attention(q, k, v, Arrays(extents, key_mask), None, plan.near, group_name)
+    if not plan.blocks:  # pool has no part in it, but a gradient, 0, as whoever reduces gradients expects
+        return near if pool is None else near + pool[:0].sum().to(near.dtype), near_lse
+    far = _far(q, first, _summaries(inputs, plan, ring), plan)
+    out, lse = merge((near, near_lse), far)
+    return out.to(q.dtype), lse
+
+
+def _seen(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
+    """First and end (exclusive) of the tokens that every query of this rank sees, int32 [s]; padding sees none, of blocks too."""
+    positions = torch.arange(rank * plan.local, (rank + 1) * plan.local, dtype=torch.int32, device=q.device)
+    true = positions < plan.length
+    return (plan.first(positions) * true, (positions + 1) * true)
+
+
+def _far(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> tuple[Tensor, Tensor]:
+    """The pair (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    options = plan.options
+    end = first // options.block * options.summaries
+    attend = partial(
+        attend_block,
+        mask=full(),
+        extents=torch.stack([torch.zeros_like(end), end], -1).expand(q.shape[0], -1, 2),
+        scale=options.scale,
+        softcap=options.softcap,
+        backend=options.backend,
+    )
+    k, v, share = summaries
+    if share is None:
+        out, lse = attend(q, k.to(q.dtype), v.to(q.dtype))
+        return out, lse + math.log(options.stands_for)
+    weight = share[..., None, None].expand(*v.shape[:3], 1)
+    out, lse = attend(q, k.to(q.dtype), torch.cat([v * weight, weight], -1).to(q.dtype), key_mask=share > 0)
+    total = out[..., -1:]
+    total = torch.where(total > 0, total, 1)
+    return out[..., :-1] / total, lse + total[..., 0].log() + math.log(options.stands_for)
+
+
+def _summaries(inputs: Inputs, plan: SummaryPlan, ring: Group) -> Summaries:
+    """The summaries of all blocks, from the parts that every rank has made."""
+    _, k, v, pool, key_mask = inputs
+    (b, _, g, d), e = k.shape, v.shape[-1]
+    m, slots, ranks = plan.options.summaries, plan.slots, ranks_of(ring)
+    index = torch.arange(slots * m, dtype=torch.int32, device=k.device)
+    first, end = plan.pooled(index // m, index % m, rank_in(ring))
+    queries = k.new_zeros(m, g, d) if pool is None else pool.to(k.dtype)
+    pooled = partial(
+        attend_block,
+        queries.repeat(slots, 1, 1).expand(b, -1, -1, -1),
+        k,
+        mask=full(),
+        extents=torch.stack([first, end], -1).expand(b, -1, 2),
+        key_mask=key_mask,
+        backend=plan.options.backend,
+    )
+    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # apart, since Hopper's kernels take no values wider than keys
+    parts = [of_k, of_v, lse[..., None]]
+    if key_mask is not None:
+        before = torch.nn.functional.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0))
+        parts.append((before[:, end] - before[:, first])[..., None, None].expand(b, -1, g, 1).to(lse.dtype))
+    mine = torch.cat(parts, -1)
+    every: Any = mine if ranks == 1 else AllGather.apply(mine, ring)
+    blocks, holders = (torch.arange(n, device=k.device) for n in (plan.blocks, plan.holders))
+    place, exists = plan.held(blocks[:, None], holders)
+    held = every.unflatten(1, (ranks * slots, m)).index_select(1, place.flatten()).unflatten(1, (plan.blocks, plan.holders))
+    exists = exists[:, :, None, None]
+    of_k, of_v, lse, count = held.tensor_split([d, d + e, d + e + 1], -1)
+    lse = lse.squeeze(-1).masked_fill(~exists, -math.inf)
+    top = lse.amax(2, keepdim=True).detach()
+    z = torch.exp(lse - top.masked_fill(top == -math.inf, 0))
+    total = z.sum(2, keepdim=True)
+    weight = (z / total.masked_fill(total == 0, 1))[..., None]
+    whole = lambda x: (weight * x).sum(2).flatten(1, 2)
+    share = None
+    if key_mask is not None:
+        share = (count[..., 0, 0] * exists[..., 0]).sum(2).flatten(1) / plan.options.width
+    return Summaries(whole(of_k), whole(of_v), share)
+
+
+@constant
+def _ring(group_name: str) -> Group:
+    return group_of(group_name)
+
+
+def _agreed(inputs: Inputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
+    """The plan of the call, once all ranks agree on it; the same ValueError on all ranks where they do not."""
+    q, k, v, pool, key_mask = inputs
+    shapes: dict[str, tuple[int, ...]] = {}
+    described = None if pool is None else Given("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
+
+    def check() -> None:
+        given = {"q": q, "k": k, "v": v, "pool": pool, "key_mask": key_mask}
+        for name, x in given.items():
+            if x is None and name in ("pool", "key_mask"):
+                continue
+            if is_dtensor(x):
+                raise ValueError(f"{name} is a DTensor: pass this rank's part of it, {name}.to_local()")
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.device != q.device:
+                raise ValueError(f"{name} is on {x.device} and q on {q.device}: move it")
+        checked({name: tuple(given[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
+
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        shapes[f"{name}_shape"] = tuple(getattr(x, "shape", ()))
+    alike = (*shapes.items(), ("pool", described), ("key_mask", key_mask is not None), *options.compared)
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    agree_on(Call("summary_attention", device, alike), ring, check)
+    return SummaryPlan(options, ranks_of(ring), q.shape[1])
+
+
+def _dtype(x: Any) -> str:
+    return str(getattr(x, "dtype", "")).removeprefix("torch.")
