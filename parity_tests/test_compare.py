@@ -30,7 +30,8 @@ FOUND = {
 }
 """The five mistakes, and how each is named."""
 
-ON_CPU = {"ring": ("jax", "torch"), "layer": ("jax", "torch"), "transformer": ("jax", "torch"), "sdpa": ("torch",)}
+BOTH = ("jax", "torch")
+ON_CPU = {**dict.fromkeys(("ring", "layer", "transformer", "dilated", "summary"), BOTH), "sdpa": ("torch",)}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
     """One comparison of everything, for processes are slow to start."""
     folder = tmp_path_factory.mktemp("compare")
     names = ["all", *(f"{PLANTED}:{name}" for name in FOUND)]
-    sizes: dict[str, Any] = {"length": 61, "head_dim": 16, "repeats": 1}
+    sizes: dict[str, Any] = {"length": 61, "head_dim": 16, "repeats": 1, "segments": (16, 40), "block": 8, "summaries": 2, "window": 11}
     return compare.run(*names, json=folder / "compare.json", png=folder / "compare.png", **sizes), folder
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ring_attn_jax import RingAttention, RingTransformer, loss, ring_attention
+from ring_attn_jax import RingAttention, RingTransformer, dilated_attention, loss, ring_attention, summary_attention
 
 from . import user as users
 from .jax_side import Call
@@ -34,6 +34,33 @@ def ring(call: Call) -> Function:
         return {"out": out, "lse": lse}
 
     return attention
+
+
+def dilated(call: Call) -> Function:
+    case = call.case
+    own = {"segments": case.segments, "dilations": case.dilations, "mixing": case.mixing, "mask": case.band}
+
+    def attention(arrays: Arrays) -> Arrays:
+        out, lse = dilated_attention(**arrays, **own, **_variant(call), axis_name=call.axis_name, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    return attention
+
+
+def summary(call: Call) -> Function:
+    case = call.case
+    own = {"block": case.block, "summaries": case.summaries, "window": case.window}
+
+    def attention(arrays: Arrays) -> Arrays:
+        out, lse = summary_attention(**arrays, **own, **_variant(call), axis_name=call.axis_name, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    return attention
+
+
+def _variant(call: Call) -> dict[str, Any]:
+    """The arguments that both variants of attention share."""
+    return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
 def layer(call: Call) -> Function:

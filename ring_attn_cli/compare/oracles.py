@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ring_attn_core.reference import dilated, summary
 from ring_attn_core.reference.layers import Layers, Sizes
 from ring_attn_core.reference.oracle import Attention, Features, exact, plain
 from ring_attn_core.reference.tolerance import bound, bound_of_sinks
@@ -105,8 +106,8 @@ def first_heads(case: Case, given: Given, cotangents: Collection[str], whole: bo
     return by_row | cut
 
 
-def by_name(attention: Attention) -> Arrays:
-    """The arrays of an Attention that there are."""
+def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
+    """The arrays of a result that there are."""
     return {name: x for name, x in attention._asdict().items() if x is not None}
 
 
@@ -122,7 +123,7 @@ def _layer_given(case: Case) -> Given:
 
 
 def _layers(case: Case, dtype: str | None) -> Layers:
-    features = Features(**case.scalars, **case.masks, alibi_slopes=case.slopes)
+    features = Features(alibi_slopes=case.slopes, **(case.scalars | case.masks))  # pyright: ignore[reportArgumentType]
     return Layers(Sizes(case.head_dim, case.band), dtype, features)
 
 
@@ -167,9 +168,47 @@ def _transformer_truth(case: Case, given: Given, cotangents: Collection[str]) ->
     return Truth(right, rough, bounds)
 
 
+def _dilated_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    call = dilated.Dilated(
+        case.segments, case.dilations, case.mixing, case.band, given.arrays.get("key_mask"), case.scale, case.softcap
+    )
+    arrays = _qkv(given)
+    right, rough = by_name(dilated.exact(*arrays, call)), by_name(dilated.plain(*arrays, call, case.dtype))
+    return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
+
+
+def _summary_given(case: Case) -> Given:
+    of_attention = _attention_given(case)
+    (pool,) = case.normal(7, (case.summaries, case.kv_heads, case.head_dim))
+    return Given(of_attention.arrays | {"pool": pool}, (*of_attention.leaves, "pool"), of_attention.cotangents)
+
+
+def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    pool, key_mask = given.arrays["pool"], given.arrays.get("key_mask")
+    asked = summary.Asked(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
+    exact_of = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
+    plain_of = lambda arrays: by_name(summary.plain_summary(*arrays, asked, case.dtype))
+    arrays = _qkv(given)
+    right, rough = exact_of(arrays), plain_of(arrays)
+    bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
+    for draw in range(3):  # dpool are few numbers, which may be right by luck: the worst of four draws of the cotangents counts
+        rng = np.random.default_rng((case.seed, 8, draw))
+        others = *arrays[:3], *(rng.permutation(x.ravel()).reshape(x.shape) for x in arrays[3:])
+        bounds["dpool"] = max(bounds["dpool"], bound(plain_of(others)["dpool"], exact_of(others)["dpool"], case.dtype))
+    return Truth(right, rough, bounds)
+
+
+def _qkv(given: Given) -> tuple[np.ndarray, ...]:
+    """q, k, v and the cotangents of out and lse."""
+    return *(given.arrays[name] for name in "qkv"), given.cotangents["out"], given.cotangents["lse"]
+
+
 _MASKS = {"extents", "key_mask"}
+_ATTENTION = frozenset({"q", "k", "v", "out", "lse", "dq", "dk", "dv"} | _MASKS)
 ORACLES: dict[str, Oracle] = {
-    "attention": Oracle(_attention_given, _attention_truth, frozenset({"q", "k", "v", "out", "lse", "dq", "dk", "dv"} | _MASKS)),
+    "attention": Oracle(_attention_given, _attention_truth, _ATTENTION),
+    "dilated": Oracle(_attention_given, _dilated_truth, _ATTENTION),
+    "summary": Oracle(_summary_given, _summary_truth, _ATTENTION),
     "layer": Oracle(_layer_given, _layer_truth, frozenset({"x", "out", "dx"} | _MASKS)),
     "transformer": Oracle(
         _transformer_given,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn_torch import RingAttention, RingTransformer, loss, ring_attention
+from ring_attn_torch import RingAttention, RingTransformer, dilated_attention, loss, ring_attention, summary_attention
 
 from . import user as users
 from .torch_side import Call
@@ -39,6 +39,33 @@ def ring(call: Call) -> Function:
 def vendor(call: Call) -> Function:
     """A vendor's kernels, whose lse has no gradient."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
+
+
+def dilated(call: Call) -> Function:
+    case = call.case
+    own = {"segments": case.segments, "dilations": case.dilations, "mixing": case.mixing, "mask": case.band}
+
+    def attention(arrays: Tensors) -> Tensors:
+        out, lse = dilated_attention(**arrays, **own, **_variant(call), group=call.group, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    return attention
+
+
+def summary(call: Call) -> Function:
+    case = call.case
+    own = {"block": case.block, "summaries": case.summaries, "window": case.window}
+
+    def attention(arrays: Tensors) -> Tensors:
+        out, lse = summary_attention(**arrays, **own, **_variant(call), group=call.group, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    return attention
+
+
+def _variant(call: Call) -> dict[str, Any]:
+    """The arguments that both variants of attention share."""
+    return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
 def layer(call: Call) -> Function:

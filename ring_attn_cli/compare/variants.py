@@ -102,6 +102,15 @@ def _module(case: Case, framework: str, ranks: int) -> str | None:
     return _backend(case, framework, ranks)
 
 
+def _dilated(case: Case, framework: str, ranks: int) -> str | None:
+    return _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
+
+
+def _summary(case: Case, framework: str, ranks: int) -> str | None:
+    wrong = None if case.mask == "causal" else f"it is causal attention, and the mask is {case.mask}"
+    return wrong or _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
+
+
 def _causal_or_full(case: Case) -> str | None:
     return None if case.mask in ("causal", "full") else f"it knows causal and full masks, not {case.mask}"
 
@@ -146,6 +155,10 @@ _RECORDS = [
     Variant("layer", both("layer"), "RingAttention, the gradient of every weight", oracle="layer", objection=_module),
     Variant("transformer", both("transformer"), "a small RingTransformer: logits, loss, the gradient of every weight",
             oracle="transformer", objection=_transformer),
+    Variant("dilated", both("dilated"), "dilated_attention, as in LongNet", oracle="dilated",
+            changes={"layout": "contiguous"}, objection=_dilated),
+    Variant("summary", both("summary"), "summary_attention, approximate: exact within a window, summaries of blocks beyond",
+            oracle="summary", changes={"layout": "contiguous"}, objection=_summary),
     *(Variant(name, only_torch("vendor"), f"the ring with {whose}", changes={"backend": name}, objection=_vendor)
       for name, whose in (("flash", "FlashAttention-2"), ("cudnn", "cuDNN"), ("flash4", "FlashAttention-4"))),
     Variant("sdpa", only_torch("sdpa"), "torch's scaled_dot_product_attention, one device", objection=_one_device),
