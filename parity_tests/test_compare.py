@@ -22,7 +22,7 @@ from ring_attn_cli.main import app  # noqa: E402
 
 PLANTED = "parity_tests.support.planted"
 FOUND = {
-    "wrong_scale": "the scale is wrong: scores are multiplied by 1 where 0.25 was said, 4 times as much, as if they were not scaled",
+    "wrong_scale": "the scale is wrong: scores are multiplied by 1 where 0.25 was said, 4 times as much, as if they were not",
     "transposed_heads": "the heads of out are in another order",
     "in_bfloat16": "bfloat16 where float32 was said",
     "lost_gradient": "dk is zero everywhere: the gradient is lost",
@@ -39,7 +39,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
     """One comparison of everything, for processes are slow to start."""
     folder = tmp_path_factory.mktemp("compare")
     names = ["all", *(f"{PLANTED}:{name}" for name in FOUND)]
-    sizes: dict[str, Any] = {"length": 61, "head_dim": 16, "repeats": 1, "segments": (16, 40), "block": 8, "summaries": 2, "window": 11}
+    sizes: dict[str, Any] = {
+        "length": 61,
+        "head_dim": 16,
+        "repeats": 1,
+        "segments": (16, 40),
+        "block": 8,
+        "summaries": 2,
+        "window": 11,
+    }
     return compare.run(*names, json=folder / "compare.json", png=folder / "compare.png", **sizes), folder
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +44,8 @@ def again(case: Case, result: Arrays, dtype: str | None = None, **changed: Any) 
     arrays = given.arrays | {"dout": given.cotangents["out"], "dlse": given.cotangents["lse"]}
     keep = rounding(dtype or case.dtype)
     arrays |= {name: keep(arrays[name]) for name in ("q", "k", "v", "dout")}
-    return by_name(plain(**(arrays | {"mask": case.band, "dtype": dtype or case.dtype} | case.scalars | changed)))
+    arguments: dict[str, Any] = {**arrays, "mask": case.band, "dtype": dtype or case.dtype, **case.scalars, **changed}
+    return by_name(plain(**arguments))
 
 
 def transposed(case: Case, x: Any) -> Any:
@@ -124,15 +127,11 @@ OF_ONE_KEY_HEAD = "own part", "rank 1 lost", "rank 0 twice"
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_named(case: Case, mistake: str):
-    from dataclasses import replace
-
     if mistake in OF_ONE_KEY_HEAD:
         case = replace(case, heads=2, kv_heads=1)
     plant, words = MISTAKES[mistake]
     said = diagnose(evidence(case, plant))
     assert len(said) == 1, said
-    import re
-
     assert re.search(words, said[0]), said
 
 

@@ -21,7 +21,9 @@ from .ring import SEQ, mesh_of
 IN_CI = (1, 2, 3, 5, 8, 10, 16)
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=() if i in IN_CI else pytest.mark.full) for i, x in enumerate(CASES)], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=() if i in IN_CI else pytest.mark.full) for i, x in enumerate(CASES)], ids=str
+)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))
 
@@ -89,9 +91,7 @@ def test_what_does_not_fit_is_refused_when_it_is_traced(wrong, message):
 def test_heads_that_would_keep_other_tokens_on_another_member_are_refused(wrong):
     mesh = jax.make_mesh((2, 2), ("seq", "model"), devices=jax.devices()[:4])
     with pytest.raises(ValueError, match="every member holds 2 heads"):
-        sharded_dilated_attention(
-            *arrays(), mesh=mesh, head_axis="model", **{"segments": (4, 8), "dilations": (1, 2), **wrong}
-        )
+        sharded_dilated_attention(*arrays(), mesh=mesh, head_axis="model", **{"segments": (4, 8), "dilations": (1, 2), **wrong})
 
 
 def test_keys_travel_only_between_ranks_that_share_a_segment():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from typing import Any
@@ -67,7 +68,8 @@ def other_key_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 
 
 def in_bfloat16(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    out, lse = _attend(*(_cast(x, "bfloat16") for x in (q, k, v)), arguments)
+    q, k, v = (_cast(x, "bfloat16") for x in (q, k, v))
+    out, lse = _attend(q, k, v, arguments)
     return _cast(out, "float32"), lse
 
 
@@ -88,14 +90,8 @@ def base_two(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
     """No communication: every rank attends to its own shard, whose tokens stand in the order of their positions."""
     s, group = q.shape[1], q.shape[2] // k.shape[2]
-    if _in_torch(q):
-        import torch as xp
-
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    else:
-        import jax.numpy as xp
-
-        k, v = (x.repeat(group, 2) for x in (k, v))
+    xp: Any = importlib.import_module("torch" if _in_torch(q) else "jax.numpy")
+    k, v = (x.repeat_interleave(group, 2) if _in_torch(x) else x.repeat(group, 2) for x in (k, v))
     scores = scale * xp.einsum("bshd,bthd->bhst", q, k)
     seen = xp.arange(s)[:, None] >= xp.arange(s)
     p = xp.exp(xp.where(seen, scores, -1e30) - xp.amax(xp.where(seen, scores, -1e30), -1)[..., None])

@@ -19,7 +19,8 @@ from .comparison import Comparison, Result
 
 SCHEMA = 1
 PACKAGES = (
-    "torch", "jax", "jaxlib", "flax", "triton", "numpy", "flash-attn-4", "ring-flash-attn", "ring-attention-pytorch", "ringattention",
+    "torch", "jax", "jaxlib", "flax", "triton", "numpy", "flash-attn-4", "ring-flash-attn",
+    "ring-attention-pytorch", "ringattention",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ring_attn_core.reference.tolerance import bound, bound_of_sinks
 
 from .cases import Arrays, Case
 
+QKV = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 VOCAB, DEPTH = 61, 2
 """Of the small transformer."""
 
@@ -186,21 +187,24 @@ def _summary_given(case: Case) -> Given:
 def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
     pool, key_mask = given.arrays["pool"], given.arrays.get("key_mask")
     asked = summary.Asked(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
-    exact_of = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
-    plain_of = lambda arrays: by_name(summary.plain_summary(*arrays, asked, case.dtype))
+    exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
+    plain_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.plain_summary(*arrays, asked, case.dtype))
     arrays = _qkv(given)
     right, rough = exact_of(arrays), plain_of(arrays)
     bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
+    q, k, v, *starts = arrays
     for draw in range(3):  # dpool are few numbers, which may be right by luck: the worst of four draws of the cotangents counts
         rng = np.random.default_rng((case.seed, 8, draw))
-        others = *arrays[:3], *(rng.permutation(x.ravel()).reshape(x.shape) for x in arrays[3:])
+        dout, dlse = (rng.permutation(x.ravel()).reshape(x.shape) for x in starts)
+        others = q, k, v, dout, dlse
         bounds["dpool"] = max(bounds["dpool"], bound(plain_of(others)["dpool"], exact_of(others)["dpool"], case.dtype))
     return Truth(right, rough, bounds)
 
 
-def _qkv(given: Given) -> tuple[np.ndarray, ...]:
+def _qkv(given: Given) -> QKV:
     """q, k, v and the cotangents of out and lse."""
-    return *(given.arrays[name] for name in "qkv"), given.cotangents["out"], given.cotangents["lse"]
+    arrays, cotangents = given.arrays, given.cotangents
+    return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
 
 
 _MASKS = {"extents", "key_mask"}

@@ -148,8 +148,8 @@ class Pool:
             f"rank {rank} is at {place}" if several else f"it is at {place}" for rank, place in at.items() if place
         )
         raise Failure(
-            f"{who} did not answer for {patience:.0f} s, so everything was ended{f' ({places})' if places else ''}. Ranks wait for "
-            "each other where one of them does not communicate; a long case needs a longer --patience"
+            f"{who} did not answer for {patience:.0f} s, so everything was ended{f' ({places})' if places else ''}. Ranks wait "
+            "for each other where one of them does not communicate; a long case needs a longer --patience"
         )
 
     def _mistake(self, framework: str, members: int, mistakes: dict[int, str]) -> Mistake:

@@ -64,8 +64,8 @@ def wrong_scale(evidence: Evidence) -> str | None:
     }
     hint = next((f", {words}" for value, words in known.items() if abs(factor / value - 1) < 1e-3), "")
     return (
-        f"the scale is wrong: scores are multiplied by {right * factor:.6g} where {right:.6g} was said, {factor:.4g} times as much"
-        f"{hint}"
+        f"the scale is wrong: scores are multiplied by {right * factor:.6g} where {right:.6g} was said, {factor:.4g} times as "
+        f"much{hint}"
     )
 
 
@@ -129,8 +129,8 @@ def narrow_dtype(evidence: Evidence) -> str | None:
             called = "float16 (or tf32)" if dtype == "float16" else dtype
             also = f", and every value of {name} is a {dtype} number" if held else ", and rounds alike"
             return (
-                f"{called} where {case.dtype} was said: {name} has an error of {errors[name]:.1e}, plain attention in {dtype} has "
-                f"{usual[name]:.1e}{also}"
+                f"{called} where {case.dtype} was said: {name} has an error of {errors[name]:.1e}, plain attention in {dtype} "
+                f"has {usual[name]:.1e}{also}"
             )
     return None
 
