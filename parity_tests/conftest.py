@@ -43,7 +43,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-WITH = {"parity_tests/test_parity.py": "parity_tests/jax/test_ring.py"}
+WITH = {
+    "parity_tests/test_parity.py": "parity_tests/jax/test_ring.py",
+    "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
+    "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
+}
 
 tests = itertools.count(1)
 

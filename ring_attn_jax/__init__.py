@@ -19,9 +19,10 @@ from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .layers.adapters import attention_fn
 from .layers.dilated_adapter import dilated_attention_fn
-from .sharded import sharded_dilated_attention, sharded_ring_attention
+from .sharded import sharded_ring_attention
 from .training.ranks import check_ranks
 from .variants.dilated import dilated_attention
+from .variants.sharded_dilated import sharded_dilated_attention
 from .variants.summary import sharded_summary_attention, summary_attention
 
 if TYPE_CHECKING:

@@ -13,22 +13,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ring_attn_core.masks import causal
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import check_array, check_extents
 from ring_attn_core.problem.options import Options
-from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import Patterns
 
 from .api import attention
 from .arguments import Arrays
 from .attend.dropout import draw_of
 from .axes import check_axis_name, described, dtype_names
 from .data.extents import on_host
-from .variants import dilated
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Float
 
 
 def sharded_ring_attention(
@@ -61,79 +57,6 @@ def sharded_ring_attention(
     where, options = Where.of(mesh, axis_name, batch_axes, head_axis), Options(**arguments)
     draw = draw_of(seed, offset) if options.dropout_rate and seed is not None else None
     return sharded(q, k, v, Arrays(**optional, dropout_seed=draw), options, where, return_lse)
-
-
-def sharded_dilated_attention(
-    q: Float[Array, "batch tokens heads head_dim"],
-    k: Float[Array, "batch tokens kv_heads head_dim"],
-    v: Float[Array, "batch tokens kv_heads v_dim"],
-    *,
-    segments: tuple[int, ...],
-    dilations: tuple[int, ...],
-    mesh: Mesh,
-    axis_name: str = "seq",
-    batch_axes: str | Sequence[str] = (),
-    head_axis: str | None = None,
-    mixing: str = "softmax",
-    mask: Band = causal(),
-    key_mask: Bool[Array, "batch tokens"] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    length: int | None = None,
-    strategy: str = "auto",
-    backend: str = "auto",
-    deterministic: bool = False,
-    return_lse: bool = False,
-) -> Any:
-    """:func:`dilated_attention` on whole arrays in the natural order of tokens, sharded as :func:`sharded_ring_attention` says.
-
-    Offsets and groups of heads count the heads of the whole array: over ``head_axis`` every member must hold a multiple of each
-    dilation, and ``mixing`` must be "softmax", so that all members keep the same tokens. ValueError otherwise.
-    """
-    where, patterns = Where.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
-    options = Options(
-        layout="contiguous",
-        mask=mask,
-        length=length,
-        scale=scale,
-        softcap=softcap,
-        strategy=strategy,
-        backend=backend,
-        deterministic=deterministic,
-    )
-    pairs = patterns.check()
-    dtype_names(q, k, v)
-    _check(q, k, v, where)
-    if head_axis is not None:
-        local = q.shape[2] // where.mesh.shape[head_axis]
-        if mixing != "softmax" or any(local % dilation for _, dilation in pairs):
-            raise ValueError(
-                f"over head_axis={head_axis!r} every member holds {local} heads: that must be a multiple of each dilation, and "
-                f'mixing "softmax", got dilations={tuple(dilations)} and mixing={mixing!r}: leave head_axis out, or choose others'
-            )
-    given = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
-    for array in described({name: x for name, x in given.items() if name == "key_mask"}):
-        check_array(array, q.shape, k.shape)
-    specs = where.specs(k.shape[2])
-    whole = {name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
-    of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
-    return _compiled_dilated(where, tuple((name, specs[name]) for name in whole), options, of_pairs, return_lse)(whole)
-
-
-@lru_cache(maxsize=1024)
-def _compiled_dilated(
-    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, patterns: Patterns, return_lse: bool
-) -> Any:
-    """The program, made once."""
-
-    def on_shards(given: dict[str, Any]) -> Any:
-        q, k, v = (given[name] for name in "qkv")
-        out, lse = dilated.attend(q, k, v, given.get("key_mask"), patterns, options, where.axis_name)
-        return (out, lse) if return_lse else out
-
-    out = dict(specs)["q"]
-    out_specs = (out, out) if return_lse else out
-    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))
 
 
 class Where(NamedTuple):
@@ -175,7 +98,7 @@ class Where(NamedTuple):
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Where, return_lse: bool = False) -> Any:
     """``sharded_ring_attention`` of records."""
     dtype_names(q, k, v)
-    _check(q, k, v, where)
+    check_shards(q, k, v, where)
     given, specs = arrays._replace(dropout_seed=None).given, where.specs(k.shape[2])
     for array in described(given):
         check_array(array, q.shape, k.shape)
@@ -234,7 +157,7 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, where: Where) -> None:
+def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: Where) -> None:
     """ValueError for arrays that are not 4-dimensional, or that the members of the mesh cannot share equally."""
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):

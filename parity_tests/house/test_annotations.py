@@ -49,9 +49,17 @@ def test_sharded_ring_attention_takes_what_its_signature_says():
         call(*in_jax(k_dim=7), mesh=mesh)
 
 
-def test_both_signatures_name_the_same_shapes():
-    ours, theirs = (inspect.get_annotations(p.ring_attention) for p in (ring_attn_jax, ring_attn_torch))
-    for name in "qkv":
+def test_summary_attention_takes_what_its_signature_says():
+    call = checked(ring_attn_torch.summary_attention, torch.Tensor)
+    assert call(*in_torch(), torch.ones(1, 2, 8), block=2, window=1).shape == (1, 6, 4, 5)
+    with pytest.raises(TypeCheckError):
+        call(*in_torch(), torch.ones(1, 2, 7), block=2, window=1)
+
+
+@pytest.mark.parametrize(("call", "arrays"), [("ring_attention", "qkv"), ("summary_attention", ("q", "k", "v", "pool"))])
+def test_both_signatures_name_the_same_shapes(call, arrays):
+    ours, theirs = (inspect.get_annotations(getattr(p, call)) for p in (ring_attn_jax, ring_attn_torch))
+    for name in arrays:
         assert ours[name].replace("Array", "Tensor") == theirs[name]
 
 

@@ -15,10 +15,10 @@ from ring_attn_core import full
 from ring_attn_jax import dilated_attention, sharded_dilated_attention
 
 from ..support.dilated import CASES, PUBLISHED, Case, check, drawn
-from .dilated import run
+from .dilated import run, run_anew
 from .ring import SEQ, mesh_of
 
-IN_CI = (1, 2, 3, 5, 8, 10, 16)
+IN_CI = (2, 8, 13)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_random_configurations_are_exact(seed):
 def test_future_tokens_change_nothing_on_any_rank():
     case, token = CASES[2], 9
     later = {name: np.concatenate([x[:, :token], -3 * x[:, token:]], 1) for name, x in case.arrays.items() if name in "qkv"}
-    before, after = run(case), run(replace(case).given(**later))
+    before, after = run(case), run_anew(replace(case).given(**later))
     for name in ("out", "lse"):
         np.testing.assert_array_equal(getattr(before, name)[:, :token], getattr(after, name)[:, :token])
     assert (before.out[:, token:] != after.out[:, token:]).any()

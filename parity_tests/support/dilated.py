@@ -12,7 +12,9 @@ import numpy as np
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.reference.dilated import Dilated, exact, plain
 from ring_attn_core.reference.oracle import Attention, rounding
-from ring_attn_core.reference.tolerance import bound, relative_error
+from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, bound, relative_error
+
+CAUSAL = causal()
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 4
     mixing: str = "softmax"
-    mask: Band = causal()
+    mask: Band = CAUSAL
     length: int | None = None
     key_mask: bool = False
     dtype: str = "float32"
@@ -66,8 +68,7 @@ class Case:
     @property
     def call(self) -> Dilated:
         """The oracle's arguments."""
-        shape = self.segments, self.dilations, self.mixing, self.mask
-        return Dilated(*shape, self.seen_keys, self.scale, self.softcap)
+        return Dilated(self.segments, self.dilations, self.mixing, self.mask, self.seen_keys, self.scale, self.softcap)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -77,11 +78,11 @@ class Case:
 
     @cached_property
     def expected(self) -> Attention:
-        return exact(*self.arrays.values(), self.call)
+        return exact(**self.arrays, call=self.call)
 
     @cached_property
     def plain(self) -> Attention:
-        return plain(*self.arrays.values(), self.call, self.dtype)
+        return plain(**self.arrays, call=self.call, dtype=self.dtype)
 
     def given(self, **arrays: np.ndarray) -> Case:
         """The same case with other arrays."""
@@ -107,11 +108,24 @@ def whole(shards: Sequence[Sequence[np.ndarray]]) -> Attention:
     return Attention(*(np.concatenate(x, 1) for x in zip(*shards, strict=True)))
 
 
+def by_name(got: Attention) -> dict[str, np.ndarray]:
+    """out, lse, dq, dk and dv."""
+    return {"out": got.out, "lse": got.lse, "dq": got.dq, "dk": got.dk, "dv": got.dv}
+
+
 def check(case: Case, got: Attention) -> None:
-    """Assert that whole arrays, padding included, are right within the computed bound."""
-    for name, mine, truth, rough in zip(got._fields[:5], got, case.expected, case.plain, strict=False):
+    """Assert that whole arrays, padding included, are right within the computed bound.
+
+    It has one rounding more than that of ``ring_attention``: patterns come back rounded, and are added up.
+    """
+    expected, roughly = by_name(case.expected), by_name(case.plain)
+    for name, mine in by_name(got).items():
+        truth, rough = expected[name], roughly[name]
         np.testing.assert_array_equal(mine[:, case.tokens :], -np.inf if name == "lse" else 0, err_msg=f"{name} at padding")
-        error, allowed = relative_error(mine[:, : case.tokens], truth), bound(rough, truth, case.dtype)
+        error, allowed = (
+            relative_error(mine[:, : case.tokens], truth),
+            bound(rough, truth, case.dtype) + 2 * UNIT_ROUNDOFF[case.dtype],
+        )
         assert error <= allowed, f"{name}: error {error:.3g} against float64, allowed {allowed:.3g} ({case})"
 
 
@@ -136,8 +150,8 @@ CASES = [
     Case((6, 18), (2, 3), ranks=2, local=9, dtype="float64"),
     Case((4, 8), (4, 8), ranks=2, local=8, heads=3, kv_heads=3, scale=1e5, mask=full()),
 ]
-"""Rings of 1 to 8, odd shards, padding, segments that neither divide nor fit, dilations that do not divide a shard or exceed the heads
-or do not divide them, shared key heads, windows, offsets, a key mask, both mixings, bfloat16, float64, scores far from 0."""
+"""Rings of 1 to 8, odd shards, padding, segments that neither divide nor fit, dilations that do not divide a shard, exceed the
+heads or do not divide them, shared key heads, windows, offsets, a key mask, both mixings, bfloat16, float64, huge scores."""
 
 PUBLISHED = Case((2048, 4096, 8192), (1, 2, 4), ranks=4, local=2048, heads=4, kv_heads=4, head_dim=4, v_dim=4, batch=1)
 """The segments and dilations of LongNet (arXiv:2307.02486, section 4.2), in which every head keeps a quarter of the longest."""

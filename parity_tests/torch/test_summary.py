@@ -32,10 +32,10 @@ from ..support.summaries import (
 from .models import Group, gradients, rank_in, ranks_of
 
 
-def run(pool: Ranks, case: SummaryCase) -> list[np.ndarray | None]:
+def run(pool: Ranks, case: SummaryCase) -> list[Any]:
     """out, lse, dq, dk, dv as whole arrays, padding included, and dpool, summed over the ranks."""
     results = pool(case.ranks, on_rank, case, PerRank(*case.shards()))
-    whole: list[np.ndarray | None] = [np.concatenate([r[i] for r in results], 1) for i in range(5)]
+    whole: list[Any] = [np.concatenate([r[i] for r in results], 1) for i in range(5)]
     return [*whole, np.sum([r[5] for r in results], 0) if case.pooling != MEAN else None]
 
 
@@ -182,6 +182,7 @@ def layer_on_rank(group: Group, weights: dict[str, np.ndarray], x: np.ndarray, d
 
 def test_one_summary_starts_as_the_mean_and_several_start_apart():
     one, two = (SummaryAttention(8, 2, block=4, summaries=n, window=3).pool for n in (1, 2))
+    assert one is not None and two is not None
     assert not one.any()
     assert not torch.equal(two[0], two[1])
     assert SummaryAttention(8, 2, block=4, window=3, pooling=MEAN).pool is None
@@ -195,7 +196,7 @@ def test_the_pool_has_a_gradient_where_no_block_is_summarized():
     case = SummaryCase(1, window=36)
     leaves = [torch.from_numpy(case.arrays[name]).requires_grad_() for name in ("q", "k", "v", "pool")]
     summary_attention(*leaves, **case.options).sum().backward()
-    assert not leaves[3].grad.any()
+    assert leaves[3].grad is not None and not leaves[3].grad.any()
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=lambda x: str(x) if isinstance(x, dict) else "")

@@ -16,7 +16,8 @@ token is in exactly one block that is summarized. ``window >= length - 1`` is ex
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any, NamedTuple
 
 from ..masks import causal, sliding_window
@@ -97,7 +98,11 @@ class SummaryOptions:
     @property
     def compared(self) -> tuple[tuple[str, Any], ...]:
         """Return the values by name, for ranks that compare them."""
-        return tuple(asdict(self).items())
+        return tuple([(name, getattr(self, name)) for name in ASKED])
+
+
+ASKED = tuple(field.name for field in fields(SummaryOptions))
+"""The names of what a user asks: torch.compile follows a look at them, but not ``asdict``."""
 
 
 class Sent(NamedTuple):
@@ -139,9 +144,10 @@ class SummaryPlan:
 
     @property
     def holders(self) -> int:
-        """The most ranks that hold tokens of one summarized block."""
+        """The most ranks that hold tokens of one block: blocks begin at all multiples of their common divisor in a shard."""
         block, local = self.options.block, self.local
-        return max((((n + 1) * block - 1) // local - n * block // local + 1 for n in range(self.blocks)), default=0)
+        latest = local - gcd(block, local)
+        return min((latest + block - 1) // local + 1, self.ranks)
 
     @property
     def near(self) -> Options:

@@ -16,8 +16,9 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
-from ..sharded import Where, sharded_dilated_attention
+from ..sharded import Where
 from ..variants.dilated import dilated_attention
+from ..variants.sharded_dilated import sharded_dilated_attention
 from .parts import dtype_name
 from .projections import Projections
 

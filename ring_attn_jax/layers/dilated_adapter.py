@@ -16,7 +16,8 @@ from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
 from ..data.extents import whole
-from ..sharded import Where, sharded_dilated_attention
+from ..sharded import Where
+from ..variants.sharded_dilated import sharded_dilated_attention
 from .adapters import Dropout, FlaxFunction, Triple, check_fits, nan_unless
 
 

@@ -13,16 +13,16 @@ from jax.sharding import Mesh
 
 from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.rotary import Rotary
+from ring_attn_core.problem.options import Options
 from ring_attn_core.variants.summary import SummaryOptions
 
 from ..sharded import Where
 from ..variants.summary import Inputs, attention_with_summaries, sharded
-from .attention import layout_positions
-from .parts import Linear, RMSNorm, dtype_name
-from .rotary import RotaryEmbedding
+from .parts import dtype_name
+from .projections import Projections
 
 
-class SummaryAttention(nnx.Module):
+class SummaryAttention(Projections):
     """Approximate causal multi-head attention: ``o(summary_attention(rotary(q(x)), rotary(k(x)), v(x), pool))``.
 
     It stands in for :class:`RingAttention` where exact attention to the last tokens and to summaries of all blocks before them
@@ -62,7 +62,7 @@ class SummaryAttention(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        self.config = config = AttentionConfig(
+        config = AttentionConfig(
             dim=dim,
             heads=heads,
             kv_heads=kv_heads,  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class SummaryAttention(nnx.Module):
             softcap=softcap,
             param_dtype=dtype_name(param_dtype),
         )
-        self.options = SummaryOptions(
+        of_summaries = SummaryOptions(
             block=block,
             summaries=summaries,
             window=window,
@@ -85,20 +85,12 @@ class SummaryAttention(nnx.Module):
             backend=backend,
             deterministic=deterministic,
         )
-        self.where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
-        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
-        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = Linear(dim, heads * size, qkv_bias, kept, rngs=rngs)
-        self.k = Linear(dim, config.kv_heads * size, qkv_bias, kept, rngs=rngs)
-        self.v = Linear(dim, config.kv_heads * size, qkv_bias, kept, rngs=rngs)
-        self.o = Linear(heads * size, dim, False, kept, rngs=rngs)
-        self.q_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.k_norm = RMSNorm(size, eps, kept) if qk_norm else None
-        self.pool = None
-        if pooling == "attention":
-            shape, dtype = (summaries, config.kv_heads, size), jnp.dtype(kept)
-            pool = jnp.zeros(shape, dtype) if summaries == 1 else jax.random.normal(rngs.params(), shape, dtype)
-            self.pool = nnx.Param(pool)
+        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        super().__init__(config, Options(layout="contiguous", softcap=softcap), where, rngs)
+        self.of_summaries = of_summaries
+        make = nnx.initializers.zeros if summaries == 1 else nnx.initializers.normal(1.0)
+        draw = lambda: make(rngs.params(), (summaries, config.kv_heads, config.head_dim), jnp.dtype(config.param_dtype))
+        self.pool = nnx.Param(draw()) if pooling == "attention" else None
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
@@ -110,22 +102,11 @@ class SummaryAttention(nnx.Module):
 
         Raises ValueError for an x of another shape, and what summary_attention raises.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
-        q, k, v = (project(x).reshape(*x.shape[:2], -1, self.config.head_dim) for project in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary is not None:
-            positions = self.layout_positions(x.shape[1]) if positions is None else positions
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        q, k, v = self.projected(x, positions)
         inputs = Inputs(q, k, v, None if self.pool is None else self.pool[...], key_mask)
-        options = replace(self.options, length=length)
+        options = replace(self.of_summaries, length=length)
         if isinstance(self.where, Where):
             out = sharded(inputs, options, self.where)
         else:
             out, _ = attention_with_summaries(inputs, options, self.where)
         return self.o(out.reshape(*x.shape[:2], -1))
-
-    def layout_positions(self, tokens: int) -> jax.Array:
-        """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
-        return layout_positions("contiguous", self.where, tokens)

@@ -26,7 +26,7 @@ from ..arguments import Arrays
 from ..attend.tiles import accumulation_dtype
 from ..axes import described, dtype_names, ring_size
 from ..block import attend_block, merge
-from ..sharded import Where, _check, on_explicit_axes
+from ..sharded import Where, check_shards, on_explicit_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -262,7 +262,7 @@ def sharded(inputs: Inputs, options: SummaryOptions, where: Where, return_lse: b
     """``sharded_summary_attention`` of records."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
-    _check(q, k, v, where)
+    check_shards(q, k, v, where)
     _checked(inputs, options, 1)
     if key_mask is not None:
         check_array(described({"key_mask": key_mask})[0], q.shape, k.shape)

@@ -1,0 +1,97 @@
+"""Dilated attention of globally sharded arrays: the shard_map round ``dilated_attention``, built for the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from ring_attn_core.masks import causal
+from ring_attn_core.problem.checks import check_array
+from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Band
+from ring_attn_core.variants.dilated import Patterns
+
+from ..axes import described, dtype_names
+from ..sharded import Where, check_shards, on_explicit_axes
+from .dilated import attend
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+def sharded_dilated_attention(
+    q: Float[Array, "batch tokens heads head_dim"],
+    k: Float[Array, "batch tokens kv_heads head_dim"],
+    v: Float[Array, "batch tokens kv_heads v_dim"],
+    *,
+    segments: tuple[int, ...],
+    dilations: tuple[int, ...],
+    mesh: Mesh,
+    axis_name: str = "seq",
+    batch_axes: str | Sequence[str] = (),
+    head_axis: str | None = None,
+    mixing: str = "softmax",
+    mask: Band = causal(),
+    key_mask: Bool[Array, "batch tokens"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`dilated_attention` on whole arrays in the natural order of tokens, sharded as :func:`sharded_ring_attention` says.
+
+    Offsets and groups of heads count the heads of the whole array: over ``head_axis`` every member must hold a multiple of each
+    dilation, and ``mixing`` must be "softmax", so that all members keep the same tokens. ValueError otherwise.
+    """
+    where, patterns = Where.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
+    options = Options(
+        layout="contiguous",
+        mask=mask,
+        length=length,
+        scale=scale,
+        softcap=softcap,
+        strategy=strategy,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    pairs = patterns.check()
+    dtype_names(q, k, v)
+    check_shards(q, k, v, where)
+    if head_axis is not None:
+        local = q.shape[2] // where.mesh.shape[head_axis]
+        if mixing != "softmax" or any(local % dilation for _, dilation in pairs):
+            raise ValueError(
+                f"over head_axis={head_axis!r} every member holds {local} heads: that must be a multiple of each dilation, and "
+                f'mixing "softmax", got dilations={tuple(dilations)} and mixing={mixing!r}: leave head_axis out, or choose others'
+            )
+    given = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
+    for array in described({name: x for name, x in given.items() if name == "key_mask"}):
+        check_array(array, q.shape, k.shape)
+    specs = where.specs(k.shape[2])
+    whole = {name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
+    of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
+    return _compiled(where, tuple((name, specs[name]) for name in whole), options, of_pairs, return_lse)(whole)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(
+    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, patterns: Patterns, return_lse: bool
+) -> Any:
+    """The program, made once."""
+
+    def on_shards(given: dict[str, Any]) -> Any:
+        q, k, v = (given[name] for name in "qkv")
+        out, lse = attend(q, k, v, given.get("key_mask"), patterns, options, where.axis_name)
+        return (out, lse) if return_lse else out
+
+    out = dict(specs)["q"]
+    out_specs = (out, out) if return_lse else out
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))
