@@ -81,7 +81,7 @@ def _bars(panels: Any, comparison: Comparison) -> None:
     left, right = panels
     _barh(left, [share(result) for result in results], [COLOURS[2] if result.passed else COLOURS[1] for result in results])
     left.axvline(1, color=INK, linestyle=":", linewidth=1)
-    left.set(xscale="log", xlabel="largest error as a share of its bound")
+    left.set(xscale="linear" if comparison.passed else "log", xlabel="largest error as a share of its bound")
     left.set_yticks(places, [result.label for result in results], fontsize=8)
     left.set_ylim(len(results) - 0.4, -0.6)
     milliseconds = [result.median_seconds * 1e3 for result in results]
