@@ -146,6 +146,12 @@ def test_two_lost_gradients_are_both_named():
     assert [words.split(" is ")[0] for words in said] == ["dq", "dk"]
 
 
+def test_a_gradient_that_comes_home_to_another_rank_is_named():
+    shifted = lambda case, given, result: result | {"dk": np.roll(result["dk"], 20, 1)}
+    said = diagnose(evidence(Case(length=60, head_dim=16, layout="contiguous"), shifted))
+    assert said == ["dk comes home to the wrong ranks: rank 0 that of rank 2, rank 1 that of rank 0, rank 2 that of rank 1"]
+
+
 def test_own_keys_only_is_named():
     case = Case(length=60, head_dim=16, layout="contiguous")
 

@@ -37,8 +37,23 @@ def lost_gradient(evidence: Evidence, name: str, attention: bool) -> str | None:
         known = {1 / ranks: "averaged over the ranks where it should be summed", float(ranks): "summed once more over the ranks"}
         hint = next((f": {words}" for value, words in known.items() if ranks > 1 and abs(factor / value - 1) < 1e-2), "")
         return f"{name} is {factor:.4g} times what it should be{hint}"
+    if name in ("dq", "dk", "dv") and (words := _on_other_ranks(evidence, name, got, right)):
+        return words
     known_parts = attention and name in ("dq", "dk", "dv") and evidence.plan.ranks > 1
     return _lost_part(evidence, name) if known_parts and evidence.plan.length <= LONGEST else None
+
+
+def _on_other_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
+    """What a rank has is the gradient of another rank's tokens: it stopped a hop too early or too late on its way home."""
+    ranks, of = range(evidence.plan.ranks), evidence.rank_of
+    if len({int((of == rank).sum()) for rank in ranks}) > 1:
+        return None  # shards of other lengths, padding left out, cannot be exchanged
+    errors = np.array([[relative_error(got[:, of == rank], right[:, of == other]) for other in ranks] for rank in ranks])
+    holds = errors.argmin(1)
+    if (holds == np.arange(len(holds))).all() or not evidence.explained(name, evidence.error(name), errors.min(1).max()):
+        return None
+    words = ", ".join(f"rank {rank} that of rank {other}" for rank, other in enumerate(holds) if rank != other)
+    return f"{name} comes home to the wrong ranks: {words}"
 
 
 def _lost_part(evidence: Evidence, name: str) -> str | None:
