@@ -18,9 +18,9 @@ Console = pytest.importorskip("rich.console").Console
 
 from ring_attn_cli.demo import exactness, report, text, training  # noqa: E402
 from ring_attn_cli.demo.judge import Check, exit_status, missed  # noqa: E402
-from ring_attn_cli.demo.processes import Crews, Failure, Message  # noqa: E402
 from ring_attn_cli.demo.run import available  # noqa: E402
 from ring_attn_cli.demo.settings import Settings  # noqa: E402
+from ring_attn_cli.processes import Crews, Failure, Message  # noqa: E402
 from ring_attn_core.masks import causal  # noqa: E402
 from ring_attn_core.reference.oracle import Attention, exact, plain  # noqa: E402
 

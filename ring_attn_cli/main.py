@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +10,9 @@ from typing import Annotated
 from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
+from .mistakes import HINT, mistakes_in_one_line
 from .plan import image, terminal, words
 
-HINT = 'ring-attn: {} is not installed: run pip install ".[demo]" in a clone of the repository'
 for package in ("typer", "rich"):
     if find_spec(package) is None:
         raise SystemExit(HINT.format(package))
@@ -25,7 +21,11 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-app = typer.Typer(help="Exact ring attention: run the demo, train, look at a plan.", no_args_is_help=True, add_completion=False)
+from .compare.command import compare  # noqa: E402
+
+app = typer.Typer(
+    help="Exact ring attention: run the demo, train, look at a plan, compare.", no_args_is_help=True, add_completion=False
+)
 
 
 @app.callback()
@@ -36,25 +36,6 @@ def _commands(
     if version:
         typer.echo(__version__)
         raise typer.Exit
-
-
-@contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """A user's mistake (ValueError) or a missing package becomes one line on stderr and exit status 2.
-
-    Whoever reads the output may close it early, as ``head`` does: nothing is said then, and the exit status is 1.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        typer.echo(HINT.format(missing.name), err=True)
-        raise typer.Exit(2) from None
-    except BrokenPipeError:  # rich exits with 1 by itself from 13.8 on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush into the pipe at exit
-        raise typer.Exit(1) from None
-    except (ValueError, OSError) as error:
-        typer.echo(f"ring-attn: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -134,7 +115,7 @@ def train(
 ) -> None:
     """Train a language model, or go on where the run in that folder stopped; under torchrun on its processes."""
     with mistakes_in_one_line():
-        from .demo.processes import Failure
+        from .processes import Failure
         from .train.config import read
         from .train.run import Program, run
 
@@ -159,6 +140,9 @@ def doctor(
 
         problem = typical(dtype, head_dim, v_dim)
         console(plain=True).print(report(problem, findings(problem, framework)))
+
+
+app.command()(compare)
 
 
 def console(plain: bool = False) -> Console:

@@ -40,6 +40,7 @@ PUBLIC = {
     "Block.forward",
     "Block.__call__",
     "plan",
+    "compare",
 }
 """What users call with keywords; each hands records on."""
 
@@ -50,6 +51,8 @@ FORWARDED = {
     "exact": "the fields of Features",
     "plain": "the fields of Features",
     "the_call": "the fields of Call",
+    "run": "the fields of compare's Case",
+    "asked": "the fields of compare's Case",
     "_add_stage": "what Triton hands to its hook",
 }
 """What takes ``*arguments`` or ``**keywords`` of any kind, and whose they are."""

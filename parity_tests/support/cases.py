@@ -18,7 +18,7 @@ from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.dropout import kept
 from ring_attn_core.layouts import LAYOUTS, padded_local, slots
 from ring_attn_core.reference.oracle import Attention, exact, plain, rounding, visible
-from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, bound, relative_error
+from ring_attn_core.reference.tolerance import bound, bound_of_sinks, relative_error
 
 from . import features as draw
 
@@ -189,23 +189,10 @@ def check(case: Case, got: Attention, allowed_error: Callable[[Case, str], float
 
 
 def computed_bound(case: Case, name: str) -> float:
-    """The relative error that the array of that name may have.
-
-    dsinks are so few numbers that the plain computation may get them right by luck. Each is a sum over queries: with terms as
-    wrong as the plain computation's, and rounded, it is wrong by their norm times chance, so that it may be wrong by 5 sigma.
-    """
-    truth = getattr(case.expected, name)
-    allowed = bound(getattr(case.plain, name), truth, case.dtype)
-    if name != "dsinks":
-        return allowed
-
-    def terms(got: Attention) -> np.ndarray:
-        sinks = case.features["sinks"].astype(got.lse.dtype)
-        return np.exp(sinks - got.lse) * ((case.arrays["dout"] * got.out).sum(-1) - case.arrays["dlse"])
-
-    wrong = np.stack([terms(case.plain) - terms(case.expected), terms(case.plain) * UNIT_ROUNDOFF[case.dtype]])
-    sigma = np.linalg.norm(wrong.astype(np.float64).reshape(-1, case.heads), axis=0)
-    return max(allowed, relative_error(truth + 5 * sigma, truth))
+    """The relative error that the array of that name may have."""
+    if name == "dsinks":
+        return bound_of_sinks(case.plain, case.expected, case.arrays | case.features, case.dtype)
+    return bound(getattr(case.plain, name), getattr(case.expected, name), case.dtype)
 
 
 def grid() -> list[Case]:

@@ -14,8 +14,8 @@ from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import bound, relative_error
 from ring_attn_core.runs import Band
 
+from ..processes import Report
 from .judge import Check
-from .processes import Report
 from .text import VOCAB, standard_library
 
 PARTS = ("ring", "one device")

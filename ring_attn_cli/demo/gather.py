@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ..processes import Crews, Message
 from . import exactness, report
 from .exactness import PARTS
 from .gathered import EXACT, Gathered
-from .processes import Crews, Message
 from .settings import MASK, Settings
 
 

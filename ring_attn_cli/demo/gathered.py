@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..processes import Message
 from . import exactness, training
 from .exactness import PARTS, Result, Row, Truth
 from .judge import Check
-from .processes import Message
 from .training import Step
 
 EXACT = "exact"

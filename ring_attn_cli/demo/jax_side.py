@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_jax import RingTransformer, from_layout, from_numpy, loss, shard_batch, sharded_ring_attention, to_layout, to_numpy
 
+from ..processes import Report
 from . import training
 from .exactness import Inputs, Result
-from .processes import Report
 from .settings import MASK, Settings
 from .training import Step
 

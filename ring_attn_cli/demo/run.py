@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..processes import Failure
 from . import report
 from .gather import gather
 from .judge import exit_status
-from .processes import Failure
 from .settings import Settings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}

@@ -23,9 +23,9 @@ from ring_attn_torch import (
     to_numpy,
 )
 
+from ..processes import Report
 from . import training
 from .exactness import Inputs, Result
-from .processes import Report
 from .settings import MASK, Settings
 from .training import Step
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..demo.processes import Crews
+from ..processes import Crews
 from . import data, folder, lock, picture
 from .config import Config
 from .loop import LOG
@@ -47,7 +47,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     """Train, and leave log, picture, checkpoints and weights in ``config.out``; go on where a run in that folder stopped.
 
     ``framework``: "torch" or "jax". Raises ValueError for another one, for what the run cannot begin with, and for a folder
-    in which another run is at work, demo.processes' Failure where a process fails, and ModuleNotFoundError.
+    in which another run is at work, processes' Failure where a process fails, and ModuleNotFoundError.
     """
     if framework not in NEEDS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")

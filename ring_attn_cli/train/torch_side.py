@@ -33,7 +33,7 @@ from ring_attn_torch import (
     to_numpy,
 )
 
-from ..demo.processes import Report
+from ..processes import Report
 from . import lock
 from .arithmetic import first_weights, rates
 from .config import Config

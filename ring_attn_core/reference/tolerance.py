@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+
+from .oracle import Attention
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
 """Half the gap after 1 in the dtype that carries the state, the last thing that may differ by a rounding."""
@@ -29,3 +33,21 @@ def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
 def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
     """The relative error a result may have: twice that of the plain computation in ``dtype``, and one rounding."""
     return 2 * relative_error(plain, exact) + 2 * UNIT_ROUNDOFF[dtype]
+
+
+def bound_of_sinks(plain: Attention, exact: Attention, given: Mapping[str, np.ndarray], dtype: str) -> float:
+    """The relative error that the gradient of sinks may have; ``given``: sinks [h], dout and dlse.
+
+    They are so few numbers that the plain computation may get them right by luck. Each is a sum over queries: with terms as
+    wrong as the plain computation's, and rounded, it is wrong by their norm times chance, so that it may be wrong by 5 sigma.
+    """
+    assert plain.dsinks is not None and exact.dsinks is not None
+
+    def terms(got: Attention) -> np.ndarray:
+        sinks = given["sinks"].astype(got.lse.dtype)
+        return np.exp(sinks - got.lse) * ((given["dout"] * got.out).sum(-1) - given["dlse"])
+
+    wrong = np.stack([terms(plain) - terms(exact), terms(plain) * UNIT_ROUNDOFF[dtype]])
+    sigma = np.linalg.norm(wrong.astype(np.float64).reshape(-1, len(given["sinks"])), axis=0)
+    by_chance = relative_error(exact.dsinks + 5 * sigma, exact.dsinks)
+    return max(bound(plain.dsinks, exact.dsinks, dtype), by_chance)

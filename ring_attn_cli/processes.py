@@ -69,6 +69,14 @@ class Crews:
                 silent = "; ".join(sorted(member.label for member in self._members.values()))
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
+    def arrived(self, timeout: float) -> list[Message]:
+        """What is reported within so many seconds; nothing where all are silent. Raises :class:`Failure`."""
+        return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
+
+    def logs(self) -> dict[str, str]:
+        """The last lines that each process still at work has printed, by what it is called in a Failure."""
+        return {member.label: member.last_words(200) for member in self._members.values()}
+
     def _receive(self, pipe: Connection) -> Iterator[Message]:
         member = self._members[pipe]
         try:
@@ -109,10 +117,10 @@ class _Member(NamedTuple):
             return "was killed, as a system does that has no memory left"
         return f"ended with exit code {self.process.exitcode}"
 
-    def last_words(self) -> str:
+    def last_words(self, most: int = 20) -> str:
         """The last lines that the process printed."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(lines[-20:])
+        return "\n".join(lines[-most:])
 
 
 def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:

@@ -1,0 +1,169 @@
+"""The diagnosis of ``ring-attn compare``: every planted mistake is named, and nothing is said of what is right."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from ring_attn_cli.compare.cases import Arrays, Case  # noqa: E402
+from ring_attn_cli.compare.diagnosis import Evidence, diagnose  # noqa: E402
+from ring_attn_cli.compare.diagnosis.dense import Dense  # noqa: E402
+from ring_attn_cli.compare.measure import quantities  # noqa: E402
+from ring_attn_cli.compare.oracles import ORACLES, by_name  # noqa: E402
+from ring_attn_core.reference.oracle import plain, rounding  # noqa: E402
+
+CASES = {
+    "plain": Case(length=61, head_dim=16),
+    "everything": Case(
+        length=61, head_dim=16, softcap=3.0, sinks=True, alibi=True, dropout_rate=0.2, key_mask=True, documents=3, mask="full"
+    ),
+}
+RANKS = 3
+
+
+def evidence(case: Case, plant: Callable[[Case, Arrays, Arrays], Arrays], ranks: int = RANKS) -> Evidence:
+    """What a plain computation in the dtype gives, changed by ``plant(case, inputs, result)``."""
+    oracle = ORACLES["attention"]
+    given = oracle.given(case)
+    truth = oracle.truth(case, given, given.cotangents)
+    got = plant(case, given.arrays, dict(truth.plain))
+    missed = [each.name for each in quantities(got, truth.exact, truth.bounds, case.dtype) if not each.within]
+    return Evidence(case, case.plan(ranks), given, truth, got, missed, frozenset(given.cotangents))
+
+
+def again(case: Case, result: Arrays, dtype: str | None = None, **changed: Any) -> Arrays:
+    """The plain computation with other inputs, numbers or dtype."""
+    given = ORACLES["attention"].given(case)
+    arrays = given.arrays | {"dout": given.cotangents["out"], "dlse": given.cotangents["lse"]}
+    keep = rounding(dtype or case.dtype)
+    arrays |= {name: keep(arrays[name]) for name in ("q", "k", "v", "dout")}
+    arguments: dict[str, Any] = {**arrays, "mask": case.band, "dtype": dtype or case.dtype, **case.scalars, **changed}
+    return by_name(plain(**arguments))
+
+
+def transposed(case: Case, x: Any) -> Any:
+    b, s, h, *d = x.shape
+    return x.reshape(b, s, case.kv_heads, h // case.kv_heads, *d).swapaxes(2, 3).reshape(x.shape)
+
+
+def parts(case: Case, given: Arrays) -> tuple[Any, dict[str, Any]]:
+    """The rank of every token, and what each rank gives to the gradients of key head 0, for a case with one."""
+    cotangents = ORACLES["attention"].given(case).cotangents
+    ranks = np.zeros(case.length, int)
+    for rank in range(RANKS):
+        held = np.array(list(case.plan(RANKS).positions(rank)))
+        ranks[held[held < case.length]] = rank
+    dense = Dense(case, given, range(case.length), case.heads // case.kv_heads)
+    return ranks, dense.parts(cotangents["out"][0], cotangents["lse"][0], ranks, RANKS)
+
+
+def own_part(case: Case, given: Arrays, result: Arrays) -> Arrays:
+    ranks, found = parts(case, given)
+    dk = result["dk"].copy()
+    dk[0, :, 0] = sum(np.where((ranks == rank)[:, None], found["dk"][rank], 0) for rank in range(RANKS))
+    return result | {"dk": dk}
+
+
+def without_rank_1(case: Case, given: Arrays, result: Arrays) -> Arrays:
+    _, found = parts(case, given)
+    dv = result["dv"].copy()
+    dv[0, :, 0] -= found["dv"][1].astype(dv.dtype)
+    return result | {"dv": dv}
+
+
+def two_times_rank_0(case: Case, given: Arrays, result: Arrays) -> Arrays:
+    _, found = parts(case, given)
+    dq = result["dq"].copy()
+    dq[0, :, : found["dq"].shape[2]] += found["dq"][0].astype(dq.dtype)
+    return result | {"dq": dq}
+
+
+MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
+    "not scaled": (lambda c, i, r: again(c, r, scale=1.0), "the scale is wrong: .* 4 times as much, as if they were not scaled"),
+    "scale 1% off": (lambda c, i, r: again(c, r, scale=1.01 * c.factor), "the scale is wrong: .* 1.01 times as much"),
+    "transposed heads": (
+        lambda c, i, r: r | {name: transposed(c, r[name]) for name in ("out", "lse")},
+        "heads of out are in another order: .* they come as 0, 2, 1, 3",
+    ),
+    "key heads reversed": (
+        lambda c, i, r: again(c, r, k=i["k"][:, :, ::-1], v=i["v"][:, :, ::-1]),
+        "query heads read the wrong key heads: 0 to 3 read key heads 1, 1, 0, 0, expected 0, 0, 1, 1",
+    ),
+    "bfloat16": (lambda c, i, r: again(c, r, "bfloat16"), "bfloat16 where float32 was said"),
+    "float16": (lambda c, i, r: again(c, r, "float16"), r"float16 \(or tf32\) where float32 was said"),
+    "lost": (lambda c, i, r: r | {"dk": 0 * r["dk"]}, "dk is zero everywhere: the gradient is lost"),
+    "averaged": (lambda c, i, r: r | {"dv": r["dv"] / 3}, "dv is 0.3333 times .* averaged over the ranks"),
+    "own part": (own_part, "dk is one rank's part only"),
+    "rank 1 lost": (without_rank_1, "dv is put together wrongly: rank 1's queries count .* times for rank 0's tokens"),
+    "rank 0 twice": (two_times_rank_0, "dq is put together wrongly: rank 0's keys count 2 times for rank 0's tokens"),
+    "base 2": (lambda c, i, r: r | {"lse": r["lse"] / math.log(2)}, "lse is in base 2"),
+    "base 2 with its gradient": (
+        lambda c, i, r: (
+            again(c, r, dlse=ORACLES["attention"].given(c).cotangents["lse"] / math.log(2)) | {"lse": r["lse"] / math.log(2)}
+        ),
+        "lse is in base 2",
+    ),
+    "lse without a gradient": (
+        lambda c, i, r: again(c, r, dlse=0 * ORACLES["attention"].given(c).cotangents["lse"]),
+        "lse has lost its gradient: dq and dk are those of out alone",
+    ),
+    "lse off": (lambda c, i, r: r | {"lse": r["lse"] - 1.5}, "lse is -1.5 off everywhere"),
+    "NaN": (
+        lambda c, i, r: r | {"out": np.where(r["out"] == r["out"].max(), np.nan, r["out"])},
+        "out holds 1 values that are NaN",
+    ),
+    "noise": (lambda c, i, r: r | {"dq": r["dq"] + 0.1 * r["dq"][:, ::-1]}, "no known mistake explains the error of dq"),
+}
+OF_ONE_KEY_HEAD = "own part", "rank 1 lost", "rank 0 twice"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_named(case: Case, mistake: str):
+    if mistake in OF_ONE_KEY_HEAD:
+        case = replace(case, heads=2, kv_heads=1)
+    plant, words = MISTAKES[mistake]
+    said = diagnose(evidence(case, plant))
+    assert len(said) == 1, said
+    assert re.search(words, said[0]), said
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_nothing_is_said_of_what_is_right(case: Case):
+    assert diagnose(evidence(case, lambda case, given, result: result)) == []
+
+
+def test_two_lost_gradients_are_both_named():
+    lost = lambda case, given, result: result | {"dk": 0 * result["dk"], "dq": 2 * result["dq"]}
+    said = diagnose(evidence(CASES["plain"], lost))
+    assert [words.split(" is ")[0] for words in said] == ["dq", "dk"]
+
+
+def test_a_gradient_that_comes_home_to_another_rank_is_named():
+    shifted = lambda case, given, result: result | {"dk": np.roll(result["dk"], 20, 1)}
+    said = diagnose(evidence(Case(length=60, head_dim=16, layout="contiguous"), shifted))
+    assert said == ["dk comes home to the wrong ranks: rank 0 that of rank 2, rank 1 that of rank 0, rank 2 that of rank 1"]
+
+
+def test_own_keys_only_is_named():
+    case = Case(length=60, head_dim=16, layout="contiguous")
+
+    def local(case: Case, given: Arrays, result: Arrays) -> Arrays:
+        out = [again(Case(length=20, head_dim=16), result, **_shard(case, rank))["out"] for rank in range(3)]
+        return result | {"out": np.concatenate(out, 1)}
+
+    assert "every rank attends to its own keys only" in diagnose(evidence(case, local))[0]
+
+
+def _shard(case: Case, rank: int) -> dict[str, Any]:
+    given = ORACLES["attention"].given(case)
+    cut = lambda x: x[:, 20 * rank : 20 * rank + 20]
+    arrays = {name: cut(given.arrays[name]) for name in ("q", "k", "v")}
+    return arrays | {"dout": cut(given.cotangents["out"]), "dlse": cut(given.cotangents["lse"])}

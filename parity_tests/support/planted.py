@@ -1,0 +1,128 @@
+"""Attentions with a mistake each, as a user would write them; the same functions in JAX and in PyTorch.
+
+``ring-attn compare`` must find every mistake and name it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from typing import Any
+
+
+def _in_torch(x: Any) -> bool:
+    return type(x).__module__.startswith("torch")
+
+
+def _attend(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    if _in_torch(q):
+        from ring_attn_torch import ring_attention
+    else:
+        from ring_attn_jax import ring_attention
+    return ring_attention(q, k, v, **arguments)
+
+
+def _detached(x: Any) -> Any:
+    if _in_torch(x):
+        return x.detach()
+    from jax import lax
+
+    return lax.stop_gradient(x)
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    if _in_torch(x):
+        import torch
+
+        return x.to(getattr(torch, dtype))
+    return x.astype(dtype)
+
+
+def right(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """No mistake."""
+    return _attend(q, k, v, arguments)
+
+
+def wrong_scale(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """Scores are not scaled."""
+    return _attend(q, k, v, arguments | {"scale": 1.0})
+
+
+def slightly_wrong_scale(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    return _attend(q, k, v, arguments | {"scale": 1.01 * arguments["scale"]})
+
+
+def transposed_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """(kv_heads, group) is read as (group, kv_heads)."""
+    out, lse = _attend(q, k, v, arguments)
+    b, s, h, d = out.shape
+    g = k.shape[2]
+    return out.reshape(b, s, g, h // g, d).swapaxes(2, 3).reshape(b, s, h, d), lse
+
+
+def other_key_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """The key heads come in reverse."""
+    order = list(range(k.shape[2]))[::-1]
+    return _attend(q, k[:, :, order], v[:, :, order], arguments)
+
+
+def in_bfloat16(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    q, k, v = (_cast(x, "bfloat16") for x in (q, k, v))
+    out, lse = _attend(q, k, v, arguments)
+    return _cast(out, "float32"), lse
+
+
+def lost_gradient(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    return _attend(q, _detached(k), v, arguments)
+
+
+def averaged_gradient(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """v's gradient is the mean over 2 ranks."""
+    return _attend(q, k, v / 2 + _detached(v) / 2, arguments)
+
+
+def base_two(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    out, lse = _attend(q, k, v, arguments)
+    return out, lse / math.log(2)
+
+
+def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
+    """No communication: every rank attends to its own shard, whose tokens stand in the order of their positions."""
+    s, group = q.shape[1], q.shape[2] // k.shape[2]
+    xp: Any = importlib.import_module("torch" if _in_torch(q) else "jax.numpy")
+    k, v = (x.repeat_interleave(group, 2) if _in_torch(x) else x.repeat(group, 2) for x in (k, v))
+    scores = scale * xp.einsum("bshd,bthd->bhst", q, k)
+    seen = xp.arange(s)[:, None] >= xp.arange(s)
+    p = xp.exp(xp.where(seen, scores, -1e30) - xp.amax(xp.where(seen, scores, -1e30), -1)[..., None])
+    return xp.einsum("bhst,bthd->bshd", p / p.sum(-1)[..., None], v)
+
+
+def half_of_the_tokens(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """Another shape."""
+    return _attend(q, k, v, arguments)[0][:, ::2]
+
+
+def raises(q: Any, k: Any, v: Any) -> Any:
+    raise RuntimeError("there is no such kernel")
+
+
+def raises_on_rank_1(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """The others wait in the ring."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise RuntimeError("this rank has had enough")
+    return _attend(q, k, v, arguments)
+
+
+def hangs_on_rank_1(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    return _attend(q, k, v, arguments)
+
+
+def needs_more(q: Any, k: Any, v: Any, bandwidth: int) -> Any:
+    return q

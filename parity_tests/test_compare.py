@@ -1,0 +1,192 @@
+"""``ring-attn compare``: every variant that a CPU runs keeps its bounds, planted mistakes are found, and nothing bad hangs."""
+
+from __future__ import annotations
+
+import json
+import time
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "jax", "flax", "matplotlib", "typer"):
+    pytest.importorskip(package)
+
+from typer.testing import CliRunner  # noqa: E402
+
+from ring_attn_cli import compare  # noqa: E402
+from ring_attn_cli.compare import export  # noqa: E402
+from ring_attn_cli.compare.comparison import Comparison, Result  # noqa: E402
+from ring_attn_cli.main import app  # noqa: E402
+
+PLANTED = "parity_tests.support.planted"
+FOUND = {
+    "wrong_scale": "the scale is wrong: scores are multiplied by 1 where 0.25 was said, 4 times as much, as if they were not",
+    "transposed_heads": "the heads of out are in another order",
+    "in_bfloat16": "bfloat16 where float32 was said",
+    "lost_gradient": "dk is zero everywhere: the gradient is lost",
+    "base_two": "lse is in base 2",
+}
+"""The five mistakes, and how each is named."""
+
+BOTH = ("jax", "torch")
+ON_CPU = {**dict.fromkeys(("ring", "layer", "transformer", "dilated", "summary"), BOTH), "sdpa": ("torch",)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    """One comparison of everything, for processes are slow to start."""
+    folder = tmp_path_factory.mktemp("compare")
+    names = ["all", *(f"{PLANTED}:{name}" for name in FOUND)]
+    sizes: dict[str, Any] = {
+        "length": 61,
+        "head_dim": 16,
+        "repeats": 1,
+        "segments": (16, 40),
+        "block": 8,
+        "summaries": 2,
+        "window": 11,
+    }
+    return compare.run(*names, json=folder / "compare.json", png=folder / "compare.png", **sizes), folder
+
+
+def of(found: tuple[Comparison, Path], variant: str) -> list[Result]:
+    return [result for result in found[0].results if result.variant == variant]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ON_CPU)
+def test_every_variant_of_a_cpu_keeps_its_bounds_on_one_device_and_on_a_ring(found: tuple[Comparison, Path], variant: str):
+    results = of(found, variant)
+    rings = (1,) if variant == "sdpa" else (1, 2)
+    assert [(each.framework, each.ranks) for each in results] == [(name, n) for name in ON_CPU[variant] for n in rings]
+    for each in results:
+        assert each.passed and not each.diagnosis, each
+        assert len(each.seconds) == 1 and min(each.seconds) > 0
+        for quantity in each.quantities:
+            assert (quantity.from_other_framework is None) == (variant == "sdpa")
+            assert (quantity.from_one_device is None) == (each.ranks == 1)
+            assert max(quantity.from_other_framework or 0, quantity.from_one_device or 0) < 1e-5
+
+
+def test_a_variant_that_a_cpu_does_not_run_is_left_out_in_words(found: tuple[Comparison, Path]):
+    reasons = {(each.variant, each.framework): each.reason for each in found[0].left_out}
+    assert "pass --device gpu" in reasons["flash", "torch"]
+    assert reasons["flash", "jax"] == "it is there in PyTorch only"
+    assert reasons["sdpa", "torch"] == "it is attention on one device"
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("mistake", FOUND)
+def test_a_planted_mistake_is_named_in_either_framework(found: tuple[Comparison, Path], mistake: str, framework: str):
+    results = [each for each in of(found, f"{PLANTED}:{mistake}") if each.framework == framework]
+    assert [each.ranks for each in results] == [1, 2]
+    for each in results:
+        assert not each.passed
+        assert len(each.diagnosis) == 1 and each.diagnosis[0].startswith(FOUND[mistake]), each.diagnosis
+
+
+def test_the_files_hold_every_result(found: tuple[Comparison, Path]):
+    comparison, folder = found
+    written = json.loads((folder / "compare.json").read_text())
+    assert written["schema"] == export.SCHEMA and written["passed"] is False and written["swept"] is None
+    assert {"command", "date", "commit", "versions", "hardware", "left_out"} <= written.keys()
+    assert [(each["variant"], each["framework"], each["ranks"]) for each in written["results"]] == [
+        (each.variant, each.framework, each.ranks) for each in comparison.results
+    ]
+    first = written["results"][0]
+    assert first["case"]["length"] == 61 and [each["name"] for each in first["quantities"]] == ["out", "lse", "dq", "dk", "dv"]
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    cited = export.bibtex(comparison)
+    assert cited.startswith("@misc{ring-attn-compare-") and cited.count("{") == cited.count("}") and "torch 2" in cited
+
+
+def test_the_documented_schema_is_what_is_written(found: tuple[Comparison, Path]):
+    written = json.loads((found[1] / "compare.json").read_text())
+    page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
+    result, quantity = written["results"][0], written["results"][0]["quantities"][0]
+    for name in {*written, *result, *quantity, *result["case"], *written["left_out"][0], *written["hardware"]}:
+        assert f"`{name}`" in page, f"docs/compare.md says nothing of {name}"
+
+
+@pytest.mark.slow
+def test_a_sweep_over_features_runs_from_the_command_line_and_draws(tmp_path: Path):
+    options = ["--framework", "torch", "--repeats", "1", "--ranks", "2", "--length", "31,64", "--head-dim", "8"]
+    features = [
+        "--sinks",
+        "--alibi",
+        "--softcap",
+        "4",
+        "--dropout-rate",
+        "0.1",
+        "--key-mask",
+        "--documents",
+        "3",
+        "--mask",
+        "window:9",
+    ]
+    done = ring_attn("ring", *options, *features, "--json", str(tmp_path / "s.json"), "--png", str(tmp_path / "s.png"))
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert [(each["case"]["length"], each["ranks"]) for each in written["results"]] == [(n, r) for n in (31, 64) for r in (1, 2)]
+    assert all("dsinks" in [quantity["name"] for quantity in each["quantities"]] for each in written["results"])
+    assert written["swept"] == "length" and (tmp_path / "s.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "patience", "words"),
+    [
+        ("raises_on_rank_1", "60", "on rank 1 of 2 (the others did not) parity_tests.support.planted:raises_on_rank_1 failed: "
+                                   "RuntimeError: this rank has had enough"),
+        ("hangs_on_rank_1", "10", "in hangs_on_rank_1)"),
+    ],
+)  # fmt: skip
+def test_a_users_function_that_fails_ends_everything_in_words(function: str, patience: str, words: str):
+    before, began = active_children(), time.monotonic()
+    done = ring_attn(f"{PLANTED}:{function}", "--framework", "torch", "--length", "64", "--patience", patience)
+    assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
+    assert set(active_children()) <= set(before)
+    assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "name what to compare: ring, layer,"),
+        (("rign",), "unknown variant 'rign' (did you mean ring?): choose ring, layer,"),
+        (("flash",), "flash in PyTorch: its kernels run on NVIDIA GPUs: pass --device gpu where there is one"),
+        (("ring", "--backend", "triton"), "backend='triton' cannot run this: its kernels run on NVIDIA GPUs"),
+        (("ring", "--heads", "3"), "q has 3 heads and k has 2: kv heads must divide query heads"),
+        (("ring", "--ranks", "0"), "a ring needs at least 1 rank, got 0"),
+        (("ring", "--ranks", "two"), "--ranks takes numbers with commas between them, got 'two'"),
+        (("ring", "--length", ""), "length has no value"),
+        (("ring", "--layout", "spiral"), "unknown layout 'spiral': choose one of contiguous, striped, zigzag"),
+        (("ring", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("ring", "--mask", "window:-1"), "cannot read the mask 'window:-1'"),
+        (("ring", "--framework", "numpy"), "unknown framework 'numpy': choose jax, torch"),
+        (("sdpa", "--framework", "jax"), "sdpa in JAX: it is there in PyTorch only"),
+        (("sdpa", "--softcap", "2"), "it does not take softcap"),
+        (("ring-flash-attn",), "ring-flash-attn in PyTorch: not installed: run pip install ring-flash-attn"),
+        (("torch-context-parallel",), "torch-context-parallel in PyTorch: its kernels run on NVIDIA GPUs"),
+        (("mymodule:",), "cannot read 'mymodule:': write module:function"),
+        (("ring", "--png", "picture.jpg"), "a comparison is drawn as .png or .svg"),
+        (("ring", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
+        (("ring", "--repeats", "0"), "--repeats counts runs that are timed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_answered_in_one_line_before_anything_starts(arguments: tuple[str, ...], words: str):
+    if arguments[:1] == ("ring-flash-attn",):
+        from importlib.util import find_spec
+
+        if find_spec("ring_flash_attn"):
+            pytest.skip("it is installed")
+    done = ring_attn(*arguments)
+    assert done.exit_code == 2, done.output
+    assert words in done.output and "Traceback" not in done.output
+
+
+def ring_attn(*arguments: str):
+    return CliRunner().invoke(app, ["compare", *arguments])

@@ -1,0 +1,161 @@
+"""What is compared, as data that every process receives: one case, and the inputs that both frameworks draw from its seed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ring_attn_core.layouts import LAYOUTS, named, padded_local
+from ring_attn_core.masks import parse, sliding_window
+from ring_attn_core.model.alibi import alibi_slopes
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.problem.checks import DTYPES
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
+from ring_attn_core.reference.oracle import rounding
+from ring_attn_core.runs import Band
+
+Arrays = dict[str, np.ndarray]
+
+DEVICES = "cpu", "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem, whole sequences; the arguments of the command, each with one value, ``ranks`` apart.
+
+    ``scale``: None is ``head_dim ** -0.5``. ``sinks``, ``alibi``: with sinks drawn at random, and with ALiBi's slopes.
+    ``key_mask``: a fifth of the keys is hidden at random. ``documents``: so many are packed into every row, of random lengths;
+    0 for none. ``segments``, ``dilations``, ``mixing`` are dilated attention's, ``block``, ``summaries``, ``window`` summary
+    attention's. Raises ValueError for what does not fit, in the library's words.
+    """
+
+    length: int = 512
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    batch: int = 1
+    dtype: str = "float32"
+    layout: str = "zigzag"
+    mask: str = "causal"
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    dropout_rate: float = 0.0
+    key_mask: bool = False
+    documents: int = 0
+    backend: str = "auto"
+    strategy: str = "auto"
+    device: str = "cpu"
+    seed: int = 0
+    segments: tuple[int, ...] = (64, 128)
+    dilations: tuple[int, ...] = (1, 2)
+    mixing: str = "softmax"
+    block: int = 64
+    summaries: int = 4
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"unknown device {self.device!r}: choose one of {', '.join(DEVICES)}")
+        if self.layout not in LAYOUTS:
+            named(self.layout)
+        for name in ("length", "heads", "kv_heads", "head_dim", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.documents < 0 or self.documents > self.length:
+            raise ValueError(f"documents must be from 0 (none) to {self.length}, one a token, got {self.documents}")
+        self.problem(1).check()
+
+    @property
+    def band(self) -> Band:
+        """The mask; ``window:128`` is ``sliding_window(128)``."""
+        name, _, number = self.mask.partition(":")
+        if name == "window" and number.isdigit():
+            return sliding_window(int(number))
+        if name == "window":
+            raise ValueError(f"cannot read the mask {self.mask!r}: write window:BEFORE, the tokens before itself that one sees")
+        return parse(self.mask)
+
+    @property
+    def factor(self) -> float:
+        """What q . k is multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def options(self) -> Options:
+        return Options(
+            layout=self.layout,
+            mask=self.band,
+            length=self.length,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_rate=self.dropout_rate,
+            strategy=self.strategy,
+            backend=self.backend,
+        )
+
+    def problem(self, ranks: int) -> Problem:
+        """What a rank of a ring on CPUs is asked, without the optional arrays."""
+        local = self.plan(ranks).seq_local
+        q, k = ((self.batch, local, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
+        options = replace(self.options, dropout_rate=0.0)  # of which a problem wants the seed
+        return Problem(q, k, k, (self.dtype, self.dtype, self.dtype), "cpu", ranks, options)
+
+    def plan(self, ranks: int) -> RingPlan:
+        """Who holds what in a ring of so many."""
+        return RingPlan(self.layout, self.band, ranks, padded_local(self.layout, ranks, self.length), length=self.length)
+
+    @property
+    def features(self) -> list[str]:
+        """The optional arguments of attention that this case asks for, under ring_attention's names."""
+        asked = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
+        asked |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
+        return [name for name, value in asked.items() if value]
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The features that are numbers, as the oracle and ring_attention take them."""
+        drops = {"dropout_rate": self.dropout_rate, "dropout_seed": self.seed} if self.dropout_rate else {}
+        return {"scale": self.scale, "softcap": self.softcap} | drops
+
+    @cached_property
+    def masks(self) -> Arrays:
+        """extents [b s 2] and key_mask [b s], where the case has them."""
+        rng = np.random.default_rng((self.seed, 1))
+        drawn = {}
+        if self.documents:
+            cuts = [np.sort(rng.choice(np.arange(1, self.length), self.documents - 1, False)) for _ in range(self.batch)]
+            edges = np.array([[0, *cut, self.length] for cut in cuts])
+            rows = [
+                edges[b][np.searchsorted(edges[b], np.arange(self.length), "right")[:, None] + [-1, 0]] for b in range(self.batch)
+            ]
+            drawn["extents"] = np.array(rows, np.int32)
+        if self.key_mask:
+            drawn["key_mask"] = rng.random((self.batch, self.length)) >= 0.2
+        return drawn
+
+    @property
+    def working(self) -> Any:
+        """The numpy dtype that holds an array of this case."""
+        return np.float64 if self.dtype == "float64" else np.float32
+
+    def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:
+        """Standard normal arrays, of values that the dtype holds exactly unless not ``rounded``."""
+        rng = np.random.default_rng((self.seed, stream))
+        keep = rounding(self.dtype) if rounded else lambda x: x
+        return [keep(rng.standard_normal(shape).astype(self.working)) for shape in shapes]
+
+    @property
+    def slopes(self) -> np.ndarray | None:
+        return np.array(alibi_slopes(self.heads), self.working) if self.alibi else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, as JSON can carry it."""
+        return asdict(self)

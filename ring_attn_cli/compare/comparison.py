@@ -1,0 +1,212 @@
+"""A comparison from what is asked to what was found: who can run, what each gives, and in turns how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from statistics import median
+
+from .cases import Arrays, Case
+from .diagnosis import Evidence, diagnose
+from .measure import Quantity, apart, quantities
+from .oracles import ORACLES, Truth
+from .orders import Order, Outcome, joined
+from .pool import Mistake, Pool
+from .sweep import Sweep
+from .variants import ALL, FRAMEWORKS, TITLES, Variant
+
+Tell = Callable[[str], None]
+
+NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
+"""What a side imports."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one variant gave in one framework on a ring of ``ranks``. ``part``: which part the truth is about, "" for all."""
+
+    case: Case
+    variant: str
+    framework: str
+    ranks: int
+    quantities: tuple[Quantity, ...]
+    diagnosis: tuple[str, ...]
+    seconds: tuple[float, ...]
+    peak_bytes: int | None
+    part: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return all(quantity.within for quantity in self.quantities)
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def label(self) -> str:
+        where = "one device" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.variant}, {TITLES[self.framework]}, {where}"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A variant that does not run in a framework, on rings of ``ranks``, and why."""
+
+    variant: str
+    framework: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was found; ``kinds``: what the devices are, by framework."""
+
+    sweep: Sweep
+    results: tuple[Result, ...]
+    left_out: tuple[LeftOut, ...]
+    kinds: dict[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every computed bound is kept, and there is one."""
+        return bool(self.results) and all(result.passed for result in self.results)
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    """One row to be: a variant in a framework on a ring, with its own case."""
+
+    variant: Variant
+    framework: str
+    ranks: int
+    case: Case
+
+    def order(self, kind: str) -> Order:
+        variant = self.variant
+        return Order(kind, variant.calls[self.framework], self.case, self.ranks, variant.oracle, variant.user)
+
+
+def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
+    """Run it. ``tell``: is called with what is at work, in words.
+
+    Raises ValueError for a variant that was named and runs nowhere, for what the library refuses, and for a user's function that
+    fails; :class:`processes.Failure` where a process dies or does not answer.
+    """
+    frameworks = _installed(sweep)
+    cells, left_out = _contestants(sweep, frameworks)
+    needed = tuple(name for name in FRAMEWORKS if any(each.framework == name for cell in cells for each in cell))
+    tell(f"starting {' and '.join(TITLES[name] for name in needed)}")
+    results: list[Result] = []
+    with Pool(needed, sweep.rings, sweep.cases[0].device, sweep.patience) as pool:
+        for cell in cells:
+            found, refused = _cell(pool, sweep, cell, tell)
+            results += found
+            left_out += refused
+        kinds = pool.kinds
+    if not results:
+        raise ValueError(_nothing(left_out))
+    return Comparison(sweep, tuple(results), tuple(_together(left_out)), kinds)
+
+
+def _installed(sweep: Sweep) -> tuple[str, ...]:
+    """The frameworks that can be imported; ValueError where none that was asked for can."""
+    missing = {name: [each for each in NEEDS[name] if find_spec(each) is None] for name in sweep.frameworks}
+    there = tuple(name for name in sweep.frameworks if not missing[name])
+    if not there:
+        words = "; ".join(f"{TITLES[name]} needs {' and '.join(absent)}" for name, absent in missing.items())
+        raise ValueError(f'nothing can run: {words}: run pip install ".[demo]" in a clone of the repository')
+    return there
+
+
+def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[LeftOut]]:
+    """Who runs, case by case, and who does not; ValueError for a variant that was named and runs nowhere."""
+    cells, left_out = [], []
+    for case in sweep.cases:
+        cell = []
+        for variant in sweep.variants:
+            before = len(cell)
+            reasons = []
+            own = variant.case(case)
+            for framework in frameworks:
+                for ranks in sweep.rings:
+                    reason = variant.refusal(own, framework, ranks)
+                    if reason is None:
+                        cell.append(_Contestant(variant, framework, ranks, own))
+                    elif variant.user is None or framework in variant.calls:
+                        reasons.append(LeftOut(variant.name, framework, (ranks,), reason))
+            if len(cell) == before and variant.name in sweep.named:
+                raise ValueError(_nothing(reasons) if reasons else f"{variant.name} runs in none of {', '.join(frameworks)}")
+            left_out += reasons
+        cells.append(cell)
+    if not any(cells):
+        raise ValueError(_nothing(left_out))
+    return cells, left_out
+
+
+def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[Result], list[LeftOut]]:
+    """All rows of one case."""
+    outcomes: dict[_Contestant, Outcome] = {}
+    refused = []
+    for each in cell:
+        tell(f"{each.variant.name} in {TITLES[each.framework]}, {each.ranks} ranks, {each.case.length} tokens")
+        try:
+            outcomes[each] = pool.prepare(each.framework, each.order("prepare"))
+        except Mistake as mistake:
+            if not (mistake.everywhere and ALL in sweep.named and each.variant.user is None):
+                raise ValueError(f"{each.variant.name} {mistake}") from None
+            refused.append(LeftOut(each.variant.name, each.framework, (each.ranks,), str(mistake)))
+    whole = {
+        each: joined(outcome.shards, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks))
+        for each, outcome in outcomes.items()
+    }
+    tell("float64 truth")
+    truths: dict[object, Truth] = {}
+    rows = {each: _judged(each, outcome.cotangents, whole, truths) for each, outcome in outcomes.items()}
+    peaks = {each: pool.peak_bytes(each.framework, each.order("memory")) for each in outcomes}
+    seconds: dict[_Contestant, list[float]] = {each: [] for each in outcomes}
+    for turn in range(sweep.repeats):
+        tell(f"time, turn {turn + 1} of {sweep.repeats}")
+        contestants = list(outcomes)
+        for each in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:  # nobody is always first
+            seconds[each].append(pool.seconds(each.framework, each.order("time")))
+    for each in outcomes:
+        pool.forget(each.framework, each.order("forget"))
+    return [replace(row, seconds=tuple(seconds[each]), peak_bytes=peaks[each]) for each, row in rows.items()], refused
+
+
+def _judged(
+    one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
+) -> Result:
+    """What one gave beside the truth, itself on one device, and its twin in the other framework."""
+    oracle = ORACLES[one.variant.oracle]
+    given = oracle.given(one.case)
+    key = one.variant.oracle, one.case, cotangents
+    if key not in truths:
+        truths[key] = oracle.truth(one.case, given, cotangents)
+    truth, got = truths[key], whole[one]
+    found = quantities(got, truth.exact, truth.bounds, one.case.dtype)
+    alone = whole.get(replace(one, ranks=1)) if one.ranks > 1 else None
+    same = lambda other: other.variant.pair == one.variant.pair and other.ranks == one.ranks and other.framework != one.framework
+    other = next((whole[each] for each in whole if same(each)), None)
+    between = lambda name, theirs: None if theirs is None or name not in theirs else apart(got[name], theirs[name])
+    found = [replace(x, from_one_device=between(x.name, alone), from_other_framework=between(x.name, other)) for x in found]
+    missed = [quantity.name for quantity in found if not quantity.within]
+    evidence = Evidence(one.case, one.case.plan(one.ranks), given, truth, got, missed, cotangents)
+    words = diagnose(evidence, one.variant.oracle == "attention")
+    return Result(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
+
+
+def _together(left_out: list[LeftOut]) -> list[LeftOut]:
+    """One entry for all rings that have the same reason."""
+    rings: dict[tuple[str, str, str], set[int]] = {}
+    for each in left_out:
+        rings.setdefault((each.variant, each.framework, each.reason), set()).update(each.ranks)
+    return [LeftOut(name, framework, tuple(sorted(ranks)), reason) for (name, framework, reason), ranks in rings.items()]
+
+
+def _nothing(reasons: list[LeftOut]) -> str:
+    """Why nothing of it runs, each reason once."""
+    return "; ".join(dict.fromkeys(f"{each.variant} in {TITLES[each.framework]}: {each.reason}" for each in reasons))

@@ -1,0 +1,177 @@
+"""Mistakes of the forward: what each would give, compared with the out and lse that were measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ring_attn_core.reference.oracle import plain, rounding
+from ring_attn_core.reference.tolerance import bound, relative_error
+
+from ..measure import first
+from ..oracles import by_name
+from .dense import Dense
+from .evidence import Evidence, Hypothesis
+
+ROWS = 96
+"""Queries that a hypothesis about the forward is tried on: the last ones, which see most."""
+
+
+def not_finite(evidence: Evidence) -> str | None:
+    for name in evidence.missed:
+        got, right = evidence.got[name], evidence.truth.exact[name]
+        wrong = np.isfinite(right) & ~np.isfinite(first(got, right))
+        if wrong.any():
+            place = ", ".join(map(str, np.argwhere(wrong)[0]))
+            return f"{name} holds {np.count_nonzero(wrong)} values that are NaN or infinite, the first at [{place}]"
+    return None
+
+
+def own_keys(evidence: Evidence) -> str | None:
+    """Each rank attends to the keys that it holds, and k and v never travel."""
+    if evidence.plan.ranks == 1 or "out" not in evidence.missed:
+        return None
+    dense, rows = _last_rows(evidence)
+    ranks = evidence.rank_of
+    own = ranks[rows.start : rows.stop, None] == ranks
+    before, after = (_distance(evidence, dense.forward(evidence.case.factor, seen).out, rows) for seen in (None, own))
+    if not evidence.explained("out", before, after):
+        return None
+    return "every rank attends to its own keys only: out is that of each shard alone, so k and v do not travel around the ring"
+
+
+def wrong_scale(evidence: Evidence) -> str | None:
+    """q . k is multiplied by another number."""
+    if "out" not in evidence.missed:
+        return None
+    dense, rows = _last_rows(evidence)
+    right = evidence.case.factor
+    distance = lambda power: _distance(evidence, dense.forward(right * math.exp(power)).out, rows)
+    powers = np.linspace(-math.log(64), math.log(64), 33)
+    near = int(np.argmin([distance(power) for power in powers]))
+    low, high = powers[max(near - 1, 0)], powers[min(near + 1, len(powers) - 1)]
+    power = _least(distance, low, high)
+    if abs(power) < 1e-5 or not evidence.explained("out", distance(0.0), distance(power)):
+        return None
+    factor, root = math.exp(power), evidence.case.head_dim**0.5
+    known = {
+        root: "as if they were not scaled",
+        1 / root: "as if they were scaled twice",
+        1 / math.log(2): "as if exp2 stood for exp",
+        math.log(2): "as if exp stood for exp2",
+    }
+    hint = next((f", {words}" for value, words in known.items() if abs(factor / value - 1) < 1e-3), "")
+    return (
+        f"the scale is wrong: scores are multiplied by {right * factor:.6g} where {right:.6g} was said, {factor:.4g} times as "
+        f"much{hint}"
+    )
+
+
+def heads(evidence: Evidence) -> str | None:
+    """The heads of out stand in another order, or query heads read other key heads."""
+    if "out" not in evidence.missed or evidence.case.heads == 1:
+        return None
+    truth = evidence.truth.exact["out"]
+    got = first(evidence.got["out"], truth)
+    heads = range(truth.shape[2])
+    errors = np.array([[relative_error(got[:, :, h], truth[:, :, other]) for other in heads] for h in heads])
+    order = errors.argmin(1)
+    before = relative_error(got, truth)
+    changed = [h for h in heads if order[h] != h]
+    if changed and len({*order}) == len(order) and evidence.explained("out", before, errors.min(1).max()):
+        return (
+            f"the heads of out are in another order: head {changed[0]} holds what head {order[changed[0]]} should, and in all "
+            f"they come as {', '.join(map(str, order))}: look for a transposed reshape of (kv_heads, heads / kv_heads)"
+        )
+    if evidence.case.kv_heads == 1:
+        return None
+    dense, rows = _last_rows(evidence)
+    read = [dense.forward(evidence.case.factor, reads=np.full(dense.heads, g)).out for g in range(evidence.case.kv_heads)]
+    mine = evidence.got["out"][0, rows.start : rows.stop]
+    errors = np.array([[relative_error(mine[:, h], out[:, h]) for out in read] for h in range(dense.heads)])
+    reads = errors.argmin(1)
+    if (reads != dense.reads).any() and evidence.explained("out", before, errors.min(1).max()):
+        expected = ", ".join(map(str, dense.reads))
+        return (
+            f"query heads read the wrong key heads: 0 to {dense.heads - 1} read key heads {', '.join(map(str, reads))}, expected "
+            f"{expected}, h // (heads / kv_heads)"
+        )
+    return None
+
+
+NARROW = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16"), "float16": ("bfloat16",)}
+"""Dtypes that keep fewer bits, the finest first; tf32 rounds as float16 does."""
+
+
+def narrow_dtype(evidence: Evidence) -> str | None:
+    """Something is computed in a dtype of fewer bits than was said."""
+    case, names = evidence.case, [name for name in ("out", "dq", "dk", "dv") if name in evidence.missed]
+    if not names:
+        return None
+    given = evidence.of_heads
+    right = evidence.exact(given)
+    errors = {name: evidence.error_of_heads(name, right[name]) for name in names}
+    for dtype in NARROW.get(case.dtype, ()):
+        keep = (lambda x: x.astype(np.float32)) if dtype == "float32" else rounding(dtype)
+        rounded = {name: keep(x.astype(np.float32)) if name in ("q", "k", "v", "dout") else x for name, x in given.items()}
+        rough = by_name(plain(**rounded, mask=case.band, dtype=dtype, **case.scalars))
+        usual = {name: relative_error(rough[name], right[name]) for name in names}
+        if not all(usual[n] / 10 <= errors[n] <= bound(rough[n], right[n], dtype) for n in names):
+            continue
+        name = names[0]
+        got = evidence.got[name]
+        mine = first(got, right[name]).astype(np.float64)
+        held = np.array_equal(keep(got.astype(np.float32)), got)
+        alike = _cosine(mine - right[name], rough[name] - right[name])
+        if alike > 0.3 or held:
+            called = "float16 (or tf32)" if dtype == "float16" else dtype
+            also = f", and every value of {name} is a {dtype} number" if held else ", and rounds alike"
+            return (
+                f"{called} where {case.dtype} was said: {name} has an error of {errors[name]:.1e}, plain attention in {dtype} "
+                f"has {usual[name]:.1e}{also}"
+            )
+    return None
+
+
+def base_two(evidence: Evidence) -> str | None:
+    """lse in base 2, as kernels carry it."""
+    if "lse" not in evidence.missed:
+        return None
+    right, got = evidence.truth.exact["lse"], first(evidence.got["lse"], evidence.truth.exact["lse"])
+    if evidence.explained("lse", evidence.error("lse"), relative_error(got * math.log(2), right)):
+        return "lse is in base 2: it is 1 / ln 2 = 1.4427 times the natural logarithm, so multiply it by ln 2"
+    finite = np.isfinite(right) & np.isfinite(got)
+    offset = float(np.median((got - right)[finite])) if finite.any() else 0.0
+    if evidence.explained("lse", evidence.error("lse"), relative_error(got - offset, right)):
+        return f"lse is {offset:+.6g} off everywhere, while out is right: the running maximum or a constant is missing in it"
+    return None
+
+
+def _last_rows(evidence: Evidence) -> tuple[Dense, range]:
+    length = evidence.case.length
+    rows = range(max(length - ROWS, 0), length)
+    return Dense(evidence.case, evidence.given.arrays, rows, evidence.case.heads), rows
+
+
+def _distance(evidence: Evidence, out: np.ndarray, rows: range) -> float:
+    """The relative error of what was measured, were ``out`` the truth of these rows."""
+    return relative_error(evidence.got["out"][0, rows.start : rows.stop], out)
+
+
+def _least(distance: Callable[[float], float], low: float, high: float) -> float:
+    """Golden section: where ``distance`` is least between two numbers."""
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(50):
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, b) if distance(a) < distance(b) else (a, high)
+    return (low + high) / 2
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a * b).sum() / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300))
+
+
+HYPOTHESES: tuple[Hypothesis, ...] = (not_finite, own_keys, wrong_scale, heads, narrow_dtype)
+"""In the order in which they are tried; the first that holds is said."""

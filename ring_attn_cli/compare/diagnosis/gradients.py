@@ -1,0 +1,85 @@
+"""Mistakes of the backward: gradients that are lost, scaled, or put together of some ranks' parts only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ring_attn_core.reference.tolerance import relative_error
+
+from ..measure import first
+from .dense import Dense
+from .evidence import Evidence
+
+LONGEST = 2048
+"""Tokens up to which the parts of gradients are looked at; their matrices take the square."""
+
+
+def lse_without_gradient(evidence: Evidence) -> str | None:
+    """The gradients are those of out alone."""
+    names = [name for name in ("dq", "dk") if name in evidence.missed]
+    if not names or "lse" not in evidence.cotangents:
+        return None
+    right = evidence.exact(evidence.of_heads, lse_counts=0.0)
+    if all(evidence.explained(n, evidence.error(n), evidence.error_of_heads(n, right[n])) for n in names):
+        return f"lse has lost its gradient: {' and '.join(names)} are those of out alone"
+    return None
+
+
+def lost_gradient(evidence: Evidence, name: str, attention: bool) -> str | None:
+    """A gradient is zero, a multiple of the right one, or lacks what some ranks give."""
+    right = evidence.truth.exact[name].astype(np.float64)
+    got = first(evidence.got[name], right).astype(np.float64)
+    if not got.any():
+        return f"{name} is zero everywhere: the gradient is lost (a detach, a stop_gradient, or a backward that returns none)"
+    factor = float((got * right).sum() / (right * right).sum())
+    if evidence.explained(name, evidence.error(name), relative_error(got - factor * right + right, right)):
+        ranks = evidence.plan.ranks
+        known = {1 / ranks: "averaged over the ranks where it should be summed", float(ranks): "summed once more over the ranks"}
+        hint = next((f": {words}" for value, words in known.items() if ranks > 1 and abs(factor / value - 1) < 1e-2), "")
+        return f"{name} is {factor:.4g} times what it should be{hint}"
+    if name in ("dq", "dk", "dv") and (words := _on_other_ranks(evidence, name, got, right)):
+        return words
+    known_parts = attention and name in ("dq", "dk", "dv") and evidence.plan.ranks > 1
+    return _lost_part(evidence, name) if known_parts and evidence.plan.length <= LONGEST else None
+
+
+def _on_other_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
+    """What a rank has is the gradient of another rank's tokens: it stopped a hop too early or too late on its way home."""
+    ranks, of = range(evidence.plan.ranks), evidence.rank_of
+    if len({int((of == rank).sum()) for rank in ranks}) > 1:
+        return None  # shards of other lengths, padding left out, cannot be exchanged
+    errors = np.array([[relative_error(got[:, of == rank], right[:, of == other]) for other in ranks] for rank in ranks])
+    holds = errors.argmin(1)
+    if (holds == np.arange(len(holds))).all() or not evidence.explained(name, evidence.error(name), errors.min(1).max()):
+        return None
+    words = ", ".join(f"rank {rank} that of rank {other}" for rank, other in enumerate(holds) if rank != other)
+    return f"{name} comes home to the wrong ranks: {words}"
+
+
+def _lost_part(evidence: Evidence, name: str) -> str | None:
+    """Fit every rank's tokens by what each rank gives to their gradient: a part that counts 0 times is lost."""
+    case, ranks = evidence.case, evidence.rank_of
+    dense = Dense(case, evidence.given.arrays, range(case.length), case.heads // case.kv_heads)
+    dlse = evidence.given.cotangents["lse"][0] * ("lse" in evidence.cotangents)
+    parts = dense.parts(evidence.given.cotangents["out"][0], dlse, ranks, evidence.plan.ranks)[name]
+    got = evidence.got[name][0, :, : dense.heads] if name == "dq" else evidence.got[name][0, :, 0]
+    counts = np.full((evidence.plan.ranks, evidence.plan.ranks), np.nan)
+    fitted = np.zeros_like(got, np.float64)
+    for rank in range(evidence.plan.ranks):
+        at = ranks == rank
+        columns = parts[:, at].reshape(evidence.plan.ranks, -1)
+        alive = [giver for giver in range(evidence.plan.ranks) if columns[giver].any()]
+        solved = np.linalg.lstsq(columns[alive].T, got[at].ravel(), rcond=None)[0]
+        counts[rank, alive] = solved
+        fitted[at] = (solved @ columns[alive]).reshape(fitted[at].shape)
+    right = parts.sum(0)
+    if not evidence.explained(name, relative_error(got, right), relative_error(got - fitted + right, right)):
+        return None
+    givers = "keys" if name == "dq" else "queries"
+    off = [(rank, giver) for rank, giver in np.argwhere(np.abs(counts - 1) > 0.02)]
+    lost = all(abs(counts[pair]) < 0.02 for pair in off)
+    others = [tuple(pair) for pair in np.argwhere(np.isfinite(counts)) if pair[0] != pair[1]]
+    if lost and {(int(a), int(b)) for a, b in off} == {(int(a), int(b)) for a, b in others}:
+        return f"{name} is one rank's part only: every rank has what its own {givers} give, and those of the other ranks are lost"
+    words = [f"rank {giver}'s {givers} count {counts[rank, giver]:.3g} times for rank {rank}'s tokens" for rank, giver in off]
+    return f"{name} is put together wrongly: {'; '.join(words[:4])}{' and so on' if len(words) > 4 else ''}" if words else None

@@ -1,0 +1,125 @@
+"""JAX's side: one process, every rank a device. Imported in that process only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ring_attn_core.plan.ring import RingPlan
+
+from ..processes import Report
+from .cases import Case
+from .measure import ResidentMemory
+from .oracles import ORACLES
+from .orders import Order, Outcome, Settings, cut, importable, resolve, serve
+
+SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
+CAST = {"q", "k", "v", "x"}
+"""What has the dtype of the case; sinks, slopes and weights keep the one that they are drawn in."""
+
+
+class Call(NamedTuple):
+    """What a variant's function is made for: it runs inside a shard_map over the axis ``axis_name``."""
+
+    case: Case
+    plan: RingPlan
+    axis_name: str
+    user: str | None
+
+
+def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
+    """All ranks: JAX is one program. It answers orders until nobody gives any."""
+    if settings.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", settings.most)
+        devices = jax.devices()
+        report("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
+    else:
+        jax.config.update("jax_pjrt_client_create_options", "preallocate:false")  # PyTorch's processes are on these GPUs too
+        devices = jax.devices() if jax.default_backend() == "gpu" else []
+        report("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
+        if len(devices) < settings.most:
+            return
+    importable(settings.folder)
+    serve(report, rank, orders, _Side(devices), settings.patience)
+
+
+class _Side:
+    """The orders, by name."""
+
+    def __init__(self, devices: list[Any]) -> None:
+        self._devices = devices
+        self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
+
+    def prepare(self, order: Order) -> Outcome:
+        given, oracle, case = ORACLES[order.oracle].given(order.case), ORACLES[order.oracle], order.case
+        plan = case.plan(order.ranks)
+        function = resolve(order.call)(Call(case, plan, "seq", order.user))
+        mesh = Mesh(np.array(self._devices[: order.ranks]), ("seq",), axis_types=(AxisType.Auto,))
+        spec = lambda name: SEQ if name in oracle.sharded else WHOLE
+
+        def there(name: str, x: np.ndarray, pad: Any = 0) -> jax.Array:
+            whole = np.concatenate(cut(x, plan, pad), 1) if name in oracle.sharded else x
+            return jax.device_put(jnp.asarray(whole, case.dtype if name in CAST else None), NamedSharding(mesh, spec(name)))
+
+        def on_shards(leaves: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+            results = function({**leaves, **others})
+            sharded = {name: x for name, x in results.items() if name in oracle.sharded}
+            return sharded, {name: x for name, x in results.items() if name not in sharded}
+
+        with jax.enable_x64(case.dtype == "float64"):
+            arrays = {name: there(name, x, oracle.paddings.get(name, 0)) for name, x in given.arrays.items()}
+            leaves = {name: arrays.pop(name) for name in given.leaves}
+            cotangents = {name: there(name, x) for name, x in given.cotangents.items()}
+            specs = tuple({name: spec(name) for name in group} for group in (leaves, arrays))
+            vma = getattr(function, "check_vma", True)
+            mapped = jax.shard_map(on_shards, mesh=mesh, in_specs=specs, out_specs=(SEQ, WHOLE), check_vma=vma)
+
+            @jax.jit
+            def program(leaves: Any, others: Any, cotangents: Any) -> dict[str, jax.Array]:
+                (sharded, whole), backward = jax.vjp(lambda leaves: mapped(leaves, others), leaves)
+                start = lambda of: {
+                    n: cotangents[n].astype(x.dtype) if n in cotangents else jnp.zeros_like(x) for n, x in of.items()
+                }
+                (gradients,) = backward((start(sharded), start(whole)))
+                return {**sharded, **whole, **{"d" + name: x for name, x in gradients.items()}}
+
+        def run() -> dict[str, jax.Array]:
+            with jax.enable_x64(case.dtype == "float64"):
+                return jax.block_until_ready(program(leaves, arrays, cotangents))
+
+        self._known[order.key] = run
+        results = run()
+        cut_up = lambda name, x: np.split(x, plan.ranks, 1) if name in oracle.sharded else [x]
+        shards = {name: cut_up(name, _numpy(x)) for name, x in results.items()}
+        return Outcome(shards, frozenset(name for name in cotangents if name in results))
+
+    def time(self, order: Order) -> float:
+        """Seconds of one run, compiled before."""
+        began = time.perf_counter()
+        self._known[order.key]()
+        return time.perf_counter() - began
+
+    def memory(self, order: Order) -> int | None:
+        """The peak of one run above what was held before, in bytes; on GPUs the peak of the process so far, of all devices."""
+        if self._devices[0].platform != "cpu":
+            self._known[order.key]()
+            return sum(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in self._devices[: order.ranks])
+        memory = ResidentMemory()
+        self._known[order.key]()
+        return memory.peak()
+
+    def forget(self, order: Order) -> None:
+        self._known.pop(order.key, None)
+        jax.clear_caches()
+
+
+def _numpy(x: jax.Array) -> np.ndarray:
+    array = np.asarray(x)
+    return array if array.dtype == np.float64 else array.astype(np.float32)

@@ -1,0 +1,223 @@
+"""The truths: what a kind of variant is given, drawn from a case, and what is right in float64; a kind has a name in ORACLES.
+
+Another kind of attention is one more record: its arrays, its oracle of ``ring_attn_core.reference``, and how its results lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ring_attn_core.reference import dilated, summary
+from ring_attn_core.reference.layers import Layers, Sizes
+from ring_attn_core.reference.oracle import Attention, Features, exact, plain
+from ring_attn_core.reference.tolerance import bound, bound_of_sinks
+
+from .cases import Arrays, Case
+
+QKV = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+VOCAB, DEPTH = 61, 2
+"""Of the small transformer."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Whole arrays in the natural order of tokens, by the names that the function takes them under.
+
+    ``leaves``: those that are differentiated; the gradient of x is called dx. ``cotangents``: by the name of a result.
+    """
+
+    arrays: Arrays
+    leaves: tuple[str, ...]
+    cotangents: Arrays
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right, in float64 (of float64 inputs: in extended precision), what a plain computation in the dtype gives, and
+    the relative error that a result may have, each by name."""
+
+    exact: Arrays
+    plain: Arrays
+    bounds: dict[str, float]
+    part: str = ""
+    """Which part of the arrays, their first entries, it is about; "" for all."""
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """``given(case)`` and ``truth(case, given, cotangents)``, where only the named cotangents are not 0.
+
+    ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in whatever order of runs the layout says.
+    Other inputs are everybody's. Of other results each rank has the whole; the gradients of such inputs are each rank's part, to
+    be summed.
+    """
+
+    given: Callable[[Case], Given]
+    truth: Callable[[Case, Given, Collection[str]], Truth]
+    sharded: frozenset[str]
+    paddings: dict[str, object] = field(default_factory=lambda: {"key_mask": False})
+
+
+def _attention_given(case: Case) -> Given:
+    rows = (case.batch, case.length)
+    q, kv = (*rows, case.heads, case.head_dim), (*rows, case.kv_heads, case.head_dim)
+    arrays: Arrays = dict(zip(("q", "k", "v"), case.normal(0, q, kv, kv), strict=True))
+    (dout,), (dlse,) = case.normal(2, q), case.normal(3, q[:3], rounded=False)
+    leaves = ("q", "k", "v")
+    if case.sinks:
+        (arrays["sinks"],) = case.normal(4, (case.heads,), rounded=False)
+        leaves = (*leaves, "sinks")
+    if case.slopes is not None:
+        arrays["alibi_slopes"] = case.slopes
+    return Given(arrays | case.masks, leaves, {"out": dout, "lse": dlse})
+
+
+MOST_PAIRS = 2**27
+"""Pairs of a query and a key, of all heads and rows, up to which the whole truth is computed: some 10 s on a core."""
+
+
+def _attention_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    arrays = first_heads(case, given, cotangents, whole=case.batch * case.heads * case.length**2 <= MOST_PAIRS)
+    of_exact = exact(**arrays, mask=case.band, **case.scalars)
+    of_plain = plain(**arrays, mask=case.band, dtype=case.dtype, **case.scalars)
+    truth = Truth(by_name(of_exact), by_name(of_plain), {})
+    bounds = {name: bound(truth.plain[name], x, case.dtype) for name, x in truth.exact.items() if name != "dsinks"}
+    if of_exact.dsinks is not None:
+        bounds["dsinks"] = bound_of_sinks(of_plain, of_exact, arrays, case.dtype)
+    part = "" if arrays["q"].shape == given.arrays["q"].shape else "the first batch row and the query heads of key head 0"
+    if part and case.batch > 1:  # the gradient of a sink is a sum over all rows
+        bounds.pop("dsinks", None)
+        truth.exact.pop("dsinks", None)
+    return Truth(truth.exact, truth.plain, bounds, part)
+
+
+def first_heads(case: Case, given: Given, cotangents: Collection[str], whole: bool = False) -> Arrays:
+    """Inputs of attention and its cotangents dout and dlse, as the oracle takes them; of batch row 0 and key head 0 alone unless
+    ``whole``. Cotangents that are not named are 0."""
+    dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in given.cotangents.items())
+    arrays = given.arrays | {"dout": dout, "dlse": dlse}
+    if whole:
+        return arrays
+    heads = dict.fromkeys(("q", "dout", "dlse", "sinks", "alibi_slopes"), case.heads // case.kv_heads) | {"k": 1, "v": 1}
+    by_row = {name: x if name in ("sinks", "alibi_slopes") else x[:1] for name, x in arrays.items()}
+    cut = {name: x[: heads[name]] if x.ndim == 1 else x[:, :, : heads[name]] for name, x in by_row.items() if name in heads}
+    return by_row | cut
+
+
+def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
+    """The arrays of a result that there are."""
+    return {name: x for name, x in attention._asdict().items() if x is not None}
+
+
+def _layer_given(case: Case) -> Given:
+    dim, width, kv_width = (case.heads * case.head_dim,) * 2 + (case.kv_heads * case.head_dim,)
+    shapes = {"q": (width, dim), "k": (kv_width, dim), "v": (kv_width, dim), "o": (dim, width)}
+    drawn = case.normal(5, *shapes.values(), rounded=False)
+    weights = {f"{name}.weight": w * case.working(dim**-0.5) for name, w in zip(shapes, drawn, strict=True)}
+    if case.sinks:
+        (weights["sinks"],) = case.normal(4, (case.heads,), rounded=False)
+    x, dout = case.normal(6, *[(case.batch, case.length, dim)] * 2)
+    return Given({"x": x} | case.masks | weights, ("x", *weights), {"out": dout})
+
+
+def _layers(case: Case, dtype: str | None) -> Layers:
+    features = Features(alibi_slopes=case.slopes, **(case.scalars | case.masks))  # pyright: ignore[reportArgumentType]
+    return Layers(Sizes(case.head_dim, case.band), dtype, features)
+
+
+def _layer_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    weights = {name: given.arrays[name] for name in given.leaves if name != "x"}
+    arguments = weights, given.arrays["x"], given.cotangents["out"]
+    right, rough = (_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype))
+    return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
+
+
+def _transformer_given(case: Case) -> Given:
+    dim, hidden = case.heads * case.head_dim, 2 * case.heads * case.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, dim), "norm.weight": (dim,)}
+    for at in (f"blocks.{i}." for i in range(DEPTH)):
+        kv = (case.kv_heads * case.head_dim, dim)
+        heads = {"q": (dim, dim), "k": kv, "v": kv, "o": (dim, dim)}
+        shapes |= {f"{at}attention.{name}.weight": shape for name, shape in heads.items()}
+        shapes |= {f"{at}attention.sinks": (case.heads,)} if case.sinks else {}
+        shapes |= {
+            f"{at}mlp.gate.weight": (hidden, dim),
+            f"{at}mlp.up.weight": (hidden, dim),
+            f"{at}mlp.down.weight": (dim, hidden),
+        }
+        shapes |= {f"{at}{name}_norm.weight": (dim,) for name in ("attention", "mlp")}
+    drawn = dict(zip(shapes, case.normal(5, *shapes.values(), rounded=False), strict=True))
+    deviation = {2: case.working(dim**-0.5), 1: case.working(0.2)}
+    weights = {name: w * deviation[w.ndim] + case.working("norm" in name) for name, w in drawn.items()}
+    ids = np.random.default_rng((case.seed, 6)).integers(0, VOCAB, (case.batch, case.length)).astype(np.int32)
+    labels = np.concatenate([ids[:, 1:], np.full((case.batch, 1), -100, np.int32)], 1)
+    return Given({"ids": ids, "labels": labels} | case.masks | weights, tuple(weights), {"loss": np.array(1, case.working)})
+
+
+def _transformer_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    weights = {name: given.arrays[name] for name in given.leaves}
+    arguments = weights, given.arrays["ids"], given.arrays["labels"]
+    right, rough = (_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype))
+    bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
+    # One number may be right by luck. The loss of a token moves by at most twice the largest change of its logits, so that the
+    # mean over T tokens moves by at most 2 ||change|| / sqrt(T).
+    moved = bounds["logits"] * np.linalg.norm(right["logits"]) / (case.batch * case.length) ** 0.5
+    bounds["loss"] += float(2 * moved / abs(right["loss"]))
+    return Truth(right, rough, bounds)
+
+
+def _dilated_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    call = dilated.Dilated(
+        case.segments, case.dilations, case.mixing, case.band, given.arrays.get("key_mask"), case.scale, case.softcap
+    )
+    arrays = _qkv(given)
+    right, rough = by_name(dilated.exact(*arrays, call)), by_name(dilated.plain(*arrays, call, case.dtype))
+    return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
+
+
+def _summary_given(case: Case) -> Given:
+    of_attention = _attention_given(case)
+    (pool,) = case.normal(7, (case.summaries, case.kv_heads, case.head_dim))
+    return Given(of_attention.arrays | {"pool": pool}, (*of_attention.leaves, "pool"), of_attention.cotangents)
+
+
+def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+    pool, key_mask = given.arrays["pool"], given.arrays.get("key_mask")
+    asked = summary.Asked(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
+    exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
+    plain_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.plain_summary(*arrays, asked, case.dtype))
+    arrays = _qkv(given)
+    right, rough = exact_of(arrays), plain_of(arrays)
+    bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
+    q, k, v, *starts = arrays
+    for draw in range(3):  # dpool are few numbers, which may be right by luck: the worst of four draws of the cotangents counts
+        rng = np.random.default_rng((case.seed, 8, draw))
+        dout, dlse = (rng.permutation(x.ravel()).reshape(x.shape) for x in starts)
+        others = q, k, v, dout, dlse
+        bounds["dpool"] = max(bounds["dpool"], bound(plain_of(others)["dpool"], exact_of(others)["dpool"], case.dtype))
+    return Truth(right, rough, bounds)
+
+
+def _qkv(given: Given) -> QKV:
+    """q, k, v and the cotangents of out and lse."""
+    arrays, cotangents = given.arrays, given.cotangents
+    return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
+
+
+_MASKS = {"extents", "key_mask"}
+_ATTENTION = frozenset({"q", "k", "v", "out", "lse", "dq", "dk", "dv"} | _MASKS)
+ORACLES: dict[str, Oracle] = {
+    "attention": Oracle(_attention_given, _attention_truth, _ATTENTION),
+    "dilated": Oracle(_attention_given, _dilated_truth, _ATTENTION),
+    "summary": Oracle(_summary_given, _summary_truth, _ATTENTION),
+    "layer": Oracle(_layer_given, _layer_truth, frozenset({"x", "out", "dx"} | _MASKS)),
+    "transformer": Oracle(
+        _transformer_given,
+        _transformer_truth,
+        frozenset({"ids", "labels", "logits"} | _MASKS),
+        {"key_mask": False, "labels": -100},
+    ),
+}

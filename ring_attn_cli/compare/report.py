@@ -1,0 +1,86 @@
+"""The table that a comparison prints, what is left out and why, and the verdict."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from .comparison import Comparison, Result
+from .measure import Quantity
+from .sweep import SWEPT
+from .variants import TITLES
+
+
+def table(comparison: Comparison) -> Group:
+    """Everything, for a console of any width."""
+    cases = list(dict.fromkeys(result.case for result in comparison.results))
+    swept = [name for name in SWEPT if len({getattr(case, name) for case in cases}) > 1]
+    parts: list[Table | Text] = []
+    for case in cases:
+        results = [result for result in comparison.results if result.case == case]
+        title = ", ".join(
+            f"{name} {getattr(case, name)}" for name in dict.fromkeys(("mask", "layout", "dtype", "length", *swept))
+        )
+        parts.append(_table(title, results))
+    parts += [Text(f"left out: {each.variant} in {TITLES[each.framework]}, {_rings(each.ranks)}: {each.reason}", style="dim")
+              for each in comparison.left_out]  # fmt: skip
+    parts += [
+        Text(f"{result.label}: the truth is that of {result.part}", style="dim") for result in comparison.results if result.part
+    ]
+    parts += [
+        Text.assemble((f"{result.label}: ", "bold red"), words) for result in comparison.results for words in result.diagnosis
+    ]
+    judged = [quantity for result in comparison.results for quantity in result.quantities]
+    missed = sum(not quantity.within for quantity in judged)
+    verdict = f"{missed} of {len(judged)} bounds are missed" if missed else f"All {len(judged)} bounds are kept"
+    return Group(*parts, Text(verdict, style="bold red" if missed else "bold green"))
+
+
+def _table(title: str, results: list[Result]) -> Table:
+    drawn = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("variant", "in", "ranks"):
+        drawn.add_column(name, overflow="fold")
+    drawn.add_column("array", overflow="fold")
+    for name in ("error", "bound", "", "largest", "ulps", "one device", "other", "ms", "MiB"):
+        drawn.add_column(name, justify="right", no_wrap=name != "other")
+    for result in results:
+        first = (result.variant, TITLES[result.framework], str(result.ranks))
+        memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}"
+        last = f"{result.median_seconds * 1e3:.4g}", memory
+        for number, quantity in enumerate(shown(result.quantities)):
+            ends = last if number == 0 else ("", "")
+            drawn.add_row(*(first if number == 0 else ("", "", "")), *_cells(quantity), *ends)
+        drawn.add_section()
+    drawn.caption = (
+        "error: norm of the difference from float64 over its norm; largest: difference of an entry, ulps: in units of its last "
+        "place; one device, other framework: = to the bit, or the relative difference; ms, MiB: forward and backward, all ranks"
+    )
+    drawn.caption_justify = "left"
+    return drawn
+
+
+MOST = 8
+"""Arrays of a result that are shown one by one; of more, the weights' gradients are shown as the worst of them."""
+
+
+def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
+    """All, or of many the results, what is missed, and the gradient that is nearest to its bound."""
+    if len(quantities) <= MOST:
+        return list(quantities)
+    worst = max((each for each in quantities if each.name.startswith("d")), key=lambda each: each.relative / each.bound)
+    return [each for each in quantities if not each.name.startswith("d") or not each.within or each is worst]
+
+
+def _cells(quantity: Quantity) -> tuple[str | Text, ...]:
+    kept = Text("within", style="green") if quantity.within else Text("MISSED", style="bold red")
+    numbers = f"{quantity.relative:.1e}", f"{quantity.bound:.1e}", kept, f"{quantity.largest:.1e}", f"{quantity.ulps:.3g}"
+    return quantity.name, *numbers, _apart(quantity.from_one_device), _apart(quantity.from_other_framework)
+
+
+def _apart(value: float | None) -> str:
+    return "" if value is None else "=" if value == 0 else f"{value:.0e}"
+
+
+def _rings(ranks: tuple[int, ...]) -> str:
+    return "one device" if ranks == (1,) else f"{', '.join(map(str, ranks))} ranks"

@@ -1,0 +1,73 @@
+"""What is asked of a comparison: variants, rings, and cases, of which some arguments may take several values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+from ring_attn_core.layouts import check_ranks
+
+from .cases import Case
+from .variants import FRAMEWORKS, Variant, chosen
+
+SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
+"""Arguments of a case that take several values, one case each; so do ranks."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """``cases``: one for every combination. ``axis``: what is swept, "" for nothing; of several the one with most values."""
+
+    variants: tuple[Variant, ...]
+    named: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    ranks: tuple[int, ...]
+    cases: tuple[Case, ...]
+    axis: str
+    repeats: int
+    patience: float
+
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """The sizes of rings that run: those that were asked for, and one device."""
+        return tuple(sorted({1, *self.ranks}))
+
+
+def asked(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
+    """The sweep; ``arguments``: fields of Case, those of SWEPT with one value or several. ValueError for what cannot be."""
+    variants = chosen(tuple(names))
+    known = {field.name for field in fields(Case)}
+    for name in arguments:
+        if name not in known:
+            raise ValueError(
+                f"unknown argument {name!r}: choose {', '.join(['ranks', 'framework', 'repeats', 'patience', *known])}"
+            )
+    several = {"ranks": listed(ranks)} | {name: listed(arguments.pop(name)) for name in SWEPT if name in arguments}
+    for name, values in several.items():
+        if not values:
+            raise ValueError(f"{name} has no value: pass one, or several with commas between them")
+    for ring in several["ranks"]:
+        check_ranks(ring)
+    if repeats < 1:
+        raise ValueError(f"--repeats counts runs that are timed, at least 1, got {repeats}")
+    if patience <= 0:
+        raise ValueError(f"--patience is in seconds, more than 0, got {patience}")
+    frameworks = tuple(part.strip() for part in framework.split(",") if part.strip())
+    if not frameworks or not {*frameworks} <= {*FRAMEWORKS} or len({*frameworks}) < len(frameworks):
+        raise ValueError(f"unknown framework {framework!r}: choose {', '.join(FRAMEWORKS)}, or both with a comma between them")
+    rings = several.pop("ranks")
+    cells = [dict(zip(several, values, strict=True)) for values in product(*several.values())]
+    cases = tuple(Case(**arguments, **cell) for cell in cells)
+    counts = {"ranks": len(rings)} | {name: len(values) for name, values in several.items()}
+    axis = max(counts, key=lambda name: counts[name])
+    return Sweep(
+        tuple(variants), tuple(names), frameworks, tuple(rings), cases, axis if counts[axis] > 1 else "", repeats, patience
+    )
+
+
+def listed(value: Any) -> tuple[Any, ...]:
+    """One value or several, as several; each once."""
+    several = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return tuple(dict.fromkeys(several))

@@ -1,0 +1,154 @@
+"""PyTorch's side: one process a rank, gloo on CPUs, NCCL on GPUs. Imported in those processes only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core.plan.ring import RingPlan
+
+from ..processes import Report
+from .cases import Case
+from .measure import ResidentMemory
+from .oracles import ORACLES
+from .orders import Order, Outcome, Settings, cut, importable, resolve, serve
+
+CAST = {"q", "k", "v", "x"}
+"""What has the dtype of the case; sinks, slopes and weights keep the one that they are drawn in."""
+
+
+class Call(NamedTuple):
+    """What a variant's function is made for on this rank."""
+
+    case: Case
+    plan: RingPlan
+    rank: int
+    group: Any
+    device: torch.device
+    user: str | None
+
+
+class Prepared(NamedTuple):
+    """``run`` computes results and gradients of this rank's shards, ``cotangents`` says from which."""
+
+    run: Callable[[], dict[str, Tensor]]
+    group: Any
+
+
+def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
+    """One rank: it answers orders until nobody gives any."""
+    if settings.device == "gpu":
+        devices = torch.cuda.device_count()
+        kind = torch.cuda.get_device_name(0) if devices else "none"
+        if devices < settings.most:
+            report("ready", (rank, {"devices": devices, "kind": kind}))
+            return
+        torch.cuda.set_device(rank)
+    patience = timedelta(seconds=2 * settings.patience)  # who started this gives up first, and says more
+    backend, store = "nccl" if settings.device == "gpu" else "gloo", f"file://{settings.store}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=settings.most, timeout=patience)
+    groups = {ring: dist.new_group(range(ring), timeout=patience) for ring in settings.rings}
+    importable(settings.folder)
+    if settings.device == "gpu":
+        report("ready", (rank, {"devices": devices, "kind": kind}))
+    else:
+        report("ready", (rank, {"devices": settings.most, "kind": "cpu"}))
+    serve(report, rank, orders, _Side(rank, groups, settings.device), settings.patience)
+
+
+class _Side:
+    """The orders, by name."""
+
+    def __init__(self, rank: int, groups: dict[int, Any], device: str) -> None:
+        self._rank, self._groups = rank, groups
+        self._device = torch.device("cuda", rank) if device == "gpu" else torch.device("cpu")
+        self._known: dict[Any, Prepared] = {}
+
+    def prepare(self, order: Order) -> Outcome:
+        given, oracle, plan = ORACLES[order.oracle].given(order.case), ORACLES[order.oracle], order.case.plan(order.ranks)
+        self._share_cores(order.ranks)
+        group = self._groups[order.ranks]
+        function = resolve(order.call)(Call(order.case, plan, self._rank, group, self._device, order.user))
+        dtype = getattr(torch, order.case.dtype)
+
+        def mine(name: str, x: np.ndarray, pad: Any = 0) -> Tensor:
+            shard = torch.tensor(cut(x, plan, pad)[self._rank] if name in oracle.sharded else x).to(self._device)
+            return shard.to(dtype) if name in CAST else shard
+
+        arrays = {name: mine(name, x, oracle.paddings.get(name, 0)) for name, x in given.arrays.items()}
+        leaves = [arrays[name].requires_grad_() for name in given.leaves]
+        cotangents = {name: mine(name, x) for name, x in given.cotangents.items()}
+        used: set[str] = set()
+
+        within = getattr(function, "within", nullcontext)  # what forward and backward must both happen in
+
+        def run() -> dict[str, Tensor]:
+            with within():
+                return both()
+
+        def both() -> dict[str, Tensor]:
+            results = function(arrays)
+            used.update(name for name in cotangents if name in results and (name != "lse" or results[name].requires_grad))
+            ends = [name for name in cotangents if name in results and results[name].requires_grad]
+            starts = [cotangents[name].to(results[name].dtype) for name in ends]
+            gradients = [None] * len(leaves)
+            if ends:
+                gradients = torch.autograd.grad([results[name] for name in ends], leaves, starts, allow_unused=True)
+            found = {name: x.detach() for name, x in results.items()}
+            pairs = zip(given.leaves, leaves, gradients, strict=True)
+            return found | {"d" + name: torch.zeros_like(x) if gradient is None else gradient for name, x, gradient in pairs}
+
+        prepared = self._known[order.key] = Prepared(run, group)
+        results = prepared.run()
+        whole = {name: [_numpy(x)] for name, x in results.items() if self._rank == 0 or name in oracle.sharded or name[0] == "d"}
+        return Outcome(whole, frozenset(used))
+
+    def time(self, order: Order) -> float:
+        """Seconds of one run, begun by all ranks together."""
+        self._share_cores(order.ranks)
+        prepared = self._known[order.key]
+        if order.ranks > 1:
+            dist.barrier(prepared.group)
+        self._wait()
+        began = time.perf_counter()
+        prepared.run()
+        self._wait()
+        return time.perf_counter() - began
+
+    def memory(self, order: Order) -> int | None:
+        """The peak of one run above what was held before, in bytes."""
+        run = self._known[order.key].run
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run()
+            self._wait()
+            return torch.cuda.max_memory_allocated() - before
+        memory = ResidentMemory()
+        run()
+        return memory.peak()
+
+    def forget(self, order: Order) -> None:
+        self._known.pop(order.key, None)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _share_cores(self, ranks: int) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(cores // ranks, 1))
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    return x.detach().to("cpu", wide).numpy()

@@ -1,0 +1,93 @@
+"""A user's own attention: found by name, called with the arguments of ring_attention that it takes, and its results checked."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from .cases import Case
+
+Offered = dict[str, Any]
+"""Arguments of ring_attention by name."""
+
+
+def load(text: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; ValueError where there is none."""
+    module, _, name = text.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".")[0] and error.name != module:
+            raise ValueError(f"{module} imports {error.name}, which is not installed") from error
+        raise ValueError(
+            f"there is no module {module!r}, neither in this folder nor installed: start in the folder that holds {module}.py"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        there = [each for each, value in vars(found).items() if inspect.isfunction(value) and not each.startswith("_")]
+        raise ValueError(f"{module} has no function {name!r}: it has {', '.join(there) or 'none'}")
+    return function
+
+
+def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
+    """Those of the ``offered`` arguments that the function takes besides q, k and v.
+
+    ValueError where it needs one that is not offered, and where the case asks for one that it does not take.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text} does not say what it takes: wrap it in a function with names for its arguments") from error
+    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+    if len(first) < 3 and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        raise ValueError(f"{text} must take q, k and v first, and takes {len(first)} arguments by position")
+    others = [p for p in parameters if p not in first and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = [p.name for p in others if p.default is p.empty and p.name not in offered]
+    if unknown:
+        raise ValueError(
+            f"{text} needs {', '.join(unknown)}, and only arguments of ring_attention are passed ({', '.join(offered)}): give "
+            "it a default"
+        )
+    names = {*offered} if any(p.kind == p.VAR_KEYWORD for p in parameters) else {p.name for p in others}
+    missing = [name for name in case.features if name not in names]
+    if missing:
+        raise ValueError(f"{text} takes no {', '.join(missing)}, which this case has: add the argument, or leave the option out")
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
+    """ValueError where shards hold padding of which the function is not told."""
+    if held != case.length and "length" not in arguments:
+        raise ValueError(
+            f"{text} takes no length, and {case.length} tokens are padded to {held} in {case.layout}: pass a --length that "
+            "the ring divides, or add the argument"
+        )
+
+
+def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
+    """{"out": ..., and "lse": ...} of shards q, k, v; ValueError where it raises or returns something else."""
+    q, k, v = (arrays[name] for name in "qkv")
+    try:
+        value = function(q, k, v, **arguments)
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[1:]
+        where = f" ({at[0].filename}, line {at[0].lineno})" if at else ""
+        raise ValueError(f"{text} failed: {type(error).__name__}: {error}{where}") from error
+    results: dict[str, Any] = dict(zip(("out", "lse"), value if isinstance(value, tuple | list) else (value,), strict=False))
+    for name, shape in (("out", (*q.shape[:3], v.shape[-1])), ("lse", q.shape[:3])):
+        if results.get(name) is None:
+            results.pop(name, None)
+        elif not hasattr(results[name], "shape") or tuple(results[name].shape) != tuple(shape):
+            got = list(results[name].shape) if hasattr(results[name], "shape") else type(results[name]).__name__
+            raise ValueError(
+                f"{text} returned {name} {got}, expected {list(shape)}: of shards q {list(q.shape)}, k {list(k.shape)} it must "
+                "return out [batch, tokens, heads, v_dim], or (out, lse [batch, tokens, heads])"
+            )
+    if "out" not in results:
+        raise ValueError(f"{text} returned nothing: it must return out, or (out, lse)")
+    return results
