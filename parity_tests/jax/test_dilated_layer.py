@@ -104,7 +104,7 @@ def results(linen: bool, function: Any, mask: Any) -> list[np.ndarray]:
     if linen:
         module = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64, **given)
         weights = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64).init(jax.random.key(0), jnp.asarray(x))
-        forward = lambda weights, x: module.apply(weights, x, mask=mask)
+        forward: Any = lambda weights, x: module.apply(weights, x, mask=mask)
     else:
         made = nnx.MultiHeadAttention(2, 12, decode=False, param_dtype=jnp.float64, **given, rngs=nnx.Rngs(0))
         graph, weights, rest = nnx.split(made, nnx.Param, ...)
