@@ -155,6 +155,15 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
 
 
+def test_a_query_that_the_mask_shows_no_key_gets_zero():
+    rows = np.ones((1, 1, 8, 1), bool)
+    rows[..., 5, :] = False
+    function = dilated_attention_fn(mesh=mesh_of(1), **TWO)
+    out = np.asarray(function(*qkv(1), mask=rows))
+    assert not out[:, 5].any()
+    np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
+
+
 def test_a_function_made_again_is_the_same():
     make = lambda: dilated_attention_fn(mesh=mesh_of(2), mask=sliding_window(3), segments=[3, 8], dilations=[1, 2])
     assert make() == make()
