@@ -109,7 +109,7 @@ def results(linen: bool, function: Any, mask: Any) -> list[np.ndarray]:
         made = nnx.MultiHeadAttention(2, 12, decode=False, param_dtype=jnp.float64, **given, rngs=nnx.Rngs(0))
         graph, weights, rest = nnx.split(made, nnx.Param, ...)
         forward = lambda weights, x: nnx.merge(graph, weights, rest)(x, mask=mask)
-    out, vjp = jax.vjp(lambda weights, x: jnp.multiply(forward(weights, x), alive), weights, jnp.asarray(x))
+    out, vjp = jax.vjp(lambda weights, x: forward(weights, x) * alive, weights, jnp.asarray(x))
     return [np.asarray(leaf) for leaf in jax.tree.leaves((out, vjp(jnp.asarray(dout))))]
 
 
@@ -152,6 +152,15 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     function = dilated_attention_fn(mesh=mesh_of(2), **TWO)
     out = jax.jit(lambda mask: function(*qkv(1), mask=mask))(mask)
     assert np.isnan(out[:, 5]).all()
+    np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
+
+
+def test_a_query_that_the_mask_shows_no_key_gets_zero():
+    rows = np.ones((1, 1, 8, 1), bool)
+    rows[..., 5, :] = False
+    function = dilated_attention_fn(mesh=mesh_of(1), **TWO)
+    out = np.asarray(function(*qkv(1), mask=rows))
+    assert not out[:, 5].any()
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
 
 
