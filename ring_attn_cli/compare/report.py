@@ -46,8 +46,8 @@ def table(comparison: Comparison, width: int = WIDE) -> Group:
 
 OF_ARRAY = "error", "bound", "", "largest", "ulps", "one device", "other"
 CAPTION = (
-    "error: norm of the difference from float64 over its norm; largest: difference of an entry, ulps: in units of its last place; "
-    "one device, other framework: = to the bit, or the relative difference; ms, MiB: forward and backward, all ranks"
+    "error: norm of the difference from float64 over its norm; largest: difference of an entry, ulps: in units of its last "
+    "place; one device, other framework: = to the bit, or the relative difference; ms, MiB: forward and backward, all ranks"
 )
 
 
