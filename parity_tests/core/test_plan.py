@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ def test_a_plan_is_a_frozen_value():
     ],
     ids=str,
 )
-def test_lengths_left_out_are_what_the_shards_hold(given: dict[str, int], kv_local: int, length: int, kv_length: int):
+def test_lengths_left_out_are_what_the_shards_hold(given: dict[str, Any], kv_local: int, length: int, kv_length: int):
     plan = RingPlan("zigzag", full(), 4, 6, **given)
     assert (plan.kv_local, plan.length, plan.kv_length) == (kv_local, length, kv_length)
 

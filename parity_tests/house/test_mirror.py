@@ -14,6 +14,7 @@ ONLY_IN_JAX = {
     "sharded_ring_attention": "PyTorch has no globally sharded arrays outside DTensor",
     "sharded_dilated_attention": "the same",
     "sharded.py": "where these live",
+    "variants/sharded_dilated.py": "likewise",
     "sharded_summary_attention": "the same",
     "axes.py": "check_vma and mesh axes",
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",

@@ -18,7 +18,7 @@ from ..support.dilated import CASES, PUBLISHED, Case, check, drawn
 from .dilated import run, run_anew
 from .ring import SEQ, mesh_of
 
-IN_CI = (2, 8, 13)
+IN_CI = (2, 13)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def arrays(heads=4, kv_heads=4, tokens=16):
 def test_whole_arrays_over_every_mesh_axis_give_the_same():
     q, k, v = arrays(kv_heads=2)
     key_mask = jax.random.bernoulli(jax.random.key(1), 0.8, (2, 16))
-    asked = {"segments": (6, 16), "dilations": (1, 2), "key_mask": key_mask, "return_lse": True}
+    asked = {"segments": (6,), "dilations": (2,), "key_mask": key_mask, "return_lse": True}
     alone = sharded_dilated_attention(q, k, v, mesh=mesh_of(1), **asked)
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "model"))
     spread = sharded_dilated_attention(q, k, v, mesh=mesh, batch_axes="data", head_axis="model", **asked)

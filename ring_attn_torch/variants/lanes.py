@@ -49,7 +49,7 @@ class Fold(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         total = gradients[0].new_zeros(ctx.shape, dtype=torch.promote_types(ctx.dtype, torch.float32))
         for gradient, place in zip(gradients, ctx.places, strict=True):
-            put(total, gradient, place, ctx.rank, torch.add)
+            put(total, gradient, place, ctx.rank, Tensor.add_)
         return total.to(ctx.dtype), None, None
 
 
@@ -64,12 +64,12 @@ class Mix(torch.autograd.Function):
         top = lses[0].new_full((*shape, 1), -math.inf)
         total, out = torch.zeros_like(top), lses[0].new_zeros((*shape, outs[0].shape[-1]))
         for lse_i, place in zip(lses, places, strict=True):
-            put(top, lse_i[..., None], place, rank, torch.maximum)
+            put(top, lse_i[..., None], place, rank, _raise)
         for lse_i, place in zip(lses, places, strict=True):
-            put(total, _exp(lse_i[..., None], fold(top, place, rank)), place, rank, torch.add)
+            put(total, _exp(lse_i[..., None], fold(top, place, rank)), place, rank, Tensor.add_)
         sums = torch.cat((top, total), -1)
         for out_i, lse_i, place in zip(outs, lses, places, strict=True):
-            put(out, _weight(lse_i, fold(sums, place, rank)) * out_i, place, rank, torch.add)
+            put(out, out_i, place, rank, _weighted(_weight(lse_i, fold(sums, place, rank))))
         ctx.places, ctx.rank = places, rank
         ctx.save_for_backward(*results, sums)
         return out.to(outs[0].dtype), (top + total.log())[..., 0]
@@ -88,7 +88,7 @@ class Mix(torch.autograd.Function):
             alpha = _weight(lse_i, fold(sums, place, rank))
             dout_i = torch.where(seen, alpha * fold(dout, place, rank), 0)
             dot = (dout_i * out_i).sum(-1, keepdim=True)
-            put(delta, dot, place, rank, torch.add)
+            put(delta, dot, place, rank, Tensor.add_)
             douts.append(dout_i.to(out_i.dtype))
             dots.append(dot)
             alphas.append(alpha)
@@ -97,6 +97,15 @@ class Mix(torch.autograd.Function):
             rest = fold(dlse - delta, place, rank)
             dlses.append(torch.where((lse_i > -math.inf)[..., None], dot + alpha * rest, 0)[..., 0])
         return None, None, *douts, *dlses
+
+
+def _raise(spots: Tensor, lane: Tensor) -> None:
+    spots.copy_(torch.maximum(spots, lane))
+
+
+def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
+    """What adds lanes times ``alpha`` in one pass."""
+    return lambda spots, lane: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), lane)
 
 
 def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
@@ -119,10 +128,10 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
     return spots.reshape(-1, lanes.slots, *spots.shape[4:])
 
 
-def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace, in a shard [b s h d], the tokens that lanes hold by what ``combine`` makes of them and of the lanes.
+def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
+    """Let ``combine(spots, lane)`` change, in place, the tokens of a shard [b s h d] that lanes hold.
 
-    Where ``fold`` repeats a head, what ``combine`` makes is added up.
+    Where ``fold`` repeats a head, what ``combine`` makes of zeros is added up.
     """
     lanes, part = place
     if part.repeat > 1:
@@ -135,7 +144,7 @@ def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[
     own = total[:, :, part.first : part.end]
     padded = _padded(own, lanes, part, rank)
     spots = _spots(padded, lanes, part)
-    spots.copy_(combine(spots, lane.reshape(spots.shape)))
+    combine(spots, lane.reshape(spots.shape))
     if padded is not own:
         own.copy_(padded[:, lanes.front(rank) : lanes.front(rank) + lanes.local, : part.kept])
 
