@@ -39,18 +39,9 @@ def _cast(x: Any, dtype: str) -> Any:
     return x.astype(dtype)
 
 
-def right(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """No mistake."""
-    return _attend(q, k, v, arguments)
-
-
 def wrong_scale(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     """Scores are not scaled."""
     return _attend(q, k, v, arguments | {"scale": 1.0})
-
-
-def slightly_wrong_scale(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    return _attend(q, k, v, arguments | {"scale": 1.01 * arguments["scale"]})
 
 
 def transposed_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
@@ -61,12 +52,6 @@ def transposed_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     return out.reshape(b, s, g, h // g, d).swapaxes(2, 3).reshape(b, s, h, d), lse
 
 
-def other_key_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """The key heads come in reverse."""
-    order = list(range(k.shape[2]))[::-1]
-    return _attend(q, k[:, :, order], v[:, :, order], arguments)
-
-
 def in_bfloat16(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     q, k, v = (_cast(x, "bfloat16") for x in (q, k, v))
     out, lse = _attend(q, k, v, arguments)
@@ -75,11 +60,6 @@ def in_bfloat16(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 
 def lost_gradient(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     return _attend(q, _detached(k), v, arguments)
-
-
-def averaged_gradient(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """v's gradient is the mean over 2 ranks."""
-    return _attend(q, k, v / 2 + _detached(v) / 2, arguments)
 
 
 def base_two(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
@@ -98,9 +78,13 @@ def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
     return xp.einsum("bhst,bthd->bshd", p / p.sum(-1)[..., None], v)
 
 
-def half_of_the_tokens(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+def half_of_q(q: Any, k: Any, v: Any) -> Any:
     """Another shape."""
-    return _attend(q, k, v, arguments)[0][:, ::2]
+    return q[:, ::2]
+
+
+def nothing_at_all(q: Any, k: Any, v: Any) -> Any:
+    return None
 
 
 def raises(q: Any, k: Any, v: Any) -> Any:

@@ -83,7 +83,8 @@ def compare(
             except Failure as failure:
                 raise ValueError(str(failure)) from None
         written(comparison, json, png)
-    Console(width=shutil.get_terminal_size().columns, highlight=False, markup=False).print(table(comparison))
+    width = shutil.get_terminal_size((140, 24)).columns  # as wide where nobody's terminal says how wide it is
+    Console(width=width, highlight=False, markup=False).print(table(comparison, width))
     for path in (json, png):
         if path is not None:
             typer.echo(f"wrote {path}")

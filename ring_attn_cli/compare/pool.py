@@ -98,8 +98,8 @@ class Pool:
             if data["devices"] < self._settings.most:
                 raise ValueError(
                     f"--device {self._settings.device} with a ring of {self._settings.most} needs as many GPUs, and "
-                    f"{TITLES[framework]} sees {data['devices'] or 'none'}: pass --ranks "
-                    + (f"{data['devices']}" if data["devices"] else "with --device cpu")
+                    f"{TITLES[framework]} sees {data['devices'] or 'none'}: pass "
+                    + (f"--ranks {data['devices']}" if data["devices"] else "--device cpu")
                 )
         self.kinds[framework] = found[0]["kind"]
 

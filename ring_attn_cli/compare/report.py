@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -11,9 +12,12 @@ from .measure import Quantity
 from .sweep import SWEPT
 from .variants import TITLES
 
+WIDE = 120
+"""Columns of a console from which on a case is one table; on a narrower one every result is a table of its own."""
 
-def table(comparison: Comparison) -> Group:
-    """Everything, for a console of any width."""
+
+def table(comparison: Comparison, width: int = WIDE) -> Group:
+    """Everything, for a console of ``width`` columns."""
     cases = list(dict.fromkeys(result.case for result in comparison.results))
     swept = [name for name in SWEPT if len({getattr(case, name) for case in cases}) > 1]
     parts: list[Table | Text] = []
@@ -22,7 +26,10 @@ def table(comparison: Comparison) -> Group:
         title = ", ".join(
             f"{name} {getattr(case, name)}" for name in dict.fromkeys(("mask", "layout", "dtype", "length", *swept))
         )
-        parts.append(_table(title, results))
+        if width >= WIDE:
+            parts.append(_table(title, results))
+        else:
+            parts += [Text(title, style="bold"), *(_one(result) for result in results), Text(CAPTION, style="italic")]
     parts += [Text(f"left out: {each.variant} in {TITLES[each.framework]}, {_rings(each.ranks)}: {each.reason}", style="dim")
               for each in comparison.left_out]  # fmt: skip
     parts += [
@@ -37,27 +44,46 @@ def table(comparison: Comparison) -> Group:
     return Group(*parts, Text(verdict, style="bold red" if missed else "bold green"))
 
 
+OF_ARRAY = "error", "bound", "", "largest", "ulps", "one device", "other"
+CAPTION = (
+    "error: norm of the difference from float64 over its norm; largest: difference of an entry, ulps: in units of its last "
+    "place; one device, other framework: = to the bit, or the relative difference; ms, MiB: forward and backward, all ranks"
+)
+
+
 def _table(title: str, results: list[Result]) -> Table:
-    drawn = Table(title=title, title_justify="left", title_style="bold")
-    for name in ("variant", "in", "ranks"):
+    """All results of a case."""
+    drawn = Table(title=title, title_justify="left", title_style="bold", caption=CAPTION, caption_justify="left")
+    for name in ("variant", "in", "ranks", "array"):
         drawn.add_column(name, overflow="fold")
-    drawn.add_column("array", overflow="fold")
-    for name in ("error", "bound", "", "largest", "ulps", "one device", "other", "ms", "MiB"):
-        drawn.add_column(name, justify="right", no_wrap=name != "other")
+    for name in (*OF_ARRAY, "ms", "MiB"):
+        drawn.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        first = (result.variant, TITLES[result.framework], str(result.ranks))
-        memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}"
-        last = f"{result.median_seconds * 1e3:.4g}", memory
+        who, cost = (result.variant, TITLES[result.framework], str(result.ranks)), _cost(result)
         for number, quantity in enumerate(shown(result.quantities)):
-            ends = last if number == 0 else ("", "")
-            drawn.add_row(*(first if number == 0 else ("", "", "")), *_cells(quantity), *ends)
+            first = number == 0
+            drawn.add_row(*(who if first else ("", "", "")), *_cells(quantity), *(cost if first else ("", "")))
         drawn.add_section()
-    drawn.caption = (
-        "error: norm of the difference from float64 over its norm; largest: difference of an entry, ulps: in units of its last "
-        "place; one device, other framework: = to the bit, or the relative difference; ms, MiB: forward and backward, all ranks"
-    )
-    drawn.caption_justify = "left"
     return drawn
+
+
+def _one(result: Result) -> Table:
+    """One result, for a narrow console."""
+    milliseconds, memory = _cost(result)
+    title = f"{result.label}: {milliseconds} ms, {memory} MiB"
+    drawn = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("array", overflow="fold")
+    for name in OF_ARRAY:
+        drawn.add_column(name, justify="right", no_wrap=True)
+    for quantity in shown(result.quantities):
+        drawn.add_row(*_cells(quantity))
+    return drawn
+
+
+def _cost(result: Result) -> tuple[str, str]:
+    """Milliseconds and MiB."""
+    memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}"
+    return f"{result.median_seconds * 1e3:.4g}", memory
 
 
 MOST = 8
@@ -73,6 +99,7 @@ def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
 
 
 def _cells(quantity: Quantity) -> tuple[str | Text, ...]:
+    """The name and what OF_ARRAY says."""
     kept = Text("within", style="green") if quantity.within else Text("MISSED", style="bold red")
     numbers = f"{quantity.relative:.1e}", f"{quantity.bound:.1e}", kept, f"{quantity.largest:.1e}", f"{quantity.ulps:.3g}"
     return quantity.name, *numbers, _apart(quantity.from_one_device), _apart(quantity.from_other_framework)

@@ -1,0 +1,112 @@
+"""What ``ring-attn compare`` measures, and how it takes a user's function, without any framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+from ring_attn_cli.compare import measure, user  # noqa: E402
+from ring_attn_cli.compare.cases import Case  # noqa: E402
+from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
+from ring_attn_cli.compare.orders import cut, joined, where_at  # noqa: E402
+from ring_attn_cli.compare.variants import chosen  # noqa: E402
+from ring_attn_core.layouts import LAYOUTS  # noqa: E402
+
+PLANTED = "parity_tests.support.planted"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap"), [("float64", 2.0**-52), ("float32", 2.0**-23), ("float16", 2.0**-10), ("bfloat16", 2.0**-7)]
+)
+def test_an_ulp_is_the_gap_between_two_numbers_of_the_dtype(dtype: str, gap: float):
+    exact = np.array([1.0, 1.5, -1.0], np.longdouble)
+    assert measure.largest_ulps(exact + np.array([0, 3 * gap, 0]), exact, dtype) == 3
+    assert measure.largest_ulps(4 * exact + np.array([0, 3 * gap, 0]), 4 * exact, dtype) == 0.75
+    assert measure.largest_ulps(np.append(exact, gap), np.append(exact, 0), dtype) < 3  # what is 0 has no last place of its own
+
+
+def test_the_same_infinity_is_no_difference_and_another_one_is():
+    exact = np.array([1.0, -np.inf])
+    assert measure.largest_difference(exact, exact) == 0 and measure.largest_ulps(exact, exact, "float32") == 0
+    for wrong in ([1.0, np.inf], [1.0, np.nan], [1.0, 0.0], [np.nan, -np.inf]):
+        assert measure.largest_difference(np.array(wrong), exact) == np.inf
+
+
+def test_only_equal_bits_are_no_distance():
+    x = np.array([1.0, 0.0], np.float32)
+    assert measure.apart(x, x.copy()) == 0
+    assert measure.apart(x, np.array([1.0, -0.0], np.float32)) > 0
+    assert measure.apart(x, np.nextafter(x, np.float32(2))) > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_come_together_as_they_were(layout: str):
+    plan = Case(length=37, layout=layout).plan(4)
+    x = np.arange(2 * 37 * 3.0).reshape(2, 37, 3)
+    whole = joined({"out": cut(x, plan, np.nan), "dsinks": [np.ones(2)] * 4, "loss": [np.array(5)] * 4}, frozenset({"out"}), plan)
+    np.testing.assert_array_equal(whole["out"], x)
+    assert whole["dsinks"].tolist() == [4, 4] and whole["loss"] == 5
+
+
+def test_of_a_long_sequence_the_truth_is_that_of_the_first_heads(monkeypatch: pytest.MonkeyPatch):
+    case, oracle = Case(length=24, head_dim=8, batch=2, sinks=True, alibi=True, key_mask=True), ORACLES["attention"]
+    given = oracle.given(case)
+    whole = oracle.truth(case, given, given.cotangents)
+    monkeypatch.setattr("ring_attn_cli.compare.oracles.MOST_PAIRS", 10)
+    part = oracle.truth(case, given, given.cotangents)
+    assert part.part and not whole.part and "dsinks" not in part.exact
+    for name, x in part.exact.items():
+        np.testing.assert_allclose(x, measure.first(whole.exact[name], x), rtol=1e-12)
+    assert part.exact["dk"].shape == (1, 24, 1, 8) and part.exact["dq"].shape == (1, 24, 2, 8)
+
+
+def given_to(name: str, **case: Any) -> Any:
+    """What calling that planted function with numpy arrays comes to."""
+    text = f"{PLANTED}:{name}"
+    function = user.load(text)
+    offered = {"mask": None, "scale": 1.0, "length": 8, "sinks": None, "return_lse": True}
+    arguments = user.taken(function, text, offered, Case(**case))
+    user.check_length(text, arguments, Case(length=8), 8)
+    q, k = np.ones((1, 8, 4, 16)), np.ones((1, 8, 2, 16))
+    return user.called(function, text, {"q": q, "k": k, "v": k}, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "words"),
+    [
+        ("nothing", {}, f"{PLANTED} has no function 'nothing': it has .*wrong_scale"),
+        ("needs_more", {}, "needs bandwidth, and only arguments of ring_attention are passed"),
+        ("own_keys", {"sinks": True}, "takes no sinks, which this case has"),
+        ("raises", {}, "raises failed: RuntimeError: there is no such kernel .*planted.py, line"),
+        ("half_of_q", {}, r"returned out \[1, 4, 4, 16\], expected \[1, 8, 4, 16\]"),
+        ("nothing_at_all", {}, "returned nothing: it must return out"),
+    ],
+)
+def test_a_users_mistake_is_said_in_words(name: str, case: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        given_to(name, **case)
+
+
+def test_a_module_that_does_not_exist_is_said():
+    with pytest.raises(ValueError, match="there is no module 'no_such_module', neither in this folder nor installed"):
+        user.load("no_such_module:f")
+
+
+def test_padding_is_refused_for_a_function_that_takes_no_length():
+    with pytest.raises(ValueError, match="takes no length, and 7 tokens are padded to 8 in zigzag"):
+        user.check_length("m:f", {}, Case(length=7), 8)
+
+
+def test_functions_of_two_frameworks_are_each_others_twins():
+    first, second, third = chosen(("jax:m:f", "torch:m:g", "torch:m:h"))
+    assert first.pair == second.pair != third.pair and list(first.calls) == ["jax"]
+
+
+def test_the_place_of_a_rank_is_that_of_its_main_thread():
+    thread = "Thread 0x1 (most recent call first):\n"
+    others = f'Timeout (0:00:08)!\n{thread}  File "/a/b.py", line 3 in run\n\n{thread}'
+    assert where_at(others + '  File "/a/mine.py", line 7 in f\n  File "/a/c.py", line 9 in g\n') == "mine.py, line 7 in f"
+    assert where_at("nothing of the kind") is None
