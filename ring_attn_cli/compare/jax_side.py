@@ -41,7 +41,7 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
         devices = jax.devices()
         report("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
     else:
-        jax.config.update("jax_pjrt_client_create_options", "preallocate:false")  # PyTorch's processes are on these GPUs too
+        jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})  # PyTorch's processes are on these GPUs too
         devices = jax.devices() if jax.default_backend() == "gpu" else []
         report("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
         if len(devices) < settings.most:
