@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_attn_torch import dilated_attention, ring_attention
 
-from ..support.process import answer, argument
+from ..support.process import Memory, answer, argument
 from .problem import Problem
 
 
@@ -41,6 +41,7 @@ def _steps(work: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, steps
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() if on_gpu else 0
+    resident = Memory()
     for _ in range(steps):
         for x in inputs:
             x.grad = None
@@ -54,7 +55,7 @@ def _steps(work: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, steps
         both.append(time.perf_counter() - began)
         gradients = [x.grad for x in inputs if x.grad is not None]
         finite = finite and len(gradients) == 3 and all(bool(x.isfinite().all()) for x in (out, *gradients))
-    peak = torch.cuda.max_memory_allocated() - held if on_gpu else 0
+    peak = torch.cuda.max_memory_allocated() - held if on_gpu else resident.peak()
     return {"forward": forward[1:], "both": both[1:], "first": both[0], "finite": finite, "peak": peak}
 
 
