@@ -87,7 +87,9 @@ def merge(
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises Va    pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
+    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
+    """
+    pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))
     top = jnp.where(top == -jnp.inf, 0, top)
     weights = [jnp.exp(lse - top) for _, lse in pairs]
@@ -95,7 +97,7 @@ def merge(
     nothing = z == 0
     z = jnp.where(nothing, 1, z)
     out = reduce(jnp.add, [(weight / z)[..., None] * out for weight, (out, _) in zip(weights, pairs, strict=True)])
-    return out, jnp.where(nothing, -jnp.inf, top + jnp.log(z))np.where(nothing, -jnp.inf, top + jnp.log(z))
+    return out, jnp.where(nothing, -jnp.inf, top + jnp.log(z))
 
 
 def _int32(x: Any) -> Any:

@@ -84,7 +84,9 @@ def merge(
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for wha    pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
+    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
+    """
+    pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()
     top = top.masked_fill(top == -math.inf, 0)
     weights = [torch.exp(lse - top) for _, lse in pairs]
@@ -92,7 +94,7 @@ def merge(
     nothing = z == 0
     z = z.masked_fill(nothing, 1)
     out = reduce(torch.add, [(weight / z)[..., None] * out for weight, (out, _) in zip(weights, pairs, strict=True)])
-    return out, (top + z.log()).masked_fill(nothing, -math.inf)sked_fill(nothing, -math.inf)
+    return out, (top + z.log()).masked_fill(nothing, -math.inf)
 
 
 @as_op("attend_block(Tensor q, Tensor k, Tensor v, Tensor[] given, SymInt[] counts, str asked) -> (Tensor, Tensor)")
