@@ -74,9 +74,7 @@ def attend_block(
     return _attention(inputs, rows, prepared.backend)
 
 
-def merge(
-    a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None
-) -> tuple[Array, Array]:
+def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
     """The (out, lse) over the keys of two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B; differentiable.
 
     Or of all pairs of one list, ``merge([a, b, c])``, in their order.

@@ -162,7 +162,8 @@ def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) 
     if any(len(given) > 1 for given in sizes[1:]) or len({shape[-1:] for shape in shapes[::2]} - {(1,)}) > 1:
         got = ", ".join(f"out {list(out.shape)} and lse {list(lse.shape)}" for out, lse in pairs)
         raise ValueError(
-            f"merge takes pairs of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads] of the same queries, got {got}"
+            "merge takes pairs of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads] of the same queries, got "
+            + got
         )
     return [(out, lse) for out, lse in pairs]
 

@@ -104,7 +104,9 @@ class Decode:
         if q[0] != k[0]:
             raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
         if q[3] != k[3]:
-            raise ValueError(f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)")
+            raise ValueError(
+                f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)"
+            )
         for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")

@@ -85,9 +85,7 @@ def tree_attention_decode(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _decode(
-    problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: Arrays
-) -> tuple[jax.Array, jax.Array]:
+def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """``ring``: its axis and how many ranks it has."""
     axis_name, ranks = ring
 

@@ -14,9 +14,7 @@ from ..ring.agreement import Call, agree_on
 from ..ring.groups import Group, constant, group_name, group_of, ranks_of
 
 
-def merge_ring(
-    pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
     """The (out, lse) over the keys of all ranks, of the pair (out [b s h e], lse [b s h]) that each has over its own.
 
     What :func:`merge` makes of a list with the pairs of all ranks, on every rank and with the same bits: one collective carries
