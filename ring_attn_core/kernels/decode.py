@@ -82,9 +82,9 @@ class DecodeCall:
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
     """Return the tiles of ``decode`` for so many rows and padded heads of ``width``.
 
-    A tile has 16 rows where they suffice, the least that a product takes. What counts is how many bytes are on their way: 64 slots
-    of k and v of 128 in two bytes are 32 KiB, three of them and two programs fill the shared memory of a Hopper GPU. Slots of one
-    byte come in tiles of twice as many.
+    A tile has 16 rows where they suffice, the least that a product takes. What counts is how many bytes are on their way: 64
+    slots of k and v of 128 in two bytes are 32 KiB, three of them and two programs fill the shared memory of a Hopper GPU. Slots
+    of one byte come in tiles of twice as many.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":
@@ -96,8 +96,8 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 
 
 def residents(call: DecodeCall) -> int:
-    """Return how many programs share a multiprocessor: as many as the tiles that they have on their way leave room for, 2 at most."""
-    itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
+    """Return how many programs share a multiprocessor: as many as there is shared memory for the tiles on their way, 4 at
+    most.""" itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
     tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
     held = tile * max(call.tiles.stages - 1, 1)
     return max(1, min(2, shared_memory(call.capability) // max(held, 1)))
@@ -106,9 +106,9 @@ def residents(call: DecodeCall) -> int:
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
     """Return into how many splits of at least ``least`` tiles the slots are cut.
 
-    ``programs``: of a split; ``at_once``: how many a GPU runs at the same time. All programs read equally much at an equal rate, so
-    the time is that of the waves in which they run, each as long as its tiles, and 2 more for what begins and ends a program. Of
-    equal times the fewest splits are taken, for they are merged afterwards.
+    ``programs``: of a split; ``at_once``: how many a GPU runs at the same time. All programs read equally much at an equal rate,
+    so the time is that of the waves in which they run, each as long as its tiles, and 2 more for what begins and ends a program.
+    Of equal times the fewest splits are taken, for they are merged afterwards.
     """
     if programs == 0:
         return 1

@@ -151,9 +151,9 @@ def check_nodes(q_positions: list[list[int]]) -> None:
         nodes = list(range(positions[0], positions[0] + len(positions))) if positions else []
         if positions != nodes or (positions and positions[0] < 0):
             raise ValueError(
-                f"with tree_mask the queries of a row are the nodes of a tree, at q_positions p, p + 1, ... where their keys lie, "
-                f"and row {row} has {positions[:8]}{' ...' if len(positions) > 8 else ''}: number the nodes in the order of their "
-                "slots; who sees whom, and how deep a node is, tree_mask says"
+                "with tree_mask the queries of a row are the nodes of a tree, at q_positions p, p + 1, ... where their keys lie, "
+                f"and row {row} has {positions[:8]}{' ...' if len(positions) > 8 else ''}: number the nodes in the order of "
+                "their slots; who sees whom, and how deep a node is, tree_mask says"
             )
 
 

@@ -1,6 +1,6 @@
-"""Attention of a few queries over the slots of one rank's cache, as one array [b n h e+1] of out and lse, and the merge of several.
+"""Attention of a few queries over the slots of one rank's cache: out and lse in one array [b n h e+1]; and the merge of several.
 
-    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij      where query i may see the token in slot j, else -inf
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
@@ -23,7 +23,7 @@ from .launch import launch
 from .tiles import accumulation_dtype, dot
 
 CHUNK, CONVERTED = 2**24, 1024
-"""Scores of a chunk of slots, and the slots of one whose k and v are converted to a wider dtype first, so that caches hold them."""
+"""Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
 
 FEW_ROWS = 128
 """Up to so many queries times heads are multiplied with the keys of all kv heads at once: see ``_products``."""

@@ -45,24 +45,24 @@ def tree_attention_decode(
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and every rank merges
-    them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of :func:`merge`). So all
-    ranks get the same bits.
+    Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and every rank
+    merges them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of :func:`merge`). So
+    all ranks get the same bits.
 
     Arguments (those of ``ring_attention`` mean the same here):
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
-        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's dtype
-            or both in float8_e4m3fn.
+        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
+            dtype or both in float8_e4m3fn.
         q_positions: int32 ``[batch, queries]``, the same on every rank; -1: a query that sees nothing.
         k_positions: int32 ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
             NaN too, matters nowhere. The requests of a batch may be of different lengths.
         axis_name: the ring: call this inside ``jax.shard_map`` over a mesh with that axis, of one device where there is but one.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
             tokens, whose keys lie in the cache already, node j where k_pos is ``p + j`` with ``p = q_positions[:, 0]``, and
-            ``q_positions`` are p, p + 1, ... Node i sees node j where ``tree_mask[:, i, j]``: itself and its ancestors; and it sees
-            all that lies before p. So tokens that exclude each other have slots of their own. How deep a node is, and so which
-            position its window and ALiBi count from, is how many nodes it sees besides itself; rotating q and k by that depth is
-            the caller's matter.
+            ``q_positions`` are p, p + 1, ... Node i sees node j where ``tree_mask[:, i, j]``: itself and its ancestors; and it
+            sees all that lies before p. So tokens that exclude each other have slots of their own. How deep a node is, and so
+            which position its window and ALiBi count from, is how many nodes it sees besides itself; rotating q and k by that
+            depth is the caller's matter.
         window: a query sees itself and so many positions before it; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, for k and v of float8_e4m3fn: the true ones are ``k k_scale`` and ``v v_scale``.
         backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (everywhere).

@@ -22,8 +22,8 @@ def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> 
     out and lse, in float32 (float64), packed in one array, and they are merged in the order of the ranks. The lse is a natural
     logarithm; a rank that saw nothing has out 0 and lse -inf, and changes nothing.
 
-    Inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Returns float32 (float64),
-    whatever dtype out has.
+    Inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Returns float32
+    (float64), whatever dtype out has.
 
     For inference: not differentiable. Raises ValueError for what is no such pair, outside a shard_map over the axis, and where it
     is differentiated.

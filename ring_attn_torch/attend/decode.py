@@ -1,6 +1,6 @@
-"""Attention of a few queries over the slots of one rank's cache, as one array [b n h e+1] of out and lse, and the merge of several.
+"""Attention of a few queries over the slots of one rank's cache: out and lse in one array [b n h e+1]; and the merge of several.
 
-    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij      where query i may see the token in slot j, else -inf
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
@@ -22,7 +22,7 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""Scores of a chunk of slots, and the slots of one whose k and v are converted to a wider dtype first, so that caches hold them."""
+"""Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
 
 
 class Arrays(NamedTuple):
@@ -91,8 +91,8 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
     """The pair [b n h e+1] of this rank's slots in plain torch, a batch row and a chunk of slots at a time.
 
-    On a CPU, where values can be looked at, chunks that nobody sees are left out, and what stands in slots that nobody sees is put
-    aside only where it is not finite.
+    On a CPU, where values can be looked at, chunks that nobody sees are left out, and what stands in slots that nobody sees is
+    put aside only where it is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]

@@ -1,21 +1,21 @@
-"""Attention of a few queries over many slots of a cache, cut into splits, and the merge of the splits, in Triton (sm_80 and later).
+"""Attention of a few queries over a cache that is cut into splits, and the merge of the splits, in Triton (sm_80 and later).
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) - slope lag_ij        where query i may see the token in slot j, else -inf
     lse_i = log sum_j exp(s_ij)           natural log; -inf where the query sees nothing
     out_i = sum_j exp(s_ij - lse_i) v_j   0 where the query sees nothing
 
-One query gives a GPU one row of work a head, and a cache of a million slots takes a millisecond to read: so the slots are cut into
-splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, of all queries, are the rows of one tile,
-and k and v are read once for them. ``merge_pairs`` then merges the splits, or what ranks have found, in their order: two runs give
-the same bits.
+One query gives a GPU one row of work a head, and a cache of a million slots takes a millisecond to read: so the slots are cut
+into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, of all queries, are the rows of one
+tile, and k and v are read once for them. ``merge_pairs`` then merges the splits, or what ranks have found, in their order: two
+runs give the same bits.
 
 A slot is seen by what its position says, which is loaded with the keys. A slot that no query of the tile may see is not read at
 all: it may be empty and hold NaN. Where splits begin or end with such slots, the program looks for the first that is seen, SCAN
 slots at a time.
 
 Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [B, T], tree_mask uint8 [B, N, N], depths int32
-           [B, N] (where the nodes of a tree stand in the sequence that each would continue), alibi_slopes f32 [H], k_scale, v_scale
-           f32 [G] -> pairs f32 [SPLITS, B, N, H, E + 1], the last column the lse
+           [B, N] (where the nodes of a tree stand in the sequence that each would continue), alibi_slopes f32 [H], k_scale,
+           v_scale f32 [G] -> pairs f32 [SPLITS, B, N, H, E + 1], the last column the lse
            B batch, N queries, T slots, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads fastest: those that read neighbouring memory run
            together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
@@ -201,7 +201,7 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return bool [BLOCK_M, BLOCK_K] which rows see which slots, and int32 lags, which count along the tree where there is one."""
+    """Return bool [BLOCK_M, BLOCK_K] which rows see which slots, and int32 lags, which count along a tree where there is one."""
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]
         visible = read[None, :] & (lag >= 0)
