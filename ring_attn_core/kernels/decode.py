@@ -82,25 +82,27 @@ class DecodeCall:
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
     """Return the tiles of ``decode`` for so many rows and padded heads of ``width``.
 
-    A tile has 16 rows where they suffice, the least that a product takes. What counts is how many bytes are on their way: 64
-    slots of k and v of 128 in two bytes are 32 KiB, three of them and two programs fill the shared memory of a Hopper GPU. Slots
-    of one byte come in tiles of twice as many.
+    A tile has 16 rows where they suffice, the least that a product takes. What counts is how many bytes are on their way, for a
+    GPU must read some 50 KB ahead on every multiprocessor (4.2 TB/s x 1.5 us / 132) to read at full speed: 64 slots of k and v of
+    128 in two bytes are 32 KiB. Triton loads positions one turn of the loop before k and v, which depend on them, so that 6
+    stages keep two tiles on their way, 4 one, and 8 three, of one byte.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":
-        return TileConfig(min(block_q, 32), 32 if width <= 128 else 16, 4, 2)
-    slots = 128 if fp8 and width <= 128 else 64
-    if width > 128:
-        slots //= 2
-    return TileConfig(block_q, slots, 4, 4 if shared_memory(capability) > 128 * 1024 else 2)
+        return TileConfig(min(block_q, 32), 32 if width <= 128 else 16, 4, 4)
+    stages = (8 if fp8 else 6) if shared_memory(capability) > 128 * 1024 else 4
+    return TileConfig(block_q, 64 if width <= 128 else 32, 4, stages)
 
 
 def residents(call: DecodeCall) -> int:
-    """Return how many programs share a multiprocessor: as many as there is shared memory for the tiles on their way, 4 at
-    most.""" itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
+    """Return how many programs share a multiprocessor: as many as its memory holds the tiles of that are on their way, 4 at most.
+
+    The registers of 108 a thread would do for 4.
+    """
+    itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
     tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
-    held = tile * max(call.tiles.stages - 1, 1)
-    return max(1, min(2, shared_memory(call.capability) // max(held, 1)))
+    held = tile * max((call.tiles.stages - 1) // 2, 1) + 8 * 1024
+    return max(1, min(4, shared_memory(call.capability) // held))
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
@@ -112,7 +114,7 @@ def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
     """
     if programs == 0:
         return 1
-    most = max(1, min(tiles // max(least, 1), 2 * at_once // programs + 1))
+    most = max(1, min(tiles // max(least, 1), max(at_once // programs, 2)))
     waves = lambda splits: math.ceil(programs * splits / at_once)
     return min(range(1, most + 1), key=lambda splits: (waves(splits) * (math.ceil(tiles / splits) + 2), splits))
 
