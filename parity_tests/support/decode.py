@@ -78,6 +78,7 @@ class Problem:
             q_positions[row] = positions - min(positions[0], 0) if "tree_mask" in of.features else np.maximum(positions, -1)
         k[k_positions < 0], v[k_positions < 0] = np.nan, np.nan
         split = lambda x: np.moveaxis(x.reshape(b, of.ranks, of.slots, *x.shape[2:]), 1, 0)
+        q = q.astype(np.float64 if of.dtype == "float64" else np.float32)
         made = {"q": q, "k": split(k), "v": split(v), "q_positions": q_positions, "k_positions": split(k_positions)}
         optional = {
             "tree_mask": lambda: np.stack([random_tree(n, dice) for _ in range(b)]),

@@ -24,11 +24,14 @@ class Features(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
-    """(out [b n h e], lse [b n h]) in float64 of queries q [b n h d] over the whole cache k [b t g d], v [b t g e].
+    """(out [b n h e], lse [b n h]) of queries q [b n h d] over the whole cache k [b t g d], v [b t g e], in float64.
+
+    Of float64 queries in extended precision.
 
     ``features``: see Features. What is written in slots that no query sees is never read.
     """
-    return _attention((q, k, v), (q_positions, k_positions), Features(**features), np.float64, lambda x: x)
+    working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
+    return _attention((q, k, v), (q_positions, k_positions), Features(**features), working, lambda x: x)
 
 
 def plain(

@@ -97,7 +97,7 @@ def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
     wide = torch.promote_types(q.dtype, torch.float32)
-    chunk = min(max(CHUNK // max(n * h, 1), CONVERTED), t) if k.dtype == wide else CONVERTED
+    chunk = max(CHUNK // max(n * h, 1), CONVERTED) if k.dtype == wide else CONVERTED
     rows = q.to(wide).view(b, n, g, h // g, d).permute(0, 2, 1, 3, 4).reshape(b, g, -1, d) * problem.factor
     if arrays.k_scale is not None:
         rows = rows * arrays.k_scale.to(wide)[:, None, None]
