@@ -145,7 +145,7 @@ def on_host(rounds: int) -> list[dict[str, Any]]:
 
 
 def on_cpu(rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of one thread, candidates in turns, the least of the rounds and their median."""
+    """Milliseconds of the process's own time, candidates in turns, the least of the rounds and their median."""
     torch.set_num_threads(1)
     cells = []
     for case in CPU_CASES:
@@ -153,10 +153,10 @@ def on_cpu(rounds: int) -> list[dict[str, Any]]:
         measured: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(3 * rounds):
             for name, work in works.items():
-                began = time.perf_counter()
+                began = time.process_time()  # others may use the machine too
                 result = work()
                 getattr(result, "block_until_ready", lambda: None)()
-                measured[name].append(time.perf_counter() - began)
+                measured[name].append(time.process_time() - began)
         ms = {name: {"least": min(x) * 1e3, "median": statistics.median(x) * 1e3} for name, x in measured.items()}
         over = {name: round(x["median"] / ms["SDPA"]["median"], 2) for name, x in ms.items()}
         cells.append({"case": str(case), "ms": ms, "over_SDPA": over, "left_out": left_out})
@@ -179,7 +179,7 @@ def _works(case: Case, candidates: dict[str, Callable[[Case], Work]]) -> tuple[d
             got = _as_tensor(result, case)
             exact = got if exact is None else exact
             error = ((got - exact).norm() / exact.norm()).item()
-            if case.queries > 1 and name in ("SDPA", "ring-attention-pytorch's formula"):
+            if case.queries > 1 and name in ("SDPA", "SDPA, slots first", "ring-attention-pytorch's formula"):
                 error = 0.0  # these hide nothing of the newest tokens from each other: the work is the same
             if not error <= WORST:
                 raise RuntimeError(f"differs by {error:.1e}")

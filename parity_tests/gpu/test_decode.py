@@ -1,4 +1,4 @@
-"""Decoding on one GPU: exact at real sizes in both frameworks, equal in them to the bit, the same 100 times, and in a CUDA graph."""
+"""Decoding on one GPU: exact at real sizes in both frameworks, equal in them to the bit, the same 100 times, in CUDA graphs."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
