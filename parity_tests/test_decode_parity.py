@@ -16,7 +16,7 @@ from .torch import decode as on_torch
 SAME = 1e-6
 
 
-@pytest.mark.parametrize("number", [number for number in range(SHAPES) if random_shape(number).dtype == "float32"])
+@pytest.mark.parametrize("number", [number for number in range(2, SHAPES) if random_shape(number).dtype == "float32"])
 def test_both_frameworks_give_the_same_numbers(gloo, number):
     problems = [Problem(random_shape(number), seed) for seed in range(2)]
     for problem, ours in zip(problems, on_torch.run(gloo, problems), strict=True):

@@ -52,14 +52,14 @@ def in_interpreter(group: Any, problems: list[Problem], capability: int) -> list
     return results
 
 
-PLAIN = Shape(slots=150, queries=2, dtype="float16")
+PLAIN = Shape(slots=110, queries=2, dtype="float16", heads=2, kv_heads=1)
 ALL = tuple(name for name in FEATURES if name != "fp8")
 SHAPES = [
     PLAIN,
-    replace(PLAIN, dtype="float32", batch=2, slots=77, kv_heads=4),
-    replace(PLAIN, ranks=2, batch=2, queries=5, heads=8, kv_heads=1, slots=61, features=ALL, dtype="float32"),
-    replace(PLAIN, ranks=2, queries=3, features=(*ALL, "fp8"), v_dim=40),
-    replace(PLAIN, queries=5, slots=333, features=("window",)),
+    replace(PLAIN, dtype="float32", batch=2, slots=77, heads=4, kv_heads=2),
+    replace(PLAIN, ranks=2, queries=5, heads=8, slots=61, features=ALL, dtype="float32"),
+    replace(PLAIN, ranks=2, queries=3, features=(*ALL, "fp8"), v_dim=40, slots=70),
+    replace(PLAIN, queries=5, slots=233, features=("window",)),
     replace(PLAIN, slots=0, ranks=2, features=("sinks",)),
     replace(PLAIN, slots=1, queries=1, head_dim=70, v_dim=9),
 ]
@@ -67,7 +67,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_are_exact(interpreter, shape):
-    problems = [Problem(shape, seed) for seed in range(2)]
+    problems = [Problem(shape)]
     pairs, *others = interpreter(shape.ranks, in_interpreter, problems, 90)
     for problem, pair in zip(problems, pairs, strict=True):
         problem.check(*pair)
@@ -83,6 +83,6 @@ def test_keys_of_one_byte_are_read_by_bits_where_the_gpu_cannot(interpreter):
 
 
 def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(interpreter):
-    problem = Problem(replace(PLAIN, queries=5, batch=2, slots=61, features=ALL))
+    problem = Problem(replace(PLAIN, queries=5, slots=61, features=ALL))
     mine, other = interpreter(1, in_interpreter, [problem, problem.with_other_unseen()], 90)[0]
     assert all(np.array_equal(x, y) for x, y in zip(mine, other, strict=True))
