@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from ring_attn_core.kernels import decode as of_core
+from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_torch.inference import decode as inference
@@ -112,7 +113,7 @@ def _tiles_of(config: TileConfig, residents: int) -> Any:
     from contextlib import ExitStack
 
     stack = ExitStack()
-    for cached in (inference._checked, inference._problem, of_core.runnable_decode, launches.decode, launches.merge_pairs):
+    for cached in (inference._checked, inference._problem, runnable_decode, launches.decode, launches.merge_pairs):
         cached.cache_clear()
         stack.callback(cached.cache_clear)
     stack.enter_context(patch.object(of_core, "decode_tiles", lambda *_: config))

@@ -96,8 +96,11 @@ def test_arguments_are_the_kernels_parameters_in_their_order(call):
         assert {*names} >= {name for name, _ in launch.constants}
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("call", [PLAIN, EVERY_FEATURE], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    ("call", "capability"),
+    [(PLAIN, 80), (PLAIN, 90), (PLAIN, 100), (EVERY_FEATURE, 90), pytest.param(EVERY_FEATURE, 80, marks=pytest.mark.exhaustive)],
+    ids=["sm_80", "sm_90", "sm_100", "everything, sm_90", "everything, sm_80"],
+)
 def test_the_kernels_compile_and_fit_into_shared_memory(call, capability):
     pytest.importorskip("triton")
     from ring_attn_core.kernels.compile import compiled

@@ -1,23 +1,13 @@
-"""Decoding on GPUs: who computes a call, into how many splits its slots are cut, and with which tiles."""
+"""Decoding on GPUs: what the launches of a call have in common, into how many splits its slots are cut, and with which tiles."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ..problem.decode import Decode
 from ..records import hashed_once
-from .compile import broken_triton
 from .tile_sizes import TileConfig, padded, shared_memory
-
-OLDEST_GPU = 80
-WIDEST = 256
-"""Head sizes that a tile of slots can have."""
-
-BACKENDS = "triton", "blockwise"
-"""In the order in which "auto" tries them."""
 
 NATIVE_FP8 = 89
 """From this compute capability on a GPU converts float8_e4m3fn by itself."""
@@ -109,58 +99,14 @@ def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
     """Return into how many splits of at least ``least`` tiles the slots are cut.
 
     ``programs``: of a split; ``at_once``: how many a GPU runs at the same time. All programs read equally much at an equal rate,
-    so the time is that of the waves in which they run, each as long as its tiles, and 2 more for what begins and ends a program.
-    Of equal times the fewest splits are taken, for they are merged afterwards.
+    so the time is that of the waves in which they run, each as long as its tiles, and 4 more for what begins and ends a program,
+    some 10 us of 3 a tile. Of equal times the fewest splits are taken, for they are merged afterwards.
     """
     if programs == 0:
         return 1
-    most = max(1, min(tiles // max(least, 1), max(at_once // programs, 2)))
+    most = max(1, min(tiles // max(least, 1), 2 * at_once // programs + 1))
     waves = lambda splits: math.ceil(programs * splits / at_once)
-    return min(range(1, most + 1), key=lambda splits: (waves(splits) * (math.ceil(tiles / splits) + 2), splits))
-
-
-def objection(problem: Decode) -> str | None:
-    """Return why the kernels cannot compute a problem, in words; None where they can."""
-    if not problem.capability:
-        return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
-    if problem.capability < OLDEST_GPU:
-        return f"its kernels need a GPU of compute capability 8.0 (sm_80), and this one is sm_{problem.capability}"
-    if (broken := broken_triton()) is not None:
-        return broken
-    if problem.dtypes[0] == "float64":
-        return "its kernels take queries of bfloat16, float16 and float32, not float64"
-    for name, width in (("head_dim", problem.q_shape[-1]), ("v_dim", problem.v_shape[-1])):
-        if width > WIDEST:
-            return f"its kernels take head sizes of at most {WIDEST}, and {name} is {width}"
-    return None
-
-
-@lru_cache(maxsize=4096)
-def runnable_decode(problem: Decode) -> DecodeCall | None:
-    """Return the call of the kernels for a problem that was checked, compiled; None where "blockwise" computes it.
-
-    "auto" takes the kernels where they can, and warns where they do not compile. ValueError for a backend that was asked for by
-    name and cannot, and for an unknown name.
-    """
-    backend = problem.backend
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f'unknown backend {backend!r} for decoding: choose "auto" or one of {", ".join(BACKENDS)}')
-    if backend == "blockwise":
-        return None
-    reason = objection(problem)
-    if reason is None:
-        from .obstacles import obstacle
-        from .portable.launches import of_decode
-
-        call = call_of_decode(problem)
-        reason = obstacle(of_decode(call), problem.capability)
-        if reason is None:
-            return call
-        if backend == "auto":
-            warnings.warn(f"triton: in decoding {reason}. backend='blockwise' runs this instead, slower", stacklevel=2)
-    if backend == "triton":
-        raise ValueError(f'backend="triton" cannot decode this: {reason}. backend="blockwise" can')
-    return None
+    return min(range(1, most + 1), key=lambda splits: (waves(splits) * (math.ceil(tiles / splits) + 4), splits))
 
 
 def call_of_decode(problem: Decode) -> DecodeCall:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.kernels.decode import DecodeCall, runnable_decode
+from ring_attn_core.kernels.decode import DecodeCall
+from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.problem.decode import Decode
 
 from ..attend.decode import Arrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.kernels.decode import runnable_decode
+from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.mistakes import in_words
 from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.decode import Decode, check_nodes

@@ -229,11 +229,11 @@ def decode(call: DecodeCall) -> Launch:
         "pairs_SBNHE": Array("pairs", "float32"),
         "inner": Scalar(call.scale * log2e if cap is None else call.scale / cap, "fp32"),
         "softcap": None if cap is None else Scalar(cap * log2e, "fp32"),
-        "window": None if call.window is None else Scalar(call.window, "i32"),
-        "N": Scalar(call.queries, "i32"),
-        "T": Scalar(call.slots, "i32"),
-        "B": Scalar(call.batch, "i32"),
-        "SPLITS": Scalar(call.splits, "i32"),
+        "window": None if call.window is None else _count(call.window),
+        "N": _count(call.queries),
+        "T": _count(call.slots),
+        "B": _count(call.batch),
+        "SPLITS": _count(call.splits),
     }
     constants = {
         "H": call.heads,
@@ -266,14 +266,19 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
         "merged_RE": None if final else Array("merged", "float32"),
         "out_RE": Array("out", call.dtype) if final else None,
         "lse_R": Array("lse", "float32") if final else None,
-        "S": Scalar(call.splits if ranks is None else ranks, "i32"),
-        "ROWS": Scalar(b * n * h, "i32"),
+        "S": _count(call.splits if ranks is None else ranks),
+        "ROWS": _count(b * n * h),
     }
     constants = {"H": h, "E": e, "BLOCK_S": MERGED_AT_ONCE, "BLOCK_E": padded(e)}
     outputs = Output("out", (b, n, h, e), call.dtype), Output("lse", (b, n, h), "float32")
     if not final:
         outputs = (Output("merged", (b, n, h, e + 1), "float32"),)
     return _launch("merge_pairs", b * n * h, arguments, constants, outputs, TileConfig(0, 0, 4, 1))
+
+
+def _count(value: int) -> Scalar:
+    """A number that differs from step to step of a growing cache, for which nothing is compiled anew."""
+    return Scalar(value, "i32", divided=False)
 
 
 def tma_fits(call: Call) -> bool:
