@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,15 +120,17 @@ def test_slots_are_no_part_of_a_compiled_kernel():
     assert compiled(launch(PLAIN), 90) is compiled(launch(replace(PLAIN, slots=2**14, batch=16)), 90)
 
 
-def problem(slots: int = 6, **changed) -> Decode:
+def problem(slots: int = 6, **changed: Any) -> Decode:
     arrays = Given("q_positions", (1, 2), "int32"), Given("k_positions", (1, slots), "int32")
-    given = {"q_shape": (1, 2, 4, 8), "k_shape": (1, slots, 2, 8), "v_shape": (1, slots, 2, 8), "arrays": arrays}
-    return Decode(**given | {"dtypes": ("float32",) * 3} | changed)
+    given: dict[str, Any] = {"q_shape": (1, 2, 4, 8), "k_shape": (1, slots, 2, 8), "v_shape": (1, slots, 2, 8), "arrays": arrays}
+    made: dict[str, Any] = {**given, "dtypes": ("float32",) * 3, **changed}
+    return Decode(**made)
 
 
 def test_ranks_agree_on_everything_but_how_many_slots_each_has():
     assert problem(6).alike() == problem(9).alike()
-    for changed in ({"window": 3}, {"scale": 1.0}, {"backend": "blockwise"}, {"v_shape": (1, 6, 2, 4)}):
+    differing: list[dict[str, Any]] = [{"window": 3}, {"scale": 1.0}, {"backend": "blockwise"}, {"v_shape": (1, 6, 2, 4)}]
+    for changed in differing:
         assert problem(**changed).alike() != problem().alike()
 
 

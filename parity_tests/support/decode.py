@@ -101,14 +101,14 @@ class Problem:
 
     @cached_property
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        first, features = self._whole
-        return decode.exact(*first, **features)
+        (q, k, v, q_positions, k_positions), features = self._whole
+        return decode.exact(q, k, v, q_positions, k_positions, **features)
 
     def check(self, out: np.ndarray, lse: np.ndarray) -> None:
         """The error against float64 is at most twice that of a plain computation in the dtype, and a rounding."""
-        first, features = self._whole
+        (q, k, v, q_positions, k_positions), features = self._whole
         dtype = self.shape.dtype
-        plain = decode.plain(*first, dtype, **features)
+        plain = decode.plain(q, k, v, q_positions, k_positions, dtype, **features)
         for name, got, exact, by_plain in zip(("out", "lse"), (out, lse), self.expected, plain, strict=True):
             error, most = relative_error(got, exact), bound(by_plain, exact, dtype)
             assert error <= most, f"{name} of {self}: {error:.2e} > {most:.2e}"

@@ -70,7 +70,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that the compiled kernel does not depend on, but for whether 16 divides it: not even on that, if not ``divided``."""
+    """A number that the compiled kernel does not depend on, but, where it is ``divided``, for whether 16 divides it."""
 
     value: int | float
     type: str

@@ -39,7 +39,7 @@ def tree_attention_decode(
     v_scale: Float[Array, " kv_heads"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Any:
     """Exact attention of a few queries, which all ranks hold, over a cache of which every rank holds a part; for inference.
 
         s_ij  = scale q_i . k_j                           where 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
