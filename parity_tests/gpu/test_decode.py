@@ -31,8 +31,8 @@ SHAPES = [
     replace(REAL, head_dim=96, v_dim=33, slots=777, queries=2, features=ALL),
     replace(REAL, slots=65_537, features=("window",)),
     replace(REAL, slots=0, features=("sinks",)),
-    replace(REAL, slots=1),
-    *(replace(random_shape(number), ranks=1) for number in range(40) if random_shape(number).dtype != "float64"),
+    replace(REAL, slots=1, batch=8),
+    *(replace(random_shape(number), ranks=1, batch=8) for number in range(40) if random_shape(number).dtype != "float64"),
 ]
 
 

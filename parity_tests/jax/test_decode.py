@@ -17,7 +17,7 @@ from ring_attn_jax import attend_block, full, merge, merge_ring, tree_attention_
 from ring_attn_jax.attend import decode as attend
 from ring_attn_jax.attend.launch import compile_for
 
-from ..support.decode import Problem, Shape, random_shape, shapes
+from ..support.decode import Problem, Shape, check, random_shape, shapes
 from .decode import program, run
 from .ring import SEQ, mesh_of
 
@@ -26,9 +26,8 @@ WHOLE = PartitionSpec()
 
 @pytest.mark.parametrize(("number", "seeds"), shapes())
 def test_random_problems_are_exact(number, seeds):
-    for seed in range(seeds):
-        problem = Problem(random_shape(number), seed)
-        problem.check(*run(problem))
+    problems = [Problem(random_shape(number), seed) for seed in range(seeds)]
+    check(problems, [run(problem) for problem in problems])
     program.cache_clear()
 
 

@@ -6,6 +6,7 @@ A ``Shape`` is what a program is compiled for; a seed makes the values: lengths,
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -104,14 +105,15 @@ class Problem:
         (q, k, v, q_positions, k_positions), features = self._whole
         return decode.exact(q, k, v, q_positions, k_positions, **features)
 
-    def check(self, out: np.ndarray, lse: np.ndarray) -> None:
-        """The error against float64 is at most twice that of a plain computation in the dtype, and a rounding."""
+    @cached_property
+    def by_plain(self) -> tuple[np.ndarray, np.ndarray]:
+        """What a plain computation in the dtype gives."""
         (q, k, v, q_positions, k_positions), features = self._whole
-        dtype = self.shape.dtype
-        plain = decode.plain(q, k, v, q_positions, k_positions, dtype, **features)
-        for name, got, exact, by_plain in zip(("out", "lse"), (out, lse), self.expected, plain, strict=True):
-            error, most = relative_error(got, exact), bound(by_plain, exact, dtype)
-            assert error <= most, f"{name} of {self}: {error:.2e} > {most:.2e}"
+        return decode.plain(q, k, v, q_positions, k_positions, self.shape.dtype, **features)
+
+    def check(self, out: np.ndarray, lse: np.ndarray) -> None:
+        """``check`` of this problem alone."""
+        check([self], [(out, lse)])
 
     def with_other_unseen(self) -> Problem:
         """The same with other keys and values in every slot that no query sees."""
@@ -127,6 +129,21 @@ class Problem:
             arrays[name] = arrays[name].astype(np.float32)
         other.__dict__["arrays"] = arrays
         return other
+
+
+def check(problems: Sequence[Problem], pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """The error against float64 is at most twice that of a plain computation in the dtype, and a rounding.
+
+    Over all problems of one shape together: of a problem with two numbers both errors are luck.
+    """
+    dtype = problems[0].shape.dtype
+    for at, name in enumerate(("out", "lse")):
+        joined = lambda found, at=at: np.concatenate([np.asarray(pair[at]).ravel() for pair in found])
+        shapes = [(pair[at].shape, problem.expected[at].shape) for pair, problem in zip(pairs, problems, strict=True)]
+        assert all(got == exact for got, exact in shapes), shapes
+        exact, by_plain = joined([problem.expected for problem in problems]), joined([problem.by_plain for problem in problems])
+        error, most = relative_error(joined(pairs), exact), bound(by_plain, exact, dtype)
+        assert error <= most, f"{name} of {problems[0].shape}: {error:.2e} > {most:.2e}"
 
 
 def rounded_to_fp8(x: np.ndarray) -> np.ndarray:

@@ -17,15 +17,14 @@ import torch.distributed as dist
 from ring_attn_torch import attend_block, full, merge, merge_ring, tree_attention_decode
 from ring_attn_torch.ring import agreement
 
-from ..support.decode import Problem, Shape, random_shape, shapes
+from ..support.decode import Problem, Shape, check, random_shape, shapes
 from .decode import as_numpy, on_rank, run, tensors
 
 
 @pytest.mark.parametrize(("number", "seeds"), shapes())
 def test_random_problems_are_exact_on_every_rank(gloo, number, seeds):
     problems = [Problem(random_shape(number), seed) for seed in range(seeds)]
-    for problem, pair in zip(problems, run(gloo, problems), strict=True):
-        problem.check(*pair)
+    check(problems, run(gloo, problems))
 
 
 EVERYTHING = Shape(

@@ -61,7 +61,7 @@ SHAPES = [
     replace(PLAIN, ranks=2, queries=3, features=(*ALL, "fp8"), v_dim=40, slots=70),
     replace(PLAIN, queries=5, slots=233, features=("window",)),
     replace(PLAIN, slots=0, ranks=2, features=("sinks",)),
-    replace(PLAIN, slots=1, queries=1, head_dim=70, v_dim=9),
+    replace(PLAIN, slots=1, queries=1, batch=12, head_dim=70, v_dim=9),
 ]
 
 
