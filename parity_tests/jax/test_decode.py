@@ -19,7 +19,7 @@ from ring_attn_jax.attend.launch import compile_for
 
 from ..support.decode import Problem, Shape, check, random_shape, shapes
 from .decode import program, run
-from .ring import SEQ, mesh_of
+from .ring import QUICK, SEQ, mesh_of
 
 WHOLE = PartitionSpec()
 
@@ -68,7 +68,8 @@ def arrays(**changed: Any) -> dict[str, Any]:
 def decode(given: dict[str, Any], **options: Any) -> Any:
     specs = ({name: SEQ if name in ("k", "v", "k_positions") else WHOLE for name in given},)
     call = lambda given: tree_attention_decode(**given, **options)
-    return jax.shard_map(call, mesh=mesh_of(1), in_specs=specs, out_specs=WHOLE)(given)
+    ring = jax.shard_map(call, mesh=mesh_of(1), in_specs=specs, out_specs=WHOLE)
+    return jax.jit(ring, compiler_options=QUICK)(given)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,10 @@ def test_a_list_of_pairs_is_merged_as_two_by_two():
     nothing = jnp.zeros((1, 5, 2, 4)), jnp.full((1, 5, 2), -jnp.inf)
     folded = lambda pairs: merge(merge(pairs[0], pairs[1]), merge(pairs[2], pairs[3]))
     together = lambda pairs: merge([*pairs, nothing])
-    for mine, other in zip(together(pairs), folded(pairs), strict=True):
+    quick = lambda function: jax.jit(function, compiler_options=QUICK)(pairs)
+    for mine, other in zip(quick(together), quick(folded), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
-    of = lambda function: jax.grad(lambda pairs: jnp.sin(function(pairs)[0]).sum() + function(pairs)[1].sum())(pairs)
+    of = lambda function: quick(jax.grad(lambda pairs: jnp.sin(function(pairs)[0]).sum() + function(pairs)[1].sum()))
     jax.tree.map(lambda mine, other: np.testing.assert_allclose(mine, other, atol=1e-5), of(together), of(folded))
     for wrong in ([], pairs[0], [pairs[0], 3], None):
         with pytest.raises(ValueError, match=r"merge takes two pairs \(out, lse\), or a list of them"):
