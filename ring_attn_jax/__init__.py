@@ -17,6 +17,8 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .inference.decode import tree_attention_decode
+from .inference.merge import merge_ring
 from .layers.adapters import attention_fn
 from .layers.dilated_adapter import dilated_attention_fn
 from .sharded import sharded_ring_attention
@@ -70,6 +72,7 @@ __all__ = [
     "load_weights",
     "loss",
     "merge",
+    "merge_ring",
     "positions",
     "prefix_extents",
     "ring_attention",
@@ -83,6 +86,7 @@ __all__ = [
     "summary_attention",
     "to_layout",
     "to_numpy",
+    "tree_attention_decode",
 ]
 
 _NEEDS_FLAX = {

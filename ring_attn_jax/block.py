@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -73,8 +74,10 @@ def attend_block(
     return _attention(inputs, rows, prepared.backend)
 
 
-def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
     """The (out, lse) over the keys of two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B; differentiable.
+
+    Or of all pairs of one list, ``merge([a, b, c])``, in their order.
 
     Exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
@@ -84,15 +87,14 @@ def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]
 
     A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
     """
-    check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
+    pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
+    top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))
     top = jnp.where(top == -jnp.inf, 0, top)
-    z_a, z_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
-    z = z_a + z_b
+    weights = [jnp.exp(lse - top) for _, lse in pairs]
+    z = reduce(jnp.add, weights)
     nothing = z == 0
     z = jnp.where(nothing, 1, z)
-    out = (z_a / z)[..., None] * out_a + (z_b / z)[..., None] * out_b
+    out = reduce(jnp.add, [(weight / z)[..., None] * out for weight, (out, _) in zip(weights, pairs, strict=True)])
     return out, jnp.where(nothing, -jnp.inf, top + jnp.log(z))
 
 

@@ -13,6 +13,8 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .inference.decode import tree_attention_decode
+from .inference.merge import merge_ring
 from .layers.attention import RingAttention
 from .layers.dilated import DilatedRingAttention
 from .layers.dilated_multihead import DilatedAttention
@@ -66,6 +68,7 @@ __all__ = [
     "load_weights",
     "loss",
     "merge",
+    "merge_ring",
     "positions",
     "prefix_extents",
     "ring_attention",
@@ -78,4 +81,5 @@ __all__ = [
     "tensor_plan",
     "to_layout",
     "to_numpy",
+    "tree_attention_decode",
 ]

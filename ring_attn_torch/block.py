@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,8 +71,12 @@ def attend_block(
     return torch.ops.ring_attn.attend_block(q, k, v, list(given.values()), [*runs, *options.counts], asked.text)
 
 
-def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge(
+    a: tuple[Tensor, Tensor] | Sequence[tuple[Tensor, Tensor]], b: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """The (out, lse) over the keys of two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B; differentiable.
+
+    Or of all pairs of one list, ``merge([a, b, c])``, in their order.
 
     Exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
@@ -81,15 +86,14 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
     A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
     """
-    check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    top = torch.maximum(lse_a, lse_b).detach()
+    pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
+    top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()
     top = top.masked_fill(top == -math.inf, 0)
-    z_a, z_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
-    z = z_a + z_b
+    weights = [torch.exp(lse - top) for _, lse in pairs]
+    z = reduce(torch.add, weights)
     nothing = z == 0
     z = z.masked_fill(nothing, 1)
-    out = (z_a / z)[..., None] * out_a + (z_b / z)[..., None] * out_b
+    out = reduce(torch.add, [(weight / z)[..., None] * out for weight, (out, _) in zip(weights, pairs, strict=True)])
     return out, (top + z.log()).masked_fill(nothing, -math.inf)
 
 

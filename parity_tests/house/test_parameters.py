@@ -14,6 +14,7 @@ PUBLIC = {
     "ring_attention",
     "loss",
     "attend_block",
+    "tree_attention_decode",
     "sharded_ring_attention",
     "dilated_attention",
     "sharded_dilated_attention",

@@ -47,6 +47,8 @@ MODULES = {
     "dkv": "portable.backward_dkv",
     "unpack_key_mask": "portable.loads",
     "dropout_streams": "portable.dropout",
+    "decode": "portable.decode",
+    "merge_pairs": "portable.decode",
     "hopper_forward": "hopper.forward",
     "hopper_backward": "hopper.backward",
     "hopper_dq": "hopper.backward_dq",

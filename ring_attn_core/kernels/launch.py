@@ -70,10 +70,11 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that the compiled kernel does not depend on, but for whether 16 divides it."""
+    """A number that the compiled kernel does not depend on, but, where it is ``divided``, for whether 16 divides it."""
 
     value: int | float
     type: str
+    divided: bool = True
 
 
 Argument = Array | Descriptor | Scalar
@@ -139,7 +140,7 @@ class Launch:
         return frozenset(
             parameter
             for parameter, x in self.arguments
-            if isinstance(x, Array) or (isinstance(x, Scalar) and x.type == "i32" and x.value % 16 == 0)
+            if isinstance(x, Array) or (isinstance(x, Scalar) and x.type == "i32" and x.divided and x.value % 16 == 0)
         )
 
 

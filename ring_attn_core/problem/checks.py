@@ -147,21 +147,48 @@ def check_number(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be one number, got {in_words(x)}")
 
 
-def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """ValueError for what are no two pairs (out, lse) of arrays whose shapes go together."""
-    for pair in (a, b):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"merge takes two pairs (out, lse), as attend_block returns them, got {in_words(pair)} for a pair")
-        for name, x in zip(("out", "lse"), pair, strict=True):
-            if not is_array(x):
-                raise ValueError(f"{name} must be {expected}, got {in_words(x)}: merge takes two pairs (out, lse)")
-    shapes = [tuple(shape) for out, lse in (a, b) for shape in (out.shape, (*lse.shape, 1))]
+def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
+    """Return the pairs (out, lse) that ``merge`` is given: two, or without ``b`` a list of them.
+
+    ValueError for what are no such pairs of arrays, and for shapes that do not go together.
+    """
+    pairs, taken = [a, b] if b is not None else a, "merge takes two pairs (out, lse), or a list of them"
+    if not isinstance(pairs, tuple | list) or not pairs or any(is_array(pair) for pair in pairs):
+        raise ValueError(f"{taken}, got {in_words(pairs) if not pairs or not isinstance(pairs, tuple | list) else 'one pair'}")
+    for pair in pairs:
+        _check_pair(taken, pair, is_array, expected)
+    shapes = [tuple(shape) for out, lse in pairs for shape in (out.shape, (*lse.shape, 1))]
     sizes = [set(dims) - {1} for dims in zip_longest(*map(reversed, shapes), fillvalue=1)]
-    if any(len(given) > 1 for given in sizes[1:]) or len({shapes[0][-1:], shapes[2][-1:]} - {(1,)}) > 1:
+    if any(len(given) > 1 for given in sizes[1:]) or len({shape[-1:] for shape in shapes[::2]} - {(1,)}) > 1:
+        got = ", ".join(f"out {list(out.shape)} and lse {list(lse.shape)}" for out, lse in pairs)
         raise ValueError(
-            "merge takes pairs of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads] of the same queries, got out "
-            f"{list(shapes[0])} and lse {list(shapes[1][:-1])}, out {list(shapes[2])} and lse {list(shapes[3][:-1])}"
+            "merge takes pairs of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads] of the same queries, got "
+            + got
         )
+    return [(out, lse) for out, lse in pairs]
+
+
+def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
+    """ValueError for what is no pair (out, lse) of arrays; ``taken``: what is, in words."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"{taken}, as attend_block returns them, got {in_words(pair)} for a pair")
+    for name, x in zip(("out", "lse"), pair, strict=True):
+        if not is_array(x):
+            raise ValueError(f"{name} must be {expected}, got {in_words(x)}: {taken}")
+
+
+def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
+    """ValueError for what is no pair that ``merge_ring`` can send: out [..., v_dim] and lse [...] of floats."""
+    _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
+    out, lse = pair
+    if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):
+        raise ValueError(
+            "merge_ring takes a pair of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads], got out "
+            f"{list(out.shape)} and lse {list(lse.shape)}"
+        )
+    for name, x in (("out", out), ("lse", lse)):
+        if "float" not in str(x.dtype) or "float8" in str(x.dtype):
+            raise ValueError(f"{name} must have a floating dtype of at least two bytes, got {x.dtype}")
 
 
 FARTHEST = 2**30

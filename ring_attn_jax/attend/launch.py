@@ -113,3 +113,9 @@ def _of_this_host() -> int:
         return 0
     major, _, minor = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
     return 10 * int(major) + int(minor or 0) if major.isdigit() else 0
+
+
+@lru_cache
+def multiprocessors() -> int:
+    """How many multiprocessors this host's GPU has; 132, a Hopper GPU's, where there is none."""
+    return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

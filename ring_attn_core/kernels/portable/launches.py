@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from ..call import Call
+from ..decode import NATIVE_FP8, DecodeCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 
 LEAST_FOLDED = 1e-20
 """A scale above it goes into the exponential's multiply-add: what is added to scores may be divided by it, in float32."""
+
+SCAN = 2048
+"""Slots of a cache at which a program of ``decode`` looks at once, for the first that is seen."""
+
+MERGED_AT_ONCE = 32
+"""Pairs that a program of ``merge_pairs`` holds at once."""
 
 
 @lru_cache(maxsize=4096)
@@ -190,6 +199,86 @@ def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[s
         name, stride = ("kv", together) if call.packed else (name, width)
         arguments[parameter] = tiled(name, call.kv_local, call.kv_heads, stride, tiles.block_k, width, "kv")
     return arguments
+
+
+def of_decode(call: DecodeCall) -> Iterator[Launch]:
+    """Yield the launches of decoding, alone and on one of several ranks."""
+    yield decode(call)
+    for of_ranks in (None, 2):
+        for final in (True, False):
+            yield merge_pairs(call, of_ranks, final)
+
+
+@lru_cache(maxsize=4096)
+def decode(call: DecodeCall) -> Launch:
+    """Return the launch of attention over the splits of a cache: output ``pairs`` [splits, b, n, h, e + 1], out and lse."""
+    tiles, given, log2e = call.tiles, call.given, math.log2(math.e)
+    optional = lambda name, dtype="float32": Array(name, dtype) if name in given else None
+    of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
+    arguments = {
+        "q_BNHD": Array("q", call.dtype),
+        "k_BTGD": Array("k", of_keys),
+        "v_BTGE": Array("v", of_keys),
+        "q_positions_BN": Array("q_positions", "int32"),
+        "k_positions_BT": Array("k_positions", "int32"),
+        "tree_mask_BNN": optional("tree_mask", "uint8"),
+        "depths_BN": Array("depths", "int32") if "tree_mask" in given else None,
+        "alibi_slopes_ptr": optional("alibi_slopes"),
+        "k_scale_ptr": optional("k_scale"),
+        "v_scale_ptr": optional("v_scale"),
+        "pairs_SBNHE": Array("pairs", "float32"),
+        "inner": Scalar(call.scale * log2e if cap is None else call.scale / cap, "fp32"),
+        "softcap": None if cap is None else Scalar(cap * log2e, "fp32"),
+        "window": None if call.window is None else _count(call.window),
+        "N": _count(call.queries),
+        "T": _count(call.slots),
+        "B": _count(call.batch),
+        "SPLITS": _count(call.splits),
+    }
+    constants = {
+        "H": call.heads,
+        "G": call.kv_heads,
+        "D": call.head_dim,
+        "E": call.v_dim,
+        "BLOCK_M": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_D": padded(call.head_dim),
+        "BLOCK_E": padded(call.v_dim),
+        "SCAN": SCAN,
+        "FP8": 0 if not call.fp8 else 1 if call.capability >= NATIVE_FP8 else 2,
+        "PRECISION": "ieee",
+    }
+    pairs = Output("pairs", (call.splits, call.batch, call.queries, call.heads, call.v_dim + 1), "float32")
+    grid = call.kv_heads * call.row_tiles * call.splits * call.batch if call.queries else 0
+    return _launch("decode", grid, arguments, constants, (pairs,), tiles)
+
+
+@lru_cache(maxsize=4096)
+def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
+    """Return the launch that merges ``pairs`` [s, b, n, h, e + 1] of all splits, or of so many ``ranks``.
+
+    ``final``: outputs ``out`` [b n h e] in q's dtype and ``lse`` [b n h], the sinks merged in; else one pair, ``merged``.
+    """
+    b, n, h, e = call.batch, call.queries, call.heads, call.v_dim
+    arguments = {
+        "pairs_SRE": Array("pairs", "float32"),
+        "sinks_ptr": Array("sinks", "float32") if final and "sinks" in call.given else None,
+        "merged_RE": None if final else Array("merged", "float32"),
+        "out_RE": Array("out", call.dtype) if final else None,
+        "lse_R": Array("lse", "float32") if final else None,
+        "S": _count(call.splits if ranks is None else ranks),
+        "ROWS": _count(b * n * h),
+    }
+    constants = {"H": h, "E": e, "BLOCK_S": MERGED_AT_ONCE, "BLOCK_E": padded(e)}
+    outputs = Output("out", (b, n, h, e), call.dtype), Output("lse", (b, n, h), "float32")
+    if not final:
+        outputs = (Output("merged", (b, n, h, e + 1), "float32"),)
+    return _launch("merge_pairs", b * n * h, arguments, constants, outputs, TileConfig(0, 0, 4, 1))
+
+
+def _count(value: int) -> Scalar:
+    """A number that differs from step to step of a growing cache, for which nothing is compiled anew."""
+    return Scalar(value, "i32", divided=False)
 
 
 def tma_fits(call: Call) -> bool:

@@ -1,0 +1,221 @@
+"""How long does a step of decoding take, against reading the cache once, and against what the field runs?
+
+    python -m benchmarks.decode --part gpu          one GPU: a step, by candidates, over the copy bandwidth of the same run
+    python -m benchmarks.decode --part tiles        one GPU: tiles and splits that were not chosen
+    python -m benchmarks.decode --part host         one GPU: what a step keeps the host busy with
+    python -m benchmarks.decode --part cpu          one thread of a CPU, beside torch's own attention
+
+The copy bandwidth is that of ``y.copy_(x)`` over 2 GiB, bytes read and written, and a step reads keys, values and positions once.
+All candidates take turns (support/turns.py); every one is first compared with ours, and left out where it differs by more than
+2 % or is not installed.
+
+Prediction (H200): a copy runs at 4.1 TB/s, and 1,048,576 slots of 8 heads of 128 in bfloat16 are 4.3 GB, so 1.05 ms at that rate.
+The reading is that of 264 or 396 programs which each have two tiles of 32 KiB on their way; the products, of 16 rows of which 4
+are needed, take 0.85 us a tile of 64 slots, where reading it takes 3 us of a program's share. So 1.05 times the copy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+
+from ring_attn_core.kernels import decode as of_core
+from ring_attn_core.kernels.decode_backend import runnable_decode
+from ring_attn_core.kernels.portable import launches
+from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_torch.inference import decode as inference
+
+from ..support import report
+from .candidates import ON_CPU, ON_GPU, Case, Work, ours, ours_in_a_graph
+
+CASES = [
+    Case(),
+    Case(fp8=True),
+    Case(slots=2**17),
+    Case(slots=2**14),
+    Case(queries=8),
+    Case(batch=16, slots=2**15),
+    Case(batch=64, slots=2**13),
+    Case(kv_heads=32, slots=2**17),
+    Case(heads=64, kv_heads=8, slots=2**17),
+    Case(dim=64, slots=2**19),
+    Case(dim=256, heads=16, kv_heads=4, slots=2**18),
+]
+CPU_CASES = [
+    Case(slots=16384, dtype="float32", device="cpu"),
+    Case(slots=16384, dtype="bfloat16", device="cpu"),
+    Case(slots=16384, heads=8, kv_heads=8, dim=64, dtype="float32", device="cpu"),
+    Case(slots=1024, heads=8, kv_heads=8, dim=64, dtype="float32", device="cpu"),
+    Case(slots=16384, queries=8, dtype="float32", device="cpu"),
+]
+WORST = 2e-2
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy of 2 GiB."""
+    from ..support.turns import take_turns
+
+    x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.numel() / take_turns({"copy": lambda: y.copy_(x)}, 5)["copy"]
+
+
+def on_gpu(rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of a step by candidate, and how many times as long as reading at the copy bandwidth."""
+    from ..support.turns import take_turns
+
+    bandwidth, cells = copy_bandwidth(), []
+    for case in CASES:
+        works, left_out = _works(case, ON_GPU)
+        times = take_turns(works, rounds)
+        ideal = case.bytes / bandwidth
+        cell = {"case": str(case), "copy_TB_s": bandwidth / 1e12, "ideal_ms": ideal * 1e3, "left_out": left_out}
+        cells.append(
+            cell | {"ms": {name: x * 1e3 for name, x in times.items()}} | {"x": {n: t / ideal for n, t in times.items()}}
+        )
+        Console(width=180).print(cells[-1])
+        del works
+        torch.cuda.empty_cache()
+    return cells
+
+
+def tiles(rounds: int) -> list[dict[str, Any]]:
+    """The same of tiles of other sizes, stages and numbers of splits, in CUDA graphs."""
+    from ..support.turns import take_turns
+
+    bandwidth, cells = copy_bandwidth(), []
+    tried = [(16, slots, warps, stages) for slots, warps in ((32, 4), (64, 4), (128, 4), (128, 8)) for stages in (1, 2, 4, 6, 8)]
+    for case in (Case(), Case(fp8=True)):
+        for block in tried:
+            for residents in (1, 2, 3, 4):
+                cells.append({"case": str(case), "tiles": block, "residents": residents})
+                try:
+                    with _tiles_of(TileConfig(*block), residents):
+                        seconds = take_turns({"it": ours_in_a_graph(case)}, rounds)["it"]
+                    cells[-1]["x"] = seconds / (case.bytes / bandwidth)
+                except Exception as error:  # what does not compile, or does not fit
+                    cells[-1]["error"] = f"{type(error).__name__}: {error}"[:100]
+                torch.cuda.empty_cache()
+        best = sorted((cell for cell in cells if cell["case"] == str(case) and "x" in cell), key=lambda cell: cell["x"])
+        Console(width=180).print(best[:12])
+    return cells
+
+
+def _tiles_of(config: TileConfig, residents: int) -> Any:
+    """Inside this ``with``, decoding has these tiles, and as many splits as fill a GPU with so many programs."""
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    for cached in (inference._checked, inference._problem, runnable_decode, launches.decode, launches.merge_pairs):
+        cached.cache_clear()
+        stack.callback(cached.cache_clear)
+    stack.enter_context(patch.object(of_core, "decode_tiles", lambda *_: config))
+    stack.enter_context(patch.object(of_core, "residents", lambda call: residents))
+    return stack
+
+
+def on_host(rounds: int) -> list[dict[str, Any]]:
+    """Microseconds that a call of a short cache keeps the host busy, and of a step from start to end, called and in a graph."""
+    cells = []
+    for case in (Case(slots=1024), Case(slots=16384)):
+        work = ours(case)
+        work()
+        host = []
+        for _ in range(max(rounds, 5)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(100):
+                work()
+            host.append((time.perf_counter() - began) / 100)
+            torch.cuda.synchronize()
+        from ..support.turns import take_turns
+
+        ends = take_turns({"called": work, "graph": ours_in_a_graph(case)}, rounds)
+        cells.append(
+            {"case": str(case), "host_us": statistics.median(host) * 1e6, **{f"{n}_us": x * 1e6 for n, x in ends.items()}}
+        )
+        Console(width=180).print(cells[-1])
+    return cells
+
+
+def on_cpu(rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of the process's own time, candidates in turns, the least of the rounds and their median."""
+    torch.set_num_threads(1)
+    cells = []
+    for case in CPU_CASES:
+        works, left_out = _works(case, ON_CPU)
+        measured: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(3 * rounds):
+            for name, work in works.items():
+                began = time.process_time()  # others may use the machine too
+                result = work()
+                getattr(result, "block_until_ready", lambda: None)()
+                measured[name].append(time.process_time() - began)
+        ms = {name: {"least": min(x) * 1e3, "median": statistics.median(x) * 1e3} for name, x in measured.items()}
+        over = {name: round(x["median"] / ms["SDPA"]["median"], 2) for name, x in ms.items()}
+        cells.append({"case": str(case), "ms": ms, "over_SDPA": over, "left_out": left_out})
+        Console(width=180).print(cells[-1])
+    return cells
+
+
+def _works(case: Case, candidates: dict[str, Callable[[Case], Work]]) -> tuple[dict[str, Work], dict[str, str]]:
+    """The candidates that can, and agree with the first; why the others are left out."""
+    works: dict[str, Work] = {}
+    left_out: dict[str, str] = {}
+    exact = None
+    for name, make in candidates.items():
+        try:
+            work = make(case)
+            result = work()
+            if name.endswith("graph"):
+                works[name] = work
+                continue
+            got = _as_tensor(result, case)
+            exact = got if exact is None else exact
+            error = ((got - exact).norm() / exact.norm()).item()
+            if case.queries > 1 and name in ("SDPA", "SDPA, slots first", "ring-attention-pytorch's formula"):
+                error = 0.0  # these hide nothing of the newest tokens from each other: the work is the same
+            if not error <= WORST:
+                raise RuntimeError(f"differs by {error:.1e}")
+            works[name] = work
+        except Exception as error:  # not installed, or not for this case
+            left_out[name] = f"{type(error).__name__}: {error}"[:150]
+    return works, left_out
+
+
+def _as_tensor(result: Any, case: Case) -> torch.Tensor:
+    first = result[0] if isinstance(result, tuple) else result
+    x = first if isinstance(first, torch.Tensor) else torch.from_dlpack(first)
+    shape = (case.batch, case.queries, case.heads, case.dim)
+    if x.ndim == 4 and tuple(x.shape) != shape:
+        x = x.transpose(1, 2)
+    return x.reshape(shape).float()
+
+
+PARTS = {"gpu": on_gpu, "tiles": tiles, "host": on_host, "cpu": on_cpu}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
+    parser.add_argument("--part", nargs="*", choices=[*PARTS], default=["gpu", "host"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", default="decode", help="name of the result file")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"question": report.first_line(__doc__), **report.environment()}
+    if torch.cuda.is_available():
+        result["hardware"] |= {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
+    for part in arguments.part:
+        result[part] = PARTS[part](arguments.rounds)
+        path = report.save(arguments.out, result)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

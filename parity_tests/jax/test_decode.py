@@ -1,0 +1,187 @@
+"""A few queries over a cache spread over the ranks: exact for random problems, refused where it is differentiated."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from ring_attn_jax import attend_block, full, merge, merge_ring, tree_attention_decode
+from ring_attn_jax.attend import decode as attend
+from ring_attn_jax.attend.launch import compile_for
+
+from ..support.decode import Problem, Shape, check, random_shape, shapes
+from .decode import program, run
+from .ring import QUICK, SEQ, mesh_of
+
+WHOLE = PartitionSpec()
+
+
+@pytest.mark.parametrize(("number", "seeds"), shapes())
+def test_random_problems_are_exact(number, seeds):
+    problems = [Problem(random_shape(number), seed) for seed in range(seeds)]
+    check(problems, [run(problem) for problem in problems])
+    program.cache_clear()
+
+
+def test_what_stands_in_slots_that_no_query_sees_changes_no_bit():
+    features = "tree_mask", "window", "scale", "softcap", "sinks", "alibi_slopes"
+    problem = Problem(Shape(ranks=2, batch=2, queries=5, slots=61, features=features))
+    assert all(np.array_equal(x, y) for x, y in zip(run(problem), run(problem.with_other_unseen()), strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(slots=1501, dtype="bfloat16", features=("window",)),
+        Shape(slots=900, queries=8, heads=32, kv_heads=8),
+        Shape(slots=1024, batch=2, heads=8, kv_heads=1, features=("tree_mask",), queries=3),
+    ],
+    ids=["converted", "many rows", "whole chunks"],
+)
+def test_long_caches_are_exact_chunk_by_chunk(shape, monkeypatch):
+    monkeypatch.setattr(attend, "CHUNK", 2**12)
+    monkeypatch.setattr(attend, "CONVERTED", 256)
+    problem = Problem(shape)
+    problem.check(*run(problem))
+    program.cache_clear()
+
+
+def arrays(**changed: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "q": jnp.ones((1, 2, 4, 8)),
+        "k": jnp.ones((1, 6, 2, 8)),
+        "v": jnp.ones((1, 6, 2, 5)),
+        "q_positions": jnp.array([[3, 4]], jnp.int32),
+        "k_positions": jnp.arange(6, dtype=jnp.int32)[None],
+    }
+    return made | changed
+
+
+def decode(given: dict[str, Any], **options: Any) -> Any:
+    specs = ({name: SEQ if name in ("k", "v", "k_positions") else WHOLE for name in given},)
+    call = lambda given: tree_attention_decode(**given, **options)
+    ring = jax.shard_map(call, mesh=mesh_of(1), in_specs=specs, out_specs=WHOLE)
+    return jax.jit(ring, compiler_options=QUICK)(given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"q": jnp.ones((2, 4, 8))}, {}, r"q must have 4 dimensions \[batch, queries, heads, head_dim\]"),
+        ({"q": jnp.ones((1, 2, 3, 8))}, {}, "q has 3 heads and k has 2"),
+        ({"k": jnp.ones((1, 6, 2, 8), jnp.float16)}, {}, "must both have q's dtype"),
+        ({"q_positions": jnp.array([[3.0, 4.0]])}, {}, "q_positions must have dtype int32, got float32"),
+        ({"tree_mask": jnp.ones((1, 2, 3), bool)}, {}, r"tree_mask must be \[batch, queries, queries\]"),
+        ({"sinks": jnp.ones(3)}, {}, r"sinks must be \[heads\] = \[4\]"),
+        ({"k_scale": jnp.ones(2)}, {}, "k_scale is for k and v of float8_e4m3fn"),
+        ({}, {"window": -1}, "window=-1"),
+        ({}, {"softcap": math.inf}, "softcap must be a Python number"),
+        ({}, {"backend": "abacus"}, "unknown backend 'abacus' for decoding"),
+        ({}, {"backend": "triton"}, "its kernels run on NVIDIA GPUs"),
+        ({}, {"axis_name": "rows"}, "axis_name='rows' is no mesh axis here"),
+    ],
+    ids=str,
+)
+def test_a_mistake_says_what_to_do(changed, options, message):
+    with pytest.raises(ValueError, match=message):
+        decode(arrays(**changed), **options)
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(ValueError, match="q_positions must be an array, got None"):
+        jax.shard_map(
+            lambda q, k, v, at: tree_attention_decode(q, k, v, q_positions=None, k_positions=at),
+            mesh=mesh_of(1),
+            in_specs=(WHOLE, SEQ, SEQ, SEQ),
+            out_specs=WHOLE,
+        )(*(arrays()[name] for name in ("q", "k", "v", "k_positions")))
+    with pytest.raises(ValueError, match=r"call tree_attention_decode inside jax\.shard_map"):
+        tree_attention_decode(**arrays())
+
+
+def test_differentiating_it_is_refused_in_words():
+    given = arrays()
+    with pytest.raises(ValueError, match=r"tree_attention_decode is for inference and has no gradient"):
+        jax.grad(lambda q: decode(given | {"q": q}).sum())(given["q"])
+    stopped = lambda q: decode(given | {"q": jax.lax.stop_gradient(q)}).sum()
+    assert (jax.grad(stopped)(given["q"]) == 0).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_batch_sharded_over_another_axis_stays_there(check_vma):
+    problem = Problem(Shape(batch=2, slots=50, queries=2))
+    given = {name: jnp.asarray(x[0] if name in ("k", "v", "k_positions") else x) for name, x in problem.arrays.items()}
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    over = lambda name: PartitionSpec("data", "seq") if name in ("k", "v", "k_positions") else PartitionSpec("data")
+    call = lambda given: tree_attention_decode(**given, return_lse=True)
+    specs = ({name: over(name) for name in given},)
+    ring = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("data"), check_vma=check_vma)
+    problem.check(*map(np.asarray, jax.jit(ring)(given)))
+
+
+def test_one_program_makes_one_collective():
+    problem = Problem(Shape(ranks=4, slots=20))
+    given = {name: np.concatenate(list(x), 1) if name in ("k", "v", "k_positions") else x for name, x in problem.arrays.items()}
+    text = program(problem.shape).lower(given).compile().as_text()
+    assert len([line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]) == 1
+    assert "all-reduce" not in text
+
+
+def test_the_kernels_are_what_a_program_for_a_gpu_launches():
+    pytest.importorskip("triton")
+    from jaxlib import gpu_triton
+
+    if not hasattr(gpu_triton, "create_array_parameter"):
+        pytest.skip("needs jaxlib's CUDA plugin")
+    features = "tree_mask", "window", "softcap", "sinks", "alibi_slopes", "fp8"
+    for ranks, merges in ((1, 1), (2, 2)):
+        shape = Shape(ranks=ranks, queries=3, slots=5000, dtype="bfloat16", features=features)
+        with compile_for(90):
+            given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in _abstract(shape).items()}
+            text = program.__wrapped__(shape).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("triton_kernel_call_ffi") == 1 + merges
+
+
+def _abstract(shape: Shape) -> dict[str, Any]:
+    from .decode import arrays as of_problem
+
+    return of_problem(Problem(shape))
+
+
+def test_a_list_of_pairs_is_merged_as_two_by_two():
+    keys = jax.random.split(jax.random.key(0), 4)
+    pairs = [(jax.random.normal(key, (1, 5, 2, 4)), 30 * jax.random.normal(key, (1, 5, 2))) for key in keys]
+    nothing = jnp.zeros((1, 5, 2, 4)), jnp.full((1, 5, 2), -jnp.inf)
+    folded = lambda pairs: merge(merge(pairs[0], pairs[1]), merge(pairs[2], pairs[3]))
+    together = lambda pairs: merge([*pairs, nothing])
+    quick = lambda function: jax.jit(function, compiler_options=QUICK)(pairs)
+    for mine, other in zip(quick(together), quick(folded), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    of = lambda function: quick(jax.grad(lambda pairs: jnp.sin(function(pairs)[0]).sum() + function(pairs)[1].sum()))
+    jax.tree.map(lambda mine, other: np.testing.assert_allclose(mine, other, atol=1e-5), of(together), of(folded))
+    for wrong in ([], pairs[0], [pairs[0], 3], None):
+        with pytest.raises(ValueError, match=r"merge takes two pairs \(out, lse\), or a list of them"):
+            merge(wrong)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_merging_over_the_ring_is_the_whole(ranks):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4 * ranks, 2, 8))
+    own = lambda q, k, v: merge_ring(attend_block(q, k, v, mask=full()))
+    ring = jax.jit(jax.shard_map(own, mesh=mesh_of(ranks), in_specs=(WHOLE, SEQ, SEQ), out_specs=WHOLE))
+    for mine, whole in zip(ring(q, k, v), attend_block(q, k, v, mask=full()), strict=True):
+        np.testing.assert_allclose(mine, whole, atol=1e-6)
+    with pytest.raises(ValueError, match="merge_ring is for inference"):
+        jax.grad(lambda q: ring(q, k, v)[0].sum())(q)
+    with pytest.raises(ValueError, match=r"merge_ring takes a pair \(out, lse\)"):
+        merge_ring(q)
+    with pytest.raises(ValueError, match=r"call merge_ring inside jax\.shard_map"):
+        merge_ring(attend_block(q, k, v))

@@ -1,0 +1,88 @@
+"""The kernels of decoding without a GPU: in Triton's interpreter, against float64, with splits and tiles of a few slots."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from ring_attn_core.kernels import decode as of_core
+from ring_attn_core.kernels.portable import launches
+from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_torch.attend import decode as attend
+from ring_attn_torch.inference import decode as inference
+
+from ..support.decode import FEATURES, Problem, Shape
+from ..support.spawn import Ranks
+from .decode import Pair, on_rank
+from .test_kernels import as_on_a_gpu
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=2)
+    yield pool
+    pool.close()
+
+
+def in_interpreter(group: Any, problems: list[Problem], capability: int) -> list[Pair]:
+    """What a process of the pool runs: 16 slots a tile, two tiles a split at least, three multiprocessors."""
+    launched = []
+    launch, gpu = attend.launch, lambda device: capability
+    inference._problem.cache_clear()
+    launches.decode.cache_clear()
+    with (
+        as_on_a_gpu(),
+        patch.object(inference, "capability", gpu),
+        patch.object(of_core, "decode_tiles", lambda rows, *_: TileConfig(16 if rows < 17 else 32, 16, 1, 1)),
+        patch.object(of_core, "LEAST_SLOTS", 32),
+        patch.object(launches, "SCAN", 32),
+        patch.object(launches, "MERGED_AT_ONCE", 4),
+        patch.object(attend, "launch", lambda what, arrays: launched.append(what) or launch(what, arrays)),
+    ):
+        results = on_rank(group, problems)
+    assert {each.kernel for each in launched} == {"decode", "merge_pairs"}
+    return results
+
+
+PLAIN = Shape(slots=110, queries=2, dtype="float16", heads=2, kv_heads=1)
+ALL = tuple(name for name in FEATURES if name != "fp8")
+SHAPES = [
+    PLAIN,
+    replace(PLAIN, dtype="float32", batch=2, slots=77, heads=4, kv_heads=2),
+    replace(PLAIN, ranks=2, queries=5, heads=8, slots=61, features=ALL, dtype="float32"),
+    replace(PLAIN, ranks=2, queries=3, features=(*ALL, "fp8"), v_dim=40, slots=70),
+    replace(PLAIN, queries=5, slots=233, features=("window",)),
+    replace(PLAIN, slots=0, ranks=2, features=("sinks",)),
+    replace(PLAIN, slots=1, queries=1, batch=12, head_dim=70, v_dim=9),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_are_exact(interpreter, shape):
+    problems = [Problem(shape)]
+    pairs, *others = interpreter(shape.ranks, in_interpreter, problems, 90)
+    for problem, pair in zip(problems, pairs, strict=True):
+        problem.check(*pair)
+    for other in others:
+        assert all(np.array_equal(x, y) for a, b in zip(pairs, other, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def test_keys_of_one_byte_are_read_by_bits_where_the_gpu_cannot(interpreter):
+    problem = Problem(replace(PLAIN, features=("fp8",)))
+    (by_bits,), (converted,) = (interpreter(1, in_interpreter, [problem], capability)[0] for capability in (80, 90))
+    assert np.array_equal(by_bits[0], converted[0])
+    problem.check(*by_bits)
+
+
+def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(interpreter):
+    problem = Problem(replace(PLAIN, queries=5, slots=61, features=ALL))
+    mine, other = interpreter(1, in_interpreter, [problem, problem.with_other_unseen()], 90)[0]
+    assert all(np.array_equal(x, y) for x, y in zip(mine, other, strict=True))

@@ -1,0 +1,59 @@
+"""Who computes a call of decoding: the kernels where they can, else plain jnp or torch, in words why."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+
+from ..problem.decode import Decode
+from .backends import OLDEST_GPU
+from .compile import broken_triton
+from .decode import DecodeCall, call_of_decode
+from .hopper.supports import WIDEST
+
+BACKENDS = "triton", "blockwise"
+"""In the order in which "auto" tries them."""
+
+
+def objection(problem: Decode) -> str | None:
+    """Return why the kernels cannot compute a problem, in words; None where they can."""
+    if not problem.capability:
+        return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
+    if problem.capability < OLDEST_GPU:
+        return f"its kernels need a GPU of compute capability 8.0 (sm_80), and this one is sm_{problem.capability}"
+    if (broken := broken_triton()) is not None:
+        return broken
+    if problem.dtypes[0] == "float64":
+        return "its kernels take queries of bfloat16, float16 and float32, not float64"
+    for name, width in (("head_dim", problem.q_shape[-1]), ("v_dim", problem.v_shape[-1])):
+        if width > WIDEST:
+            return f"its kernels take head sizes of at most {WIDEST}, and {name} is {width}"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def runnable_decode(problem: Decode) -> DecodeCall | None:
+    """Return the call of the kernels for a problem that was checked, compiled; None where "blockwise" computes it.
+
+    "auto" takes the kernels where they can, and warns where they do not compile. ValueError for a backend that was asked for by
+    name and cannot, and for an unknown name.
+    """
+    backend = problem.backend
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f'unknown backend {backend!r} for decoding: choose "auto" or one of {", ".join(BACKENDS)}')
+    if backend == "blockwise":
+        return None
+    reason = objection(problem)
+    if reason is None:
+        from .obstacles import obstacle
+        from .portable.launches import of_decode
+
+        call = call_of_decode(problem)
+        reason = obstacle(of_decode(call), problem.capability)
+        if reason is None:
+            return call
+        if backend == "auto":
+            warnings.warn(f"triton: in decoding {reason}. backend='blockwise' runs this instead, slower", stacklevel=2)
+    if backend == "triton":
+        raise ValueError(f'backend="triton" cannot decode this: {reason}. backend="blockwise" can')
+    return None

@@ -1,0 +1,168 @@
+"""One call of ``tree_attention_decode`` as plain data, with every check of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..mistakes import in_words, is_integer
+from ..records import hashed_once
+from .checks import DTYPES, FARTHEST, Given, check_scale, check_softcap
+
+FP8 = "float8_e4m3fn"
+"""The dtype of keys and values of one byte; what is added up is of q's dtype and float32."""
+
+SCALES = "k_scale", "v_scale"
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """One call on one rank, framework-neutral and hashable: what is no array, and what the arrays are like.
+
+    Shapes: q ``[batch, queries, heads, head_dim]``, the same on every rank, k ``[batch, slots, kv_heads, head_dim]`` and
+    v ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache; ``dtypes`` are theirs. ``arrays``: all others that were
+    given. ``capability``: of the NVIDIA GPU, such as 90, 0 where there is none; ``multiprocessors``: how many it has.
+    """
+
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtypes: tuple[str, str, str]
+    arrays: tuple[Given, ...] = ()
+    device: str = "cpu"
+    capability: int = 0
+    multiprocessors: int = 132
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    backend: str = "auto"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return which arrays were given besides q, k and v."""
+        return frozenset(array.name for array in self.arrays)
+
+    @property
+    def factor(self) -> float:
+        """What q . k is multiplied by: ``scale``, by default ``head_dim ** -0.5``."""
+        return self.q_shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether keys and values are of one byte."""
+        return self.dtypes[1] == FP8
+
+    def alike(self) -> dict[str, Any]:
+        """Return what all ranks must have in common, by name: everything but how many slots a rank has."""
+        arrays = tuple(
+            (array.name, array.shape[:1] if array.name == "k_positions" else array.shape, array.dtype) for array in self.arrays
+        )
+        return {
+            "q_shape": self.q_shape,
+            "kv_heads": self.k_shape[2:3],
+            "v_dim": self.v_shape[3:],
+            "dtypes": self.dtypes,
+            "arrays": arrays,
+            "device": self.device,
+            "window": self.window,
+            "scale": self.factor,
+            "softcap": self.softcap,
+            "backend": self.backend,
+        }
+
+    def check(self) -> None:
+        """ValueError for what does not fit, which says what was expected, what came and what to do."""
+        self._check_shapes()
+        self._check_dtypes()
+        self._check_arrays()
+        check_scale(self.scale)
+        check_softcap(self.softcap)
+        if not isinstance(self.backend, str):
+            raise ValueError(f"backend must be its name, a str, got {in_words(self.backend)}")
+        if self.window is not None and (not isinstance(self.window, int) or not is_integer(self.window)):
+            raise ValueError(f"window must be int or None, a count of positions, got {in_words(self.window)}")
+        if self.window is not None and not 0 <= self.window < FARTHEST:
+            raise ValueError(
+                f"window={self.window}: a query sees itself and this many positions before it, 0 to below 2^30; None for all"
+            )
+
+    def _check_shapes(self) -> None:
+        q, k, v = self.q_shape, self.k_shape, self.v_shape
+        for name, shape, axes in (
+            ("q", q, "[batch, queries, heads, head_dim]"),
+            ("k", k, "[batch, slots, kv_heads, head_dim]"),
+            ("v", v, "[batch, slots, kv_heads, v_dim]"),
+        ):
+            if len(shape) != 4:
+                raise ValueError(f"{name} must have 4 dimensions {axes}, got shape {list(shape)}")
+        if k[:3] != v[:3]:
+            raise ValueError(
+                f"k and v must agree in batch, slots and kv_heads, got k {list(k)} and v {list(v)}; only the last dimension may "
+                "differ"
+            )
+        if q[0] != k[0]:
+            raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
+        if q[3] != k[3]:
+            raise ValueError(
+                f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)"
+            )
+        for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if q[2] % k[2]:
+            raise ValueError(f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads")
+
+    def _check_dtypes(self) -> None:
+        q, k, v = self.dtypes
+        if q not in DTYPES:
+            raise ValueError(f"q must be one of {', '.join(DTYPES)}, got {q}: cast it first")
+        if k != v or k not in (q, FP8):
+            raise ValueError(f"k and v must both have q's dtype, {q}, or both {FP8}, got k {k} and v {v}: cast them to the same")
+        if not self.fp8 and (scaled := self.names & {*SCALES}):
+            raise ValueError(f"{min(scaled)} is for k and v of {FP8}, and these are {k}: multiply them where they are written")
+
+    def _check_arrays(self) -> None:
+        (b, n, h, _), (_, t, g, _) = self.q_shape, self.k_shape
+        expected = {
+            "q_positions": ("[batch, queries]", (b, n), "int32"),
+            "k_positions": ("[batch, slots]", (b, t), "int32"),
+            "tree_mask": ("[batch, queries, queries]", (b, n, n), "bool"),
+            "sinks": ("[heads]", (h,), ""),
+            "alibi_slopes": ("[heads]", (h,), ""),
+            "k_scale": ("[kv_heads]", (g,), "float32"),
+            "v_scale": ("[kv_heads]", (g,), "float32"),
+        }
+        for array in self.arrays:
+            axes, shape, dtype = expected[array.name]
+            if array.shape != shape:
+                raise ValueError(
+                    f"{array.name} must be {axes} = {list(shape)}, got shape {list(array.shape)}. {_HINTS[array.name]}"
+                )
+            if dtype and array.dtype != dtype:
+                raise ValueError(f"{array.name} must have dtype {dtype}, got {array.dtype}. {_HINTS[array.name]}")
+            if not dtype and array.dtype not in DTYPES:
+                raise ValueError(f"{array.name} must have a floating dtype, got {array.dtype}. {_HINTS[array.name]}")
+
+
+def check_nodes(q_positions: list[list[int]]) -> None:
+    """ValueError unless the queries of every batch row are nodes of a tree: at positions p, p + 1, ... from some p >= 0 on."""
+    for row, positions in enumerate(q_positions):
+        nodes = list(range(positions[0], positions[0] + len(positions))) if positions else []
+        if positions != nodes or (positions and positions[0] < 0):
+            raise ValueError(
+                "with tree_mask the queries of a row are the nodes of a tree, at q_positions p, p + 1, ... where their keys lie, "
+                f"and row {row} has {positions[:8]}{' ...' if len(positions) > 8 else ''}: number the nodes in the order of "
+                "their slots; who sees whom, and how deep a node is, tree_mask says"
+            )
+
+
+_HINTS = {
+    "q_positions": "It holds the position of every query, the same on every rank",
+    "k_positions": "It holds the position of the token in every slot of this rank's part of the cache, -1 for an empty slot",
+    "tree_mask": "It says which of the newest tokens, the queries of this call, each of them sees, itself included",
+    "sinks": "It holds one logit for every query head",
+    "alibi_slopes": "It holds one slope for every query head",
+    "k_scale": "It holds what the keys of every kv head are multiplied by",
+    "v_scale": "It holds what the values of every kv head are multiplied by",
+}

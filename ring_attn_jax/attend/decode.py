@@ -1,0 +1,230 @@
+"""Attention of a few queries over the slots of one rank's cache: out and lse in one array [b n h e+1]; and the merge of several.
+
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
+    lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
+
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); the kernels' is said in the core's portable/decode.py
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.kernels.decode import DecodeCall
+from ring_attn_core.kernels.portable import launches
+from ring_attn_core.problem.decode import Decode
+
+from .launch import launch
+from .tiles import accumulation_dtype, dot
+
+CHUNK, CONVERTED = 2**24, 1024
+"""Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
+
+FEW_ROWS = 128
+"""Up to so many queries times heads are multiplied with the keys of all kv heads at once: see ``_products``."""
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call under their public names, None where not given."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    q_positions: jax.Array
+    k_positions: jax.Array
+    tree_mask: jax.Array | None = None
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+
+def by_kernels(arrays: Arrays, call: DecodeCall) -> jax.Array:
+    """The pairs [splits b n h e+1] of the splits of this rank's slots."""
+    as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
+    given = {
+        "q": arrays.q,
+        "k": as_bytes(arrays.k),
+        "v": as_bytes(arrays.v),
+        "q_positions": arrays.q_positions,
+        "k_positions": arrays.k_positions,
+    }
+    if arrays.tree_mask is not None:
+        given["tree_mask"] = arrays.tree_mask.astype(jnp.uint8)
+        given["depths"] = depths(arrays)
+    for name in ("alibi_slopes", "k_scale", "v_scale"):
+        if (x := getattr(arrays, name)) is not None:
+            given[name] = x.astype(jnp.float32)
+    (pairs,) = launch(launches.decode(call), given)
+    return pairs
+
+
+def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
+    """The pair [b n h e+1] of those of all splits, or of so many ``ranks``."""
+    (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
+    return pair
+
+
+def ended_by_kernel(
+    pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """out in q's dtype and lse of the pairs of all splits, or of so many ``ranks``, and of the sinks."""
+    given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
+    out, lse = launch(launches.merge_pairs(call, ranks, True), given)
+    return out, lse
+
+
+def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """out and lse of pairs [s b n h e+1] and of the sinks, in the dtype of the pairs."""
+    outs, lses = pairs[..., :-1], pairs[..., -1]
+    top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks.astype(lses.dtype))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(lses - top)
+    total = weights.sum(0)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(top.dtype) - top)
+    nothing = total == 0
+    total = jnp.where(nothing, 1, total)
+    out = (weights[..., None] * outs).sum(0) / total[..., None]
+    return out, jnp.where(nothing, -jnp.inf, top + jnp.log(total))
+
+
+def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
+    """The pair [b n h e+1] of this rank's slots in plain jnp, a chunk of slots at a time.
+
+    What stands in slots that nobody sees is put aside only where it is not finite.
+    """
+    q, k, v = arrays.q, arrays.k, arrays.v
+    (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
+    wide = accumulation_dtype(q.dtype)
+    chunk = max(CHUNK // max(b * n * h, 1), CONVERTED) if k.dtype == wide else CONVERTED
+    rows = jnp.moveaxis(q.astype(wide).reshape(b, n, g, h // g, d), 1, 2).reshape(b, g, -1, d) * problem.factor
+    if arrays.k_scale is not None:
+        rows = rows * arrays.k_scale.astype(wide)[:, None, None]
+    if q.size == 0 or t == 0:
+        zeros = jnp.zeros_like(rows, shape=(b, n, h, e + 1))
+        return zeros.at[..., -1].set(-jnp.inf)
+    of_tree = None if arrays.tree_mask is None else depths(arrays)
+    first = t % chunk or chunk
+
+    def visit(start: jax.Array | int, size: int) -> _State:
+        part = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
+        seen = _visible(arrays._replace(k_positions=part(arrays.k_positions)), of_tree, problem.window)
+        return _attend(rows, part(k).astype(wide), part(v).astype(wide), seen, _Score(arrays.alibi_slopes, problem.softcap))
+
+    state = visit(0, first)
+    if t > first:
+        step = lambda state, start: (state.joined(visit(start, chunk)), None)
+        state, _ = lax.scan(step, state, jnp.arange(first, t, chunk, dtype=jnp.int32))
+    pair = state.pair()
+    if arrays.v_scale is not None:
+        pair = pair.at[..., :-1].multiply(arrays.v_scale.astype(wide)[:, None, None])
+    return jnp.moveaxis(pair.reshape(b, g, n, h // g, e + 1), 1, 2).reshape(b, n, h, e + 1)
+
+
+def depths(arrays: Arrays) -> jax.Array:
+    """int32 [b n]: where each node of a tree stands in the sequence that it would continue, behind all its ancestors."""
+    assert arrays.tree_mask is not None
+    return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
+
+
+class _Seen(NamedTuple):
+    """bool [b n slots] who sees whom, and int32 [b n slots] lags."""
+
+    visible: jax.Array
+    lag: jax.Array
+
+
+class _Score(NamedTuple):
+    """What else makes a score of a product."""
+
+    alibi_slopes: jax.Array | None
+    softcap: float | None
+
+
+class _State(NamedTuple):
+    """Of some slots, by rows [b g, n heads]: the greatest score, the sum of exp(s - top), and that of exp(s - top) v."""
+
+    top: jax.Array
+    total: jax.Array
+    acc: jax.Array
+
+    def joined(self, other: _State) -> _State:
+        top = jnp.maximum(self.top, other.top)
+        shift = jnp.where(top == -jnp.inf, 0, top)
+        mine, theirs = jnp.exp(self.top - shift), jnp.exp(other.top - shift)
+        acc = self.acc * mine[..., None] + other.acc * theirs[..., None]
+        return _State(top, self.total * mine + other.total * theirs, acc)
+
+    def pair(self) -> jax.Array:
+        """out and lse in one array [b g, n heads, e+1]."""
+        nothing = self.total == 0
+        total = jnp.where(nothing, 1, self.total)
+        lse = jnp.where(nothing, -jnp.inf, self.top + jnp.log(total))
+        return jnp.concatenate([self.acc / total[..., None], lse[..., None]], -1)
+
+
+def _visible(arrays: Arrays, of_tree: jax.Array | None, window: int | None) -> _Seen:
+    position, i = arrays.k_positions[:, None], arrays.q_positions[..., None]
+    if of_tree is None:
+        lag = i - position
+        visible = (lag >= 0) & (position >= 0)
+    else:
+        assert arrays.tree_mask is not None
+        n = i.shape[1]
+        node = arrays.k_positions - arrays.q_positions[:, :1]
+        inside = ((node >= 0) & (node < n) & (arrays.k_positions >= 0))[:, None]
+        node = jnp.clip(node, 0, n - 1)
+        of_key = jnp.take_along_axis(of_tree, node, 1)[:, None]
+        among = jnp.take_along_axis(arrays.tree_mask, node[:, None], 2)
+        lag = of_tree[..., None] - jnp.where(inside, of_key, position)
+        visible = jnp.where(inside, among, (position >= 0) & (position < i[:, :1]))
+    return _Seen(visible if window is None else visible & (lag <= window), lag)
+
+
+def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Seen, score: _Score) -> _State:
+    """The state of one chunk of slots: rows [b g, n heads, d], keys [b c g d], values [b c g e]."""
+    (b, g, m, _), n = rows.shape, seen.visible.shape[1]
+    s = _products(rows, keys)
+    if score.softcap is not None:
+        s = score.softcap * jnp.tanh(s / score.softcap)
+    s = s.reshape(b, g, n, m // n, -1)
+    if score.alibi_slopes is not None:
+        slopes = score.alibi_slopes.astype(s.dtype).reshape(1, g, 1, m // n, 1)
+        s = s - slopes * seen.lag[:, None, :, None].astype(s.dtype)
+    s = jnp.where(seen.visible[:, None, :, None], s, -jnp.inf).reshape(b, g, m, -1)
+    top = s.max(-1)
+    p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
+    product = _sums(p, values)
+    read = seen.visible.any(1)[..., None, None]
+    clean = lambda: _sums(p, jnp.where(read, values, 0))
+    return _State(top, p.sum(-1), lax.cond(jnp.isfinite(product).all(), lambda: product, clean))
+
+
+def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
+    """q . k [b g, n heads, c] of rows [b g, n heads, d] and keys [b c g d].
+
+    A product by kv head would have XLA write k anew, head by head: ms of one core for 16,384 slots of 8 heads of 128 87, against
+    18 of these. So a few rows of all heads are one matrix [rows of all heads, g d] with 0 where a row is of another head.
+    """
+    b, g, m, d = rows.shape
+    if g * m > FEW_ROWS:
+        return dot("bgmd,bcgd->bgmc", rows, keys)
+    mine = jnp.eye(g, dtype=bool)[:, None, :, None]
+    apart = jnp.where(mine, rows[:, :, :, None], 0).reshape(b, g * m, g * d)
+    return dot("bmd,bcd->bmc", apart, keys.reshape(*keys.shape[:2], g * d)).reshape(b, g, m, -1)
+
+
+def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
+    """p v [b g, n heads, e] of probabilities [b g, n heads, c] and values [b c g e]; like ``_products``."""
+    b, g, m, c = p.shape
+    if g * m > FEW_ROWS:
+        return dot("bgmc,bcge->bgme", p, values)
+    of_all = dot("bmc,bce->bme", p.reshape(b, g * m, c), values.reshape(b, c, -1)).reshape(b, g, m, g, -1)
+    each = jnp.arange(g)
+    return jnp.moveaxis(of_all[:, each, :, each], 0, 1)

@@ -1,0 +1,72 @@
+"""What ranks have found over their own keys, merged into what all keys together would have given."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.problem.checks import check_own_pair
+
+from ..attend.decode import merged
+from ..axes import axes_of, check_axis_name
+
+
+def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
+    """The (out, lse) over the keys of all ranks, of the pair (out [b s h e], lse [b s h]) that each has over its own.
+
+    What :func:`merge` makes of a list with the pairs of all ranks, on every rank and with the same bits: one collective carries
+    out and lse, in float32 (float64), packed in one array, and they are merged in the order of the ranks. The lse is a natural
+    logarithm; a rank that saw nothing has out 0 and lse -inf, and changes nothing.
+
+    Inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Returns float32
+    (float64), whatever dtype out has.
+
+    For inference: not differentiable. Raises ValueError for what is no such pair, outside a shard_map over the axis, and where it
+    is differentiated.
+    """
+    check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
+    ranks_of("merge_ring", axis_name)
+    out, lse = pair
+    wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
+    packed = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], -1)
+    return _merged(axis_name, packed)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _merged(axis_name: str, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return merged(gather_pairs(packed, axis_name), None)
+
+
+@_merged.defjvp
+def _(axis_name: str, *_: Any) -> Any:
+    refuse_gradients("merge_ring")
+
+
+def gather_pairs(pair: jax.Array, axis_name: str) -> jax.Array:
+    """The packed pairs [ranks, ...] of all ranks, in their order."""
+    varying = pair if axis_name in axes_of(pair) else lax.pcast(pair, (axis_name,), to="varying")
+    return lax.all_gather(varying, axis_name, to="invarying")
+
+
+def refuse_gradients(call: str) -> None:
+    """ValueError for whoever differentiates what has no gradient."""
+    raise ValueError(
+        f"{call} is for inference and has no gradient: pass jax.lax.stop_gradient(x) of what it is given. For training there are "
+        "ring_attention, attend_block and merge"
+    )
+
+
+def ranks_of(call: str, axis_name: Any) -> int:
+    """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
+    check_axis_name(axis_name)
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with that axis, of one "
+            "device where there is but one"
+        ) from error

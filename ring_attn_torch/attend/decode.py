@@ -1,0 +1,196 @@
+"""Attention of a few queries over the slots of one rank's cache: out and lse in one array [b n h e+1]; and the merge of several.
+
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
+    lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
+
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); the kernels' is said in the core's portable/decode.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.kernels.decode import DecodeCall
+from ring_attn_core.kernels.portable import launches
+from ring_attn_core.problem.decode import Decode
+
+from .launch import aligned, launch
+
+CHUNK, CONVERTED = 2**20, 1024
+"""Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call under their public names, None where not given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_positions: Tensor
+    k_positions: Tensor
+    tree_mask: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def by_kernels(arrays: Arrays, call: DecodeCall) -> Tensor:
+    """The pairs [splits b n h e+1] of the splits of this rank's slots."""
+    as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
+    given = {
+        "q": aligned(arrays.q),
+        "k": as_bytes(arrays.k),
+        "v": as_bytes(arrays.v),
+        "q_positions": aligned(arrays.q_positions),
+        "k_positions": aligned(arrays.k_positions),
+    }
+    if arrays.tree_mask is not None:
+        given["tree_mask"] = aligned(arrays.tree_mask.view(torch.uint8))
+        given["depths"] = depths(arrays)
+    for name in ("alibi_slopes", "k_scale", "v_scale"):
+        if (x := getattr(arrays, name)) is not None:
+            given[name] = aligned(x.float())
+    (pairs,) = launch(launches.decode(call), given)
+    return pairs
+
+
+def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
+    """The pair [b n h e+1] of those of all splits, or of so many ``ranks``."""
+    (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
+    return pair
+
+
+def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
+    """out in q's dtype and lse of the pairs of all splits, or of so many ``ranks``, and of the sinks."""
+    given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
+    out, lse = launch(launches.merge_pairs(call, ranks, True), given)
+    return out, lse
+
+
+def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out and lse of pairs [s b n h e+1] and of the sinks, in the dtype of the pairs."""
+    outs, lses = pairs[..., :-1], pairs[..., -1]
+    top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.to(lses.dtype))
+    top = top.masked_fill(top == -math.inf, 0)
+    weights = torch.exp(lses - top)
+    total = weights.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(top.dtype) - top)
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1)
+    out = (weights[..., None] * outs).sum(0) / total[..., None]
+    return out, (top + total.log()).masked_fill(nothing, -math.inf)
+
+
+def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
+    """The pair [b n h e+1] of this rank's slots in plain torch, a batch row and a chunk of slots at a time.
+
+    On a CPU, where values can be looked at, chunks that nobody sees are left out, and what stands in slots that nobody sees is
+    put aside only where it is not finite.
+    """
+    q, k, v = arrays.q, arrays.k, arrays.v
+    (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    chunk = max(CHUNK // max(n * h, 1), CONVERTED) if k.dtype == wide else CONVERTED
+    rows = q.to(wide).view(b, n, g, h // g, d).permute(0, 2, 1, 3, 4).reshape(b, g, -1, d) * problem.factor
+    if arrays.k_scale is not None:
+        rows = rows * arrays.k_scale.to(wide)[:, None, None]
+    of_tree = None if arrays.tree_mask is None else depths(arrays)
+    found = []
+    for row in range(b):
+        state = _State.nothing(rows[row], e)
+        for start in range(0, t, chunk):
+            seen, lag = _visible(arrays, of_tree, problem.window, row, slice(start, start + chunk))
+            keys, values = (x[row, start : start + chunk].to(wide) for x in (k, v))
+            state = _visit(state, rows[row], keys, values, _Seen(seen, lag, arrays.alibi_slopes, problem.softcap))
+        found.append(state.pair())
+    pairs = torch.stack(found) if found else rows.new_empty(0, g, n * (h // g), e + 1)
+    if arrays.v_scale is not None:
+        pairs[..., :-1] *= arrays.v_scale.to(wide)[:, None, None]
+    return pairs.view(b, g, n, h // g, e + 1).transpose(1, 2).reshape(b, n, h, e + 1)
+
+
+def depths(arrays: Arrays) -> Tensor:
+    """int32 [b n]: where each node of a tree stands in the sequence that it would continue, behind all its ancestors."""
+    assert arrays.tree_mask is not None
+    return (arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1) - 1).to(torch.int32)
+
+
+class _Seen(NamedTuple):
+    """bool [n slots] who sees whom, int [n slots] lags, and what else makes a score of a product."""
+
+    visible: Tensor
+    lag: Tensor
+    alibi_slopes: Tensor | None
+    softcap: float | None
+
+
+class _State(NamedTuple):
+    """Of the slots so far, by rows [g, n heads]: the greatest score, the sum of exp(s - top), and that of exp(s - top) v."""
+
+    top: Tensor
+    total: Tensor
+    acc: Tensor
+
+    @staticmethod
+    def nothing(rows: Tensor, e: int) -> _State:
+        zeros = rows.new_zeros(rows.shape[:2])
+        return _State(torch.full_like(zeros, -math.inf), zeros, zeros[..., None].expand(*zeros.shape, e))
+
+    def pair(self) -> Tensor:
+        """out and lse in one array [g, n heads, e+1]."""
+        nothing = self.total == 0
+        total = self.total.masked_fill(nothing, 1)
+        lse = (self.top + total.log()).masked_fill(nothing, -math.inf)
+        return torch.cat([self.acc / total[..., None], lse[..., None]], -1)
+
+
+def _visible(arrays: Arrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
+    """See ``_Seen``: of one batch row."""
+    position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
+    if of_tree is None:
+        lag = i - position
+        visible = (lag >= 0) & (position >= 0)
+    else:
+        assert arrays.tree_mask is not None
+        n = i.shape[0]
+        node = position - i[:1, 0]
+        inside = (node >= 0) & (node < n) & (position >= 0)
+        node = node.clamp(0, max(n - 1, 0)).long()
+        lag = of_tree[row, :, None] - torch.where(inside, of_tree[row][node], position)
+        visible = torch.where(inside, arrays.tree_mask[row][:, node], (position >= 0) & (position < i[:1, 0]))
+    return (visible if window is None else visible & (lag <= window)), lag
+
+
+def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, seen: _Seen) -> _State:
+    """The state with one chunk of slots in it: keys [c g d], values [c g e], rows [g, n heads, d]."""
+    on_cpu = rows.device.type == "cpu"
+    visible = seen.visible
+    if on_cpu and not visible.any():
+        return state
+    g, m, n = *rows.shape[:2], visible.shape[0]
+    s = torch.bmm(rows, keys.permute(1, 2, 0))
+    if seen.softcap is not None:
+        s = s.div_(seen.softcap).tanh_().mul_(seen.softcap)
+    by_head = s.view(g, n, m // n, -1)
+    if seen.alibi_slopes is not None:
+        by_head -= seen.alibi_slopes.to(s.dtype).view(g, 1, m // n, 1) * seen.lag[:, None]
+    whole = on_cpu and bool(visible.all())
+    if not whole:
+        by_head.masked_fill_(~visible[:, None], -math.inf)
+    top = torch.maximum(state.top, s.amax(-1))
+    shift = top.masked_fill(top == -math.inf, 0)
+    p = s.sub_(shift[..., None]).exp_()
+    decay = torch.exp(state.top - shift)
+    if not (on_cpu or whole):
+        values = torch.where(visible.any(0)[:, None, None], values, 0)
+    product = torch.bmm(p, values.transpose(0, 1))
+    if on_cpu and not whole and not product.isfinite().all():
+        product = torch.bmm(p, torch.where(visible.any(0)[:, None, None], values, 0).transpose(0, 1))
+    return _State(top, state.total * decay + p.sum(-1), torch.addcmul(product, state.acc, decay[..., None]))

@@ -1,0 +1,181 @@
+"""Attention of a few new tokens over a cache that is spread over the ranks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.kernels.decode_backend import runnable_decode
+from ring_attn_core.mistakes import in_words
+from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.decode import Decode, check_nodes
+
+from ..attend.decode import Arrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
+from ..attend.launch import capability
+from ..op import no_autocast
+from ..ring.agreement import Call, agree_on
+from ..ring.groups import Group, is_dtensor, ranks_of
+from .merge import gather_pairs, refuse_gradients, ring_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+def tree_attention_decode(
+    q: Float[Tensor, "batch queries heads head_dim"],
+    k: Float[Tensor, "batch slots kv_heads head_dim"],
+    v: Float[Tensor, "batch slots kv_heads v_dim"],
+    *,
+    q_positions: Int[Tensor, "batch queries"],
+    k_positions: Int[Tensor, "batch slots"],
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    tree_mask: Bool[Tensor, "batch queries queries"] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    alibi_slopes: Float[Tensor, " heads"] | None = None,
+    k_scale: Float[Tensor, " kv_heads"] | None = None,
+    v_scale: Float[Tensor, " kv_heads"] | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention of a few queries, which all ranks hold, over a cache of which every rank holds a part; for inference.
+
+        s_ij  = scale q_i . k_j                           where 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
+        lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
+        out_i = sum_j exp(s_ij - lse_i) v_j
+
+    Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and every rank
+    merges them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of :func:`merge`). So
+    all ranks get the same bits.
+
+    Arguments (those of ``ring_attention`` mean the same here):
+        q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
+        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
+            dtype or both in float8_e4m3fn. Ranks may have other numbers of slots, 0 too.
+        q_positions: int32 ``[batch, queries]``, the same on every rank; -1: a query that sees nothing.
+        k_positions: int32 ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
+            NaN too, matters nowhere. The requests of a batch may be of different lengths.
+        group: the ring; None is the default group, or a ring of one without torch.distributed.
+        tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
+            tokens, whose keys lie in the cache already, node j where k_pos is ``p + j`` with ``p = q_positions[:, 0]``, and
+            ``q_positions`` are p, p + 1, ... Node i sees node j where ``tree_mask[:, i, j]``: itself and its ancestors; and it
+            sees all that lies before p. So tokens that exclude each other have slots of their own. How deep a node is, and so
+            which position its window and ALiBi count from, is how many nodes it sees besides itself; rotating q and k by that
+            depth is the caller's matter.
+        window: a query sees itself and so many positions before it; None: all.
+        k_scale, v_scale: float32 ``[kv_heads]``, for k and v of float8_e4m3fn: the true ones are ``k k_scale`` and ``v v_scale``.
+        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (everywhere).
+        return_lse: also return lse.
+
+    Returns ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
+    float32 (float64 for float64). A query that sees nothing: out 0, lse -inf (or its sink).
+
+    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, for those that want a
+    gradient, and where ranks disagree on shapes (but of slots), dtypes or options, if one of them has not made such a call
+    before. Values are looked at on a CPU only. Once it has run, a CUDA graph may capture the call.
+    """
+    ring = ring_of(group)
+    named = (q, k, v, q_positions, k_positions, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
+    arrays = Arrays(*named)
+    problem: Decode | None = None
+    error: Exception | None = None
+    try:
+        _check_tensors(arrays)
+        problem = _problem(_kinds(arrays), q.device, window, scale, softcap, backend)
+    except ValueError as objection:
+        error = objection
+    except TypeError:  # what cannot be hashed is neither a number nor a name
+        options = ", ".join(map(in_words, (window, scale, softcap, backend)))
+        error = ValueError(f"window, scale and softcap are numbers or None and backend is a name, got {options}")
+
+    def check() -> None:
+        if error is not None:
+            raise error
+        assert problem is not None
+        _checked(problem)
+        refuse_gradients("tree_attention_decode", named)
+        if tree_mask is not None and q.device.type == "cpu":
+            check_nodes(q_positions.tolist())
+
+    agree_on(_call(problem), ring, check)
+    assert problem is not None
+    with no_autocast(q.device.type), torch.no_grad():
+        out, lse = _attend(arrays, problem, ring)
+    return (out, lse) if return_lse else out
+
+
+def _attend(arrays: Arrays, problem: Decode, ring: Group) -> tuple[Tensor, Tensor]:
+    call, ranks = _checked(problem), ranks_of(ring)
+    if call is None:
+        out, lse = merged(gather_pairs(blockwise(arrays, problem), ring), arrays.sinks)
+        return out.to(arrays.q.dtype), lse
+    pairs = by_kernels(arrays, call)
+    if ranks == 1:
+        return ended_by_kernel(pairs, arrays.sinks, call, None)
+    pair = pairs[0] if call.splits == 1 else merged_by_kernel(pairs, call, None)
+    return ended_by_kernel(gather_pairs(pair, ring), arrays.sinks, call, ranks)
+
+
+@lru_cache(maxsize=4096)
+def _checked(problem: Decode) -> Any:
+    """The call of the kernels, None where "blockwise" computes it; ValueError for a problem that does not fit."""
+    problem.check()
+    return runnable_decode(problem)
+
+
+_Kinds = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+def _kinds(arrays: Arrays) -> _Kinds:
+    """Name, shape and dtype of all that were given."""
+    return tuple([(name, x.shape, x.dtype) for name, x in zip(arrays._fields, arrays, strict=True) if x is not None])
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softcap: Any, backend: Any) -> Decode:
+    shapes = [tuple(shape) for _, shape, _ in kinds]
+    dtypes = [str(dtype).removeprefix("torch.") for _, _, dtype in kinds]
+    on_gpu = device.type == "cuda"
+    return Decode(
+        q_shape=shapes[0],
+        k_shape=shapes[1],
+        v_shape=shapes[2],
+        dtypes=(dtypes[0], dtypes[1], dtypes[2]),
+        arrays=tuple(map(Given, [name for name, _, _ in kinds[3:]], shapes[3:], dtypes[3:])),
+        device=device.type,
+        capability=capability(device),
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        backend=backend,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _call(problem: Decode | None) -> Call:
+    """What the ranks compare."""
+    if problem is None:
+        return Call("tree_attention_decode", "cpu", ())
+    return Call("tree_attention_decode", problem.device, tuple(problem.alike().items()))
+
+
+def _check_tensors(arrays: Arrays) -> None:
+    for name, x in zip(arrays._fields, arrays, strict=True):
+        if x is None and name in Arrays._field_defaults:
+            continue
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {in_words(x)}")
+        if is_dtensor(x):
+            raise ValueError(f"{name} is a DTensor: pass what this rank holds, {name}.to_local()")
+        if x.layout != torch.strided or x.is_nested:
+            raise ValueError(f"{name} is sparse or nested: pass a dense tensor; slots that hold nothing are at position -1")
+        if x.device != arrays.q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {arrays.q.device}: move it")
