@@ -42,7 +42,7 @@ class KVCache(Requests):
     Made by :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions int32
     [batch, slots], the position of the token in every slot, -1 where there is none. The same on every rank: ``counts`` int32
     [batch, ranks], how many slots of each rank a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the most
-    that it ever had; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with float8, ``k_scale``
+    that were ever written of it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with float8, ``k_scale``
     and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One slot, the last, takes what other ranks hold.
 
     A step of new tokens is
@@ -117,11 +117,11 @@ class KVCache(Requests):
             self.check_rows_room([tokens] * len(of), of)
 
         agree_on(Call("KVCache.step", self.counts.device.type, (("tokens", tokens), ("requests", tuple(of)))), self.ring, check)
-        which = None if rows is None else known_rows(tuple(of), self.counts.device)
-        held = self._held(which)
+        which = self._rows(of, rows is None)
+        held = self._held(which["rows"])
         tensors: Any = appended(held, tokens, valid)
         host = tuple(of), None
-        record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "rows": which}
+        record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False} | which
         return Step(**tensors, **record, before=held.lengths, version=self.version, host=host)
 
     def prefill_step(
@@ -163,10 +163,10 @@ class KVCache(Requests):
         arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
         device = self.counts.device
         agree_on(Call("KVCache.prefill_step", device.type, arguments), self.ring, check)
-        which = None if rows is None else known_rows(tuple(of), device)
-        cached = self._held(which)
+        which = self._rows(of, rows is None)
+        cached = self._held(which["rows"])
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
-        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "rows": which}
+        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk)} | which
         host = tuple(of), tuple(map(tuple, shares))
         return Step(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
@@ -181,13 +181,13 @@ class KVCache(Requests):
         if layer not in self.scaled:
             of_first(self.k_scale[layer], self.v_scale[layer], (k, v), step, self.ring)
             self.scaled.add(layer)
-        rows = torch.arange(len(step.chunk), device=k.device)[:, None]
-        of_cache = rows if step.rows is None else step.rows[:, None]
+        if not step.written:
+            self.reached[step.into[:, 0]] = torch.maximum(self.reached[step.into[:, 0]], step.lengths)
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
-            new = new if step.source is None else new[rows, step.source]
+            new = new if step.source is None else new[step.of, step.source]
             if self.spec.float8:  # as bytes: not every device has an index_put of float8
                 new, kept = quantized(new, scale[layer]).view(torch.uint8), kept.view(torch.uint8)
-            kept[layer].index_put_((of_cache, step.slots), new)
+            kept[layer].index_put_((step.into, step.slots), new)
         step.written.add(layer)
         return self
 
@@ -206,8 +206,7 @@ class KVCache(Requests):
             self.positions[step.rows] = step.k_positions
             self.counts[step.rows] = step.counts
             self.lengths[step.rows] = step.lengths
-            self.owners[step.rows[:, None], step.owner_slots] = step.owners
-        torch.maximum(self.reached, self.lengths, out=self.reached)
+            self.owners[step.into, step.owner_slots] = step.owners
         self.version += 1
         if not capturing(self.counts):
             rows, shares = step.host
@@ -223,6 +222,11 @@ class KVCache(Requests):
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
         return Part(k, v, self.positions if step is None else step.k_positions, *scales)
+
+    def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
+        """Which requests a step is about: ``rows`` None for all of them, and as indices of the cache and of the step."""
+        into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
+        return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 
     def _held(self, rows: Tensor | None) -> Held:
         of = lambda x: x if rows is None else x[rows]

@@ -145,7 +145,7 @@ class Requests:
         return self.reset(of)
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Make each request of ``target`` a copy of that of ``source``, or of the only one; all are read before one is written."""
+        """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
         sources, targets = checks.check_fork(source, target, self.spec.batch)
         used = self.spec.slots if self.spec.window else min(self.spec.slots, max(self.ledger.lengths[row] for row in sources))
         for kept in (self.k, self.v):
@@ -190,9 +190,8 @@ def empty(spec: CacheSpec, device: torch.device) -> list[Tensor]:
     sizes, slots = spec.sizes, spec.slots + 1
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device) for shape in heads]
-    counts = [
-        torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((spec.batch, spec.ranks), spec.batch, spec.batch)
-    ]
+    shapes = (spec.batch, spec.ranks), (spec.batch,), (spec.batch,)
+    counts = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
     positions = torch.full((spec.batch, slots), -1, dtype=torch.int32, device=device)
     owners = torch.zeros((spec.batch, spec.remembered + 1), dtype=torch.int16, device=device)
     return [*keys, positions, *counts, owners]

@@ -32,6 +32,9 @@ class Step:
     """Whether no request of the step has a token in the cache."""
     rows: Tensor | None
     """The requests of the cache, int64; None: all of them."""
+    into: Tensor
+    of: Tensor
+    """int64 [requests, 1]: which they are of the cache, and of the step."""
     before: Tensor
     """int32 [requests]: how long they are before the step."""
     lengths: Tensor
