@@ -74,10 +74,13 @@ def prefill(
         backend=backend,
     )
     prepared = checked(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), anywhere=False)
-    written = cache.append(layer, k, v, step)
-    total = None if step.fresh else _over_cached(q, cache, layer, step, options)
-    if total is not None and sinks is not None:
-        total = _with_sinks(total, sinks)
+    total = None
+    new = k, v
+    if not step.fresh:
+        total = _over_cached(q, cache, layer, step, options)
+        total, new = lax.optimization_barrier((total, new))  # so that the layer is written after it was read, in place
+        total = total if sinks is None else _with_sinks(total, sinks)
+    written = cache.append(layer, *new, step)
     inputs = Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays))
     inputs, total = vary_alike((cache.axis_name,), inputs, total)
     out, _ = round_the_ring(inputs, prepared.ring(cache.axis_name), prepared.backend, total)

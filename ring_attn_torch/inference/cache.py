@@ -42,8 +42,9 @@ class KVCache(Requests):
     Made by :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions int32
     [batch, slots], the position of the token in every slot, -1 where there is none. The same on every rank: ``counts`` int32
     [batch, ranks], how many slots of each rank a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the most
-    that were ever written of it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with float8, ``k_scale``
-    and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One slot, the last, takes what other ranks hold.
+    that were ever written of it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with float8,
+    ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One more slot than there is room, and one more
+    owner, the last, takes what others hold.
 
     A step of new tokens is
 
