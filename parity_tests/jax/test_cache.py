@@ -1,0 +1,13 @@
+"""KVCache and prefill in JAX: stories of requests against a model, one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..support.caches import STORIES, check
+from .caches import play
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: f"{story.ranks}-{story.layout}-{story.dtype}-{story.window}")
+def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(story):
+    check(story, play(story))
