@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ring_attn_jax import KVCache, prefill
@@ -15,63 +16,94 @@ from ring_attn_jax import KVCache, prefill
 from ..support.caches import Append, Call, Prefill, Story
 from .ring import QUICK, mesh_of
 
-RANKS = PartitionSpec("seq")
+RANKS, SAME = PartitionSpec("seq"), PartitionSpec()
 STATE = ("k", "v", "positions", "counts", "lengths", "k_scale", "v_scale")
 
 
-@lru_cache(maxsize=64)
 def play(story: Story) -> list[list[dict[str, Any]]]:
     """[operations][ranks] of what a rank has after every operation, and the attention of prefill and the parts of a step in it.
 
-    One program for the whole story, each array with the ranks in front.
+    A program for every kind of step, with traced lengths and layers; what is done between steps runs on whole arrays.
     """
+    cache = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, mesh=mesh_of(story.ranks))
+    played = []
+    for operation, numbers in story.script():
+        got: dict[str, Any] = {}
+        if isinstance(operation, Call):
+            cache = getattr(cache, operation.name)(*operation.arguments)
+        elif isinstance(operation, Prefill):
+            program = prefilling(story, cache.spec, operation.tokens, operation.rows, operation.fresh)
+            shards = [story.shard(numbers, rank) for rank in range(story.ranks)]
+            cache, out = program(cache, drawn(story, np.concatenate(shards, 1)), jnp.asarray(operation.lengths, jnp.int32))
+            got["out"] = np.split(as_numpy(out), story.ranks, 2)
+        else:
+            program = appending(story, cache.spec, operation.tokens, operation.rows, operation.kept)
+            valid = np.ones(numbers.shape, bool) if operation.valid is None else np.array(operation.valid)
+            cache, (positions, k, v, where) = program(cache, drawn(story, numbers), jnp.asarray(valid))
+            parts = {"k": np.split(as_numpy(k), story.ranks, 2), "v": np.split(as_numpy(v), story.ranks, 2)}
+            parts["p"] = np.split(np.asarray(where), story.ranks, 1)
+            got["part"] = [{name: parts[name][rank] for name in "kvp"} for rank in range(story.ranks)]
+            got["positions"] = [np.asarray(positions)] * story.ranks
+        got["cache"] = snapshots(cache)
+        played.append([{name: x[rank] for name, x in got.items()} for rank in range(story.ranks)])
+    return played
+
+
+@lru_cache(maxsize=64)
+def prefilling(story: Story, spec: Any, tokens: int, rows: tuple[int, ...] | None, fresh: bool) -> Any:
+    def on_rank(cache: KVCache, new: list[jax.Array], lengths: jax.Array) -> Any:
+        step = cache.prefill_step(tokens, story.layout, lengths, rows=rows, fresh=fresh)
+
+        def of_layer(cache: KVCache, given: Any) -> Any:
+            layer, new = given
+            out, cache = prefill(*new, cache, layer, step, **story.features)
+            return cache, out
+
+        cache, out = lax.scan(of_layer, cache, (jnp.arange(story.layers), new))
+        return cache.advance(step), out
+
+    keys = PartitionSpec(None, None, "seq")
+    return program(story, on_rank, (keys, SAME), keys)
+
+
+@lru_cache(maxsize=64)
+def appending(story: Story, spec: Any, tokens: int, rows: tuple[int, ...] | None, kept: bool) -> Any:
+    def on_rank(cache: KVCache, new: list[jax.Array], valid: jax.Array) -> Any:
+        step = cache.step(tokens, valid=valid, rows=rows)
+
+        def of_layer(cache: KVCache, given: Any) -> Any:
+            layer, (_, k, v) = given
+            cache = cache.append(layer, k, v, step)
+            return cache, cache.part(layer, step)[:2]
+
+        cache, (k, v) = lax.scan(of_layer, cache, (jnp.arange(story.layers), new))
+        return (cache.advance(step) if kept else cache), (step.positions, k, v, step.k_positions)
+
+    keys = PartitionSpec(None, None, "seq")
+    return program(story, on_rank, (SAME, SAME), (SAME, keys, keys, PartitionSpec(None, "seq")))
+
+
+def program(story: Story, on_rank: Any, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
+    """``on_rank`` of a cache and more, compiled; returns a cache and more."""
     mesh = mesh_of(story.ranks)
-    cache = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, mesh=mesh)
-    script = story.script()
-    given = [[tokens(story, operation, numbers) for operation, numbers in script]]
-
-    def on_rank(cache: KVCache, given: list[Any]) -> Any:
-        played = []
-        for (operation, _), new in zip(script, given[0], strict=True):
-            got: dict[str, Any] = {}
-            if isinstance(operation, Call):
-                cache = getattr(cache, operation.name)(*operation.arguments)
-            elif isinstance(operation, Prefill):
-                arguments = (operation.tokens, story.layout, operation.lengths)
-                step = cache.prefill_step(*arguments, rows=operation.rows, fresh=operation.fresh)
-                outs = []
-                for layer in range(story.layers):
-                    out, cache = prefill(*(x[0, layer] for x in new), cache, layer, step, **story.features)
-                    outs.append(out)
-                got["out"] = jnp.stack(outs)
-                cache = cache.advance(step)
-            else:
-                valid = None if operation.valid is None else jnp.asarray(operation.valid)
-                step = cache.step(operation.tokens, valid=valid, rows=operation.rows)
-                written, parts = cache, []
-                for layer in range(story.layers):
-                    written = written.append(layer, *(x[layer] for x in new[1:]), step)
-                    parts.append(written.part(layer, step))
-                k, v = (jnp.stack([getattr(part, name) for part in parts]) for name in "kv")
-                got |= {"positions": step.positions, "part": {"k": k, "v": v, "p": parts[0].k_positions}}
-                cache = written.advance(step) if operation.kept else written
-            got["cache"] = {name: getattr(cache, name) for name in STATE}
-            played.append(got)
-        wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return cache, jax.tree.map(lambda x: wide(x)[None], played)
-
-    sharded = [RANKS if isinstance(operation, Prefill) else PartitionSpec() for operation, _ in script]
-    ring = jax.shard_map(on_rank, mesh=mesh, in_specs=(cache.specs, [sharded]), out_specs=(cache.specs, RANKS))
-    compiled = jax.jit(ring, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
-    _, played = compiled(cache, given)
-    return [[jax.tree.map(lambda x, rank=rank: np.asarray(x[rank]), got) for rank in range(story.ranks)] for got in played]
+    specs = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, mesh=mesh).specs
+    ring = jax.shard_map(on_rank, mesh=mesh, in_specs=(specs, *in_specs), out_specs=(specs, out_specs))
+    return jax.jit(ring, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
 
 
-def tokens(story: Story, operation: Prefill | Append | Call, numbers: np.ndarray) -> list[jax.Array]:
-    """q, k, v [ranks, layers, requests, tokens, ...] of a chunk's shards, [layers, requests, tokens, ...] of other new tokens."""
-    if isinstance(operation, Call):
-        return []
-    if isinstance(operation, Prefill):
-        numbers = np.stack([story.shard(numbers, rank) for rank in range(story.ranks)])
-    drawn = [np.moveaxis(story.tokens[name][numbers], numbers.ndim, numbers.ndim - 2) for name in "qkv"]
-    return [jnp.asarray(x, story.compute_dtype) for x in drawn]
+def drawn(story: Story, numbers: np.ndarray) -> list[jax.Array]:
+    """q, k, v [layers, requests, tokens, ...] of the tokens with these numbers."""
+    return [jnp.asarray(np.moveaxis(story.tokens[name][numbers], 2, 0), story.compute_dtype) for name in "qkv"]
+
+
+def snapshots(cache: KVCache) -> list[dict[str, np.ndarray]]:
+    """What each rank has."""
+    whole = {name: as_numpy(getattr(cache, name)) for name in STATE}
+    ranks = cache.spec.ranks
+    dims = {"k": 2, "v": 2, "positions": 1}
+    apart = {name: np.split(x, ranks, dims[name]) if name in dims else [x] * ranks for name, x in whole.items()}
+    return [{name: x[rank] for name, x in apart.items()} for rank in range(ranks)]
+
+
+def as_numpy(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ..support.caches import STORIES, check
+from ..support.caches import CHOSEN, REST, check
 from .caches import play
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: f"{story.ranks}-{story.layout}-{story.dtype}-{story.window}")
+@pytest.mark.parametrize("story", CHOSEN, ids=str)
 def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(story):
+    check(story, play(story))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("story", REST, ids=str)
+def test_the_other_stories_too(story):
     check(story, play(story))

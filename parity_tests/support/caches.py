@@ -7,7 +7,7 @@ model knows which numbers a request has, in order, and which rank holds which po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -69,6 +69,11 @@ class Story:
     page: int | None = None
     sinks: bool = False
     softcap: float | None = None
+
+    def __str__(self) -> str:
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "operations"}
+        changed = [f"{name}={x}" for name, x in values.items() if name == "ranks" or x != getattr(Story, name)]
+        return ",".join(changed)
 
     @property
     def sizes(self) -> CacheSizes:
@@ -230,7 +235,9 @@ class Model:
         """Attention in float64 of q [layers, n, heads, d] over the parts of all ranks, by positions alone."""
         story, out = self.story, []
         for layer in range(story.layers):
-            k, v, p = (np.concatenate([part[name][layer, i] if name != "p" else part[name][i] for part in parts]) for name in "kvp")
+            k, v, p = (
+                np.concatenate([part[name][layer, i] if name != "p" else part[name][i] for part in parts]) for name in "kvp"
+            )
             seen = (p >= 0) & (p <= positions[:, None]) & (positions[:, None] - p <= (story.window or 2**30))
             k, v = (np.repeat(np.where((p >= 0)[:, None, None], x, 0), story.heads // story.kv_heads, 1) for x in (k, v))
             scores = np.einsum("nhd,thd->hnt", q[layer], k) * story.head_dim**-0.5
@@ -276,45 +283,48 @@ def _check_parts(model: Model, operation: Append, numbers: np.ndarray, ranks: Se
             np.testing.assert_allclose(got, truth, rtol=1e-9, atol=1e-9)
 
 
+WIDEST = 11
+"""The most tokens of a chunk in EVERYTHING."""
+
 EVERYTHING = (
-    Prefill(6, (11, 4), fresh=True),
+    Prefill(0, (11, 4), fresh=True),
     Append(1),
-    Prefill(4, (5, 7)),
+    Prefill(0, (5, 7)),
     Append(3, ((True, False, True), (False, True, True))),
-    Append(2, kept=False),
-    Append(5),
-    Call("rollback", ((17, 10),)),
-    Append(2, ((True, True), (False, False))),
+    Append(3, kept=False),
+    Append(3),
+    Append(3),
+    Call("rollback", ((17, 11),)),
+    Append(3, ((True, True, False), (False, False, False))),
     Call("fork", (0, (1,))),
     Call("evict", (0,)),
-    Prefill(2, (2, 1)),
-    Append(4),
+    Prefill(0, (2, 1)),
+    Append(1),
     Call("reset", ((1,),)),
-    Prefill(2, (3,), rows=(1,)),
-    Append(1, rows=(1,)),
 )
 """Ragged chunks, appends of different numbers, a step that stops, going back into a chunk, a copy, an emptied request."""
 
 
-def everything(ranks: int, **changes: Any) -> Story:
-    """EVERYTHING on so many ranks: chunks of as many tokens, whoever holds them."""
-
-    def shared(operation: Any) -> Any:
-        if not isinstance(operation, Prefill):
-            return operation
-        local = -(-max(operation.lengths) // ranks)
-        return Prefill(local + local % 2, operation.lengths, operation.rows, operation.fresh)
-
-    return Story(ranks, tuple(map(shared, EVERYTHING)), **changes)
+ONE_REQUEST = (Prefill(0, (3,), rows=(1,)), Append(1, rows=(1,)))
+"""What a step of one of the requests is."""
 
 
-STORIES = [
-    everything(1),
-    everything(2, layout="contiguous", sinks=True, capacity=80),
+def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any) -> Story:
+    """EVERYTHING on so many ranks, each of which has shards that are long enough for the widest chunk."""
+    local = -(-WIDEST // ranks)
+    wide = lambda x: replace(x, tokens=local + local % 2) if isinstance(x, Prefill) else x
+    return Story(ranks, tuple(map(wide, (*EVERYTHING, *then))), **changes)
+
+
+CHOSEN = [
+    everything(2, ONE_REQUEST, layout="contiguous", sinks=True, capacity=80),
+    everything(3, window=6, room=9, capacity=20, dtype="bfloat16"),
+    everything(8, kv_heads=4, v_dim=8, capacity=100),
+]
+REST = [
+    everything(1, ONE_REQUEST),
     everything(3, layout="striped", heads=3, kv_heads=1, softcap=5.0),
     everything(4, dtype="bfloat16"),
-    everything(8, kv_heads=4, v_dim=8, capacity=100),
-    everything(2, window=4, room=9, capacity=None),
-    everything(4, window=11, room=9, capacity=None, layout="striped"),
-    everything(3, window=6, room=9, capacity=20, layout="contiguous", dtype="bfloat16"),
+    everything(2, ONE_REQUEST, window=4, room=9, capacity=None, layout="contiguous"),
+    everything(4, window=11, room=9, capacity=None, layout="striped", sinks=True),
 ]

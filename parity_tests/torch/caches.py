@@ -67,5 +67,3 @@ def snapshot(cache: KVCache) -> dict[str, np.ndarray]:
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:
     return (x.double() if x.is_floating_point() else x).cpu().numpy().copy()
-
-
