@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_jax import KVCache, prefill
 
-from ..support.caches import Append, Call, Prefill, Story
+from ..support.caches import Call, Prefill, Story
 from .ring import QUICK, mesh_of
 
 RANKS, SAME = PartitionSpec("seq"), PartitionSpec()

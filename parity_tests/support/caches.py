@@ -318,13 +318,13 @@ def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any
 
 CHOSEN = [
     everything(2, ONE_REQUEST, layout="contiguous", sinks=True, capacity=80),
-    everything(3, window=6, room=9, capacity=20, dtype="bfloat16"),
+    everything(3, window=6, room=12, capacity=20, dtype="bfloat16"),
     everything(8, kv_heads=4, v_dim=8, capacity=100),
 ]
 REST = [
     everything(1, ONE_REQUEST),
     everything(3, layout="striped", heads=3, kv_heads=1, softcap=5.0),
     everything(4, dtype="bfloat16"),
-    everything(2, ONE_REQUEST, window=4, room=9, capacity=None, layout="contiguous"),
-    everything(4, window=11, room=9, capacity=None, layout="striped", sinks=True),
+    everything(2, ONE_REQUEST, window=4, room=12, capacity=None, layout="contiguous"),
+    everything(4, window=11, room=12, capacity=None, layout="striped", sinks=True),
 ]
