@@ -27,6 +27,8 @@ PUBLIC = {
     "MultiheadAttention.__init__",
     "MultiheadAttention.forward",
     "attention_fn",
+    "KVCache.make",
+    "prefill",
     "RingAttentionFunction.__call__",
     "Block.forward",
     "Block.__call__",
@@ -40,6 +42,7 @@ FORWARDED = {
     "load_llama": "the same",
     "exact": "the fields of Features",
     "plain": "the fields of Features",
+    "CacheSpec.of": "the fields of CacheSpec",
     "the_call": "the fields of Call",
     "_add_stage": "what Triton hands to its hook",
 }

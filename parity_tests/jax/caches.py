@@ -1,4 +1,4 @@
-"""Plays a story of parity_tests/support/caches.py with ring_attn_jax, on a ring of host devices."""
+"""Plays a story of parity_tests/support/stories.py with ring_attn_jax, on a ring of host devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_jax import KVCache, prefill
 
-from ..support.caches import Call, Prefill, Story
+from ..support.stories import Call, Prefill, Story
 from .ring import QUICK, mesh_of
 
 RANKS, SAME = PartitionSpec("seq"), PartitionSpec()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..support.caches import CHOSEN, REST, check
+from ..support.caches import check
+from ..support.stories import CHOSEN, REST
 from .caches import play
 
 

@@ -1,4 +1,4 @@
-"""Plays a story of parity_tests/support/caches.py with ring_attn_torch, on a ring of gloo processes."""
+"""Plays a story of parity_tests/support/stories.py with ring_attn_torch, on a ring of gloo processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ring_attn_torch import KVCache, prefill
 
-from ..support.caches import Append, Call, Prefill, Story
+from ..support.stories import Append, Call, Prefill, Story
 from .models import Group, rank_in
 
 

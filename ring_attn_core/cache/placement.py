@@ -59,7 +59,7 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
     if len(runs[0]) * runs[0][0].length != local:
         raise ValueError(
             f"{layout} over {ranks} ranks needs an even number of tokens a rank, got {local}: shard with to_layout, which pads "
-            f"to {padded_local(layout, ranks, local * ranks)}"
+            f"to {padded_local(layout, ranks, local * ranks)} a rank"
         )
     return [[position for run in of_rank for position in run.positions()] for of_rank in runs]
 
