@@ -43,7 +43,7 @@ def test_a_chunk_stays_where_the_layout_has_it(layout, ranks):
     for length in (1, 7, 30):
         local = padded_local(layout, ranks, length)
         shards = positions(layout, ranks, local)
-        assert sorted(sum(shards, [])) == list(range(ranks * local))
+        assert sorted(p for shard in shards for p in shard) == list(range(ranks * local))
         assert all(shard == sorted(shard) for shard in shards)
         assert [rank for p in range(ranks * local) for rank in range(ranks) if p in shards[rank]] == owners(layout, ranks, local)
         for real in range(length + 1):
@@ -53,7 +53,9 @@ def test_a_chunk_stays_where_the_layout_has_it(layout, ranks):
 
 
 def test_a_shard_that_the_layout_cannot_cut_is_refused():
-    with pytest.raises(ValueError, match="zigzag over 2 ranks needs an even number of tokens a rank, got 3: .* pads to 4 a rank"):
+    with pytest.raises(
+        ValueError, match=r"zigzag over 2 ranks needs an even number of tokens a rank, got 3: .* pads to 4 a rank"
+    ):
         positions("zigzag", 2, 3)
 
 
