@@ -53,9 +53,7 @@ def test_a_chunk_stays_where_the_layout_has_it(layout, ranks):
 
 
 def test_a_shard_that_the_layout_cannot_cut_is_refused():
-    with pytest.raises(
-        ValueError, match=r"zigzag over 2 ranks needs an even number of tokens a rank, got 3: .* pads to 4 a rank"
-    ):
+    with pytest.raises(ValueError, match=r"needs an even number of tokens a rank, got 3: .* pads to 4 a rank"):
         positions("zigzag", 2, 3)
 
 

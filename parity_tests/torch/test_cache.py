@@ -72,7 +72,10 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
         (lambda cache: cache.prefill_step(2, lengths=[1]), "lengths must be 2 ints, one for every request"),
         (lambda cache: cache.prefill_step(2, fresh=True), "fresh=True, and some request of the step has tokens"),
         (lambda cache: cache.step(0), "tokens must be an int of at least 1"),
-        (lambda cache: cache.step(2, valid=torch.ones(2, 2)), r"valid must be bool \[requests, tokens\] = \[2, 2\], got float32"),
+        (
+            lambda cache: cache.step(2, valid=torch.ones(2, 2)),
+            r"valid must be bool \[requests, tokens\] = \[2, 2\], .*, got float32",
+        ),
         (lambda cache: cache.step(rows=2), "rows must be an int or ints from 0 to 1"),
         (lambda cache: cache.reset([0, 0]), "rows names a request twice"),
         (lambda cache: cache.evict(-1), "rows must be an int or ints from 0 to 1"),
@@ -110,7 +113,7 @@ def test_a_window_refuses_what_it_cannot_go_back_to_and_what_it_does_not_see():
         cache.rollback([11, 15])
     with pytest.raises(ValueError, match="a step of 4 tokens, and this cache has room for 3 beyond its window of 4"):
         cache.step(4)
-    with pytest.raises(ValueError, match="window=5 sees further back than the 4 this cache keeps"):
+    with pytest.raises(ValueError, match="window=5 sees further back than the 4 that this cache keeps"):
         prefilled(cache, window=5)
     cache.append(0, torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8), cache.step(3))  # a step that ends here
     with pytest.raises(ValueError, match="request 1 was 18 tokens long and shall go back to 14"):

@@ -109,7 +109,7 @@ class KVCache(Requests):
         requests, an int or several; None: all. Raises ValueError where they do not fit; how many ``valid`` ones there are is on
         the device, so the host counts all of them until it asks (:meth:`check_room`).
         """
-        of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
+        of = self._requests(rows)
 
         def check() -> None:
             checks.check_tokens(self.spec, tokens)
@@ -143,7 +143,7 @@ class KVCache(Requests):
         Raises ValueError, the same on every rank, where the chunk does not fit and where the ranks disagree on lengths.
         """
         spec = self.spec
-        of = checks.check_rows("rows", list(range(spec.batch)) if rows is None else rows, spec.batch)
+        of = self._requests(rows)
         chunk: list[int] = []
         shares: list[list[int]] = []
 
@@ -223,6 +223,13 @@ class KVCache(Requests):
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
         return Part(k, v, self.positions if step is None else step.k_positions, *scales)
+
+    def _requests(self, rows: Rows | None) -> list[int]:
+        try:
+            return checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
+        except ValueError as error:
+            refuse(error, self.ring, self.counts.device.type)
+            raise  # refuse has raised already, which type checkers do not see
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
         """Which requests a step is about: ``rows`` None for all of them, and as indices of the cache and of the step."""
