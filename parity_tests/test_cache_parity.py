@@ -24,7 +24,7 @@ OPERATIONS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "float8_e4m3fn"])
 def test_frameworks_hold_the_same_and_prefill_alike(gloo, dtype):
     story = Story(2, OPERATIONS, dtype=dtype, sinks=True)
     ours, theirs = list(zip(*gloo(2, on_torch.on_rank, story), strict=True)), on_jax.play(story)

@@ -25,21 +25,23 @@ def play(story: Story) -> list[list[dict[str, Any]]]:
 
     A program for every kind of step, with traced lengths and layers; what is done between steps runs on whole arrays.
     """
-    cache = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, mesh=mesh_of(story.ranks))
+    cache = empty(story)
     played = []
     for operation, numbers in story.script():
         got: dict[str, Any] = {}
         if isinstance(operation, Call):
-            cache = getattr(cache, operation.name)(*operation.arguments)
+            called = lambda cache, call=operation: getattr(cache, call.name)(*call.arguments)
+            cache = called(cache) if operation.name == "reserve" else compiled(called)(cache)
         elif isinstance(operation, Prefill):
-            program = prefilling(story, cache.spec, operation.tokens, operation.rows, operation.fresh)
+            program = prefilling(story, operation.tokens, operation.rows, operation.fresh)
             shards = [story.shard(numbers, rank) for rank in range(story.ranks)]
             cache, out = program(cache, drawn(story, np.concatenate(shards, 1)), jnp.asarray(operation.lengths, jnp.int32))
             got["out"] = np.split(as_numpy(out), story.ranks, 2)
         else:
-            program = appending(story, cache.spec, operation.tokens, operation.rows, operation.kept)
+            program = appending(story, operation.tokens, operation.rows)
             valid = np.ones(numbers.shape, bool) if operation.valid is None else np.array(operation.valid)
-            cache, (positions, k, v, where) = program(cache, drawn(story, numbers), jnp.asarray(valid))
+            written, (advanced, positions, k, v, where) = program(cache, drawn(story, numbers), jnp.asarray(valid))
+            cache = advanced if operation.kept else written
             parts = {"k": np.split(as_numpy(k), story.ranks, 2), "v": np.split(as_numpy(v), story.ranks, 2)}
             parts["p"] = np.split(np.asarray(where), story.ranks, 1)
             got["part"] = [{name: parts[name][rank] for name in "kvp"} for rank in range(story.ranks)]
@@ -50,13 +52,13 @@ def play(story: Story) -> list[list[dict[str, Any]]]:
 
 
 @lru_cache(maxsize=64)
-def prefilling(story: Story, spec: Any, tokens: int, rows: tuple[int, ...] | None, fresh: bool) -> Any:
+def prefilling(story: Story, tokens: int, rows: tuple[int, ...] | None, fresh: bool) -> Any:
     def on_rank(cache: KVCache, new: list[jax.Array], lengths: jax.Array) -> Any:
         step = cache.prefill_step(tokens, story.layout, lengths, rows=rows, fresh=fresh)
 
         def of_layer(cache: KVCache, given: Any) -> Any:
             layer, new = given
-            out, cache = prefill(*new, cache, layer, step, **story.features)
+            out, cache = prefill(*new, cache=cache, layer=layer, step=step, **story.features)
             return cache, out
 
         cache, out = lax.scan(of_layer, cache, (jnp.arange(story.layers), new))
@@ -67,7 +69,7 @@ def prefilling(story: Story, spec: Any, tokens: int, rows: tuple[int, ...] | Non
 
 
 @lru_cache(maxsize=64)
-def appending(story: Story, spec: Any, tokens: int, rows: tuple[int, ...] | None, kept: bool) -> Any:
+def appending(story: Story, tokens: int, rows: tuple[int, ...] | None) -> Any:
     def on_rank(cache: KVCache, new: list[jax.Array], valid: jax.Array) -> Any:
         step = cache.step(tokens, valid=valid, rows=rows)
 
@@ -77,18 +79,26 @@ def appending(story: Story, spec: Any, tokens: int, rows: tuple[int, ...] | None
             return cache, cache.part(layer, step)[:2]
 
         cache, (k, v) = lax.scan(of_layer, cache, (jnp.arange(story.layers), new))
-        return (cache.advance(step) if kept else cache), (step.positions, k, v, step.k_positions)
+        return cache, (cache.advance(step), step.positions, k, v, step.k_positions)
 
     keys = PartitionSpec(None, None, "seq")
-    return program(story, on_rank, (SAME, SAME), (SAME, keys, keys, PartitionSpec(None, "seq")))
+    return program(story, on_rank, (SAME, SAME), (empty(story).specs, SAME, keys, keys, PartitionSpec(None, "seq")))
 
 
 def program(story: Story, on_rank: Any, in_specs: tuple[Any, ...], out_specs: Any) -> Any:
     """``on_rank`` of a cache and more, compiled; returns a cache and more."""
     mesh = mesh_of(story.ranks)
-    specs = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, mesh=mesh).specs
-    ring = jax.shard_map(on_rank, mesh=mesh, in_specs=(specs, *in_specs), out_specs=(specs, out_specs))
-    return jax.jit(ring, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
+    specs = empty(story).specs
+    return compiled(jax.shard_map(on_rank, mesh=mesh, in_specs=(specs, *in_specs), out_specs=(specs, out_specs)))
+
+
+def compiled(function: Any) -> Any:
+    return jax.jit(function, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
+
+
+@lru_cache(maxsize=64)
+def empty(story: Story) -> KVCache:
+    return KVCache.make(story.sizes, story.batch, story.capacity, **story.options, mesh=mesh_of(story.ranks))
 
 
 def drawn(story: Story, numbers: np.ndarray) -> list[jax.Array]:

@@ -132,7 +132,7 @@ WIDEST = 11
 """The most tokens of a chunk in EVERYTHING."""
 
 EVERYTHING = (
-    Prefill(0, (11, 4), fresh=True),
+    Prefill(0, (11, 4)),
     Append(1),
     Prefill(0, (5, 7)),
     Append(3, ((True, False, True), (False, True, True))),
@@ -162,11 +162,11 @@ def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any
 
 
 CHOSEN = [
-    everything(2, ONE_REQUEST, layout="contiguous", sinks=True, capacity=80),
+    everything(2, layout="contiguous", sinks=True, capacity=80),
     everything(3, window=6, room=12, capacity=20, dtype="bfloat16"),
-    everything(8, kv_heads=4, v_dim=8, capacity=100),
 ]
 REST = [
+    everything(8, kv_heads=4, v_dim=8, capacity=100),
     everything(1, ONE_REQUEST),
     everything(3, layout="striped", heads=3, kv_heads=1, softcap=5.0),
     everything(4, dtype="bfloat16"),

@@ -28,7 +28,7 @@ def on_rank(group: Group, story: Story) -> list[dict[str, Any]]:
             outs = []
             for layer in range(story.layers):
                 new = drawn(story, story.shard(numbers, rank_in(group)), layer)
-                out, cache = prefill(*new, cache, layer, step, **features)
+                out, cache = prefill(*new, cache=cache, layer=layer, step=step, **features)
                 outs.append(out)
             got["out"] = as_numpy(torch.stack(outs))
             cache = cache.advance(step)
@@ -44,7 +44,7 @@ def appended(cache: KVCache, story: Story, operation: Append, numbers: np.ndarra
     step = cache.step(operation.tokens, valid=valid, rows=operation.rows)
     parts = []
     for layer in range(story.layers):
-        cache.append(layer, *drawn(story, numbers, layer)[1:], step)
+        cache.append(layer, *drawn(story, numbers, layer)[1:], step=step)
         parts.append(cache.part(layer, step))
     if operation.kept:
         cache.advance(step)

@@ -35,6 +35,11 @@ class Ledger:
         for row in rows:
             self._grow(row, tokens)
 
+    def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
+        """A step has begun to write so many tokens of each of these requests, whether or not it comes to its end."""
+        for row, more in zip(rows, tokens, strict=True):
+            self.reached[row] = max(self.reached[row], self.lengths[row] + more)
+
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
         """Add a chunk, of which the ranks hold so many tokens of each of these requests."""
         for row, more in zip(rows, held, strict=True):

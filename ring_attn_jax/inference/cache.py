@@ -95,7 +95,9 @@ class KVCache(Requests):
         scaled = k_scale is not None or v_scale is not None
         options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
         spec = CacheSpec.of(config, batch, capacity, ranks, dtype=_name(dtype), **options)
-        cache = cls(*_empty(spec, 1 if mesh is None else ranks), *given_scales(spec, k_scale, v_scale), spec, axis_name)
+        cache = cls(
+            *_empty(spec, 1 if mesh is None else ranks), *given_scales(spec, k_scale, v_scale), spec=spec, axis_name=axis_name
+        )
         if mesh is None:
             k, v, where = vary_alike((axis_name,), cache.k, cache.v, cache.positions)
             return replace(cache, k=k, v=v, positions=where)

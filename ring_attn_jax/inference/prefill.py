@@ -80,7 +80,7 @@ def prefill(
         total = _over_cached(q, cache, layer, step, options)
         total, new = lax.optimization_barrier((total, new))  # so that the layer is written after it was read, in place
         total = total if sinks is None else _with_sinks(total, sinks)
-    written = cache.append(layer, *new, step)
+    written = cache.append(layer, new[0], new[1], step)
     inputs = Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays))
     inputs, total = vary_alike((cache.axis_name,), inputs, total)
     out, _ = round_the_ring(inputs, prepared.ring(cache.axis_name), prepared.backend, total)

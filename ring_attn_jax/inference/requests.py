@@ -16,6 +16,8 @@ from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
 
+from ..data.extents import on_host
+
 Lengths = int | Sequence[int] | jax.Array
 Rows = int | Sequence[int]
 
@@ -91,12 +93,12 @@ class Requests:
         it has been: ValueError outside of jit where one goes further; nobody looks at values that are traced.
         """
         spec = self.spec
-        known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else _on_host(lengths)
+        known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
         if known is not None:
             given = known.tolist()
             given = [given] * spec.batch if isinstance(given, int) else given
             kept = checks.check_lengths(given, spec.batch, 2**30, "what the request keeps")
-            reached = _on_host(self.reached) if spec.room is not None else None
+            reached = on_host(self.reached) if spec.room is not None else None
             for row, length in enumerate(kept if reached is not None else ()):
                 checks.check_back(spec, int(reached[row]), length, row)  # type: ignore[index]
             lengths = jnp.asarray(kept, jnp.int32)
@@ -138,14 +140,9 @@ class Requests:
         return jnp.asarray(checks.check_rows("rows", rows, self.spec.batch), jnp.int32)
 
     def _read(self, call: str, x: jax.Array) -> list[Any]:
-        values = _on_host(x)
+        values = on_host(x)
         if values is None:
             raise ValueError(
                 f"{call} reads the cache on the host, and here it is traced: call it outside of jit, before the step"
             )
         return values.tolist()
-
-
-def _on_host(x: jax.Array) -> np.ndarray | None:
-    """The values of a small array; None where it is traced."""
-    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)

@@ -100,7 +100,7 @@ class KVCache(Requests):
             refuse(error, ring, where.type)
             raise  # refuse has raised already, which type checkers do not see
         agree_on(Call("KVCache.make", where.type, spec.fingerprint()), ring, lambda: None)
-        return cls(*empty(spec, where), *scales, spec, group)
+        return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> Step:
         """Where ``tokens`` more tokens of every request go, whose q, k and v every rank computes alike.
@@ -184,6 +184,8 @@ class KVCache(Requests):
             self.scaled.add(layer)
         if not step.written:
             self.reached[step.into[:, 0]] = torch.maximum(self.reached[step.into[:, 0]], step.lengths)
+            rows, shares = step.host
+            self.ledger.written(rows, [step.tokens] * len(rows) if shares is None else list(map(sum, shares)))
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
             new = new if step.source is None else new[step.of, step.source]
             if self.spec.float8:  # as bytes: not every device has an index_put of float8
