@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attn_core.cache import checks
@@ -14,9 +14,11 @@ from ring_attn_core.cache.spec import CacheSizes, CacheSpec
 from ring_attn_core.layouts import LAYOUTS, padded_local
 
 SIZES = CacheSizes(2, 2, 8)
+QUICK = settings(derandomize=True, deadline=None, max_examples=100)
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
+@QUICK
 @given(COUNTS, st.integers(0, 40))
 def test_tokens_leave_ranks_as_even_as_they_can(counts, tokens):
     """No rank that got one has two more than another, and who has more than that had them before."""
@@ -25,6 +27,7 @@ def test_tokens_leave_ranks_as_even_as_they_can(counts, tokens):
     assert all(now == before or now <= min(after) + 1 for before, now in zip(counts, after, strict=True))
 
 
+@QUICK
 @given(COUNTS, st.integers(1, 20))
 def test_the_arithmetic_places_every_token_where_one_at_a_time_goes(counts, tokens):
     levels = np.array(counts)[None, :, None] + np.arange(tokens)

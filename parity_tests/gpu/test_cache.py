@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+import torch
 
 from ring_attn_core import causal, sliding_window
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
 from ring_attn_torch import CacheSizes, KVCache, prefill
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = CacheSizes(2, 2, 64)
 
 

@@ -86,8 +86,13 @@ def test_a_window_refuses_what_it_cannot_go_back_to():
 
 
 def test_a_cache_is_donated_and_a_step_of_one_token_compiles_once():
-    step = jax.jit(lambda cache: filled(cache, 1), donate_argnums=0)
     cache = small()
+
+    def one(cache: KVCache) -> KVCache:
+        step, new = cache.step(), jnp.ones((2, 1, 2, 8))
+        return cache.append(0, new, new, step).append(1, new, new, step).advance(step)
+
+    step = jax.jit(jax.shard_map(one, mesh=mesh_of(2), in_specs=(cache.specs,), out_specs=cache.specs), donate_argnums=0)
     where = cache.k.addressable_shards[0].data.unsafe_buffer_pointer()
     for _ in range(3):
         cache = step(cache)

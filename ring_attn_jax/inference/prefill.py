@@ -62,6 +62,7 @@ def prefill(
             "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
             "Prefill such a prompt whole, into empty requests, with fresh=True"
         )
+    checks.check_new(cache.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
     of_chunk = sinks if step.fresh else None  # they count once: with the chunk, or with what is cached
     arrays = Arrays(None, step.positions >= 0 if step.ragged else None, of_chunk, alibi_slopes)
     options = Options(
