@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
+from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
 from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
@@ -17,8 +18,10 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .inference.cache import KVCache
 from .inference.decode import tree_attention_decode
 from .inference.merge import merge_ring
+from .inference.prefill import prefill
 from .layers.adapters import attention_fn
 from .layers.dilated_adapter import dilated_attention_fn
 from .sharded import sharded_ring_attention
@@ -42,8 +45,10 @@ if TYPE_CHECKING:
 __all__ = [
     "NTK",
     "Band",
+    "CacheSizes",
     "Checkpoints",
     "DilatedRingAttention",
+    "KVCache",
     "Llama3",
     "RingAttention",
     "RingPlan",
@@ -74,6 +79,7 @@ __all__ = [
     "merge",
     "merge_ring",
     "positions",
+    "prefill",
     "prefix_extents",
     "ring_attention",
     "save_llama",

@@ -40,15 +40,17 @@ class Inputs(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _attention(inputs: Inputs, ring: Ring, backend: Backend) -> State:
-    return _round_the_ring(inputs, ring, backend)
+    return round_the_ring(inputs, ring, backend)
 
 
-def _round_the_ring(inputs: Inputs, ring: Ring, backend: Backend) -> State:
-    def forward(inputs: Inputs) -> State:
-        return loop.forward(inputs.q, _keys(inputs, ring, backend), inputs.score, ring, backend)
+def round_the_ring(inputs: Inputs, ring: Ring, backend: Backend, total: State | None = None) -> State:
+    """out and lse of this rank's queries, without a derivative; ``total``: as the loop takes it."""
+
+    def forward(inputs: Inputs, total: State | None) -> State:
+        return loop.forward(inputs.q, _keys(inputs, ring, backend), inputs.score, ring, backend, total)
 
     rows, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
-    return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(inputs)
+    return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(inputs, total)
 
 
 def _keys(inputs: Inputs, ring: Ring, backend: Backend) -> Keys:
@@ -56,7 +58,7 @@ def _keys(inputs: Inputs, ring: Ring, backend: Backend) -> Keys:
 
 
 def _forward(inputs: Inputs, ring: Ring, backend: Backend) -> tuple[State, tuple[Inputs, State]]:
-    out, lse = _round_the_ring(inputs, ring, backend)
+    out, lse = round_the_ring(inputs, ring, backend)
     total = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return total, (inputs, total)
 

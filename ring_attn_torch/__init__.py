@@ -1,6 +1,7 @@
 """Exact ring attention for PyTorch: attention over sequences that no single device can hold."""
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
+from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
 from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
@@ -13,8 +14,10 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .inference.cache import KVCache
 from .inference.decode import tree_attention_decode
 from .inference.merge import merge_ring
+from .inference.prefill import prefill
 from .layers.attention import RingAttention
 from .layers.dilated import DilatedRingAttention
 from .layers.dilated_multihead import DilatedAttention
@@ -37,9 +40,11 @@ from .variants.summary import summary_attention
 __all__ = [
     "NTK",
     "Band",
+    "CacheSizes",
     "Checkpoints",
     "DilatedAttention",
     "DilatedRingAttention",
+    "KVCache",
     "Llama3",
     "MultiheadAttention",
     "RingAttention",
@@ -70,6 +75,7 @@ __all__ = [
     "merge",
     "merge_ring",
     "positions",
+    "prefill",
     "prefix_extents",
     "ring_attention",
     "save_llama",

@@ -66,8 +66,10 @@ def names_in(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(";", 1)[0].split(",")))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Asked) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's queries, once all ranks agree on the call."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Asked, total: State | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries, once all ranks agree on the call; ``total``: as the loop takes it."""
     group, arrays = group_of(call.group), call.arrays(given)
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
     extents = arrays.extents
@@ -82,7 +84,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Aske
     agree(problem, group, again=look)
     with no_autocast(problem.device):
         keys, score = prepared.keys(k, v, arrays), prepared.scored(arrays)
-        return loop.forward(q, keys, score, prepared.ring(group), prepared.backend)
+        return loop.forward(q, keys, score, prepared.ring(group), prepared.backend, total)
 
 
 def backward(

@@ -15,9 +15,11 @@ from .step import Ring
 from .strategies import STRATEGIES
 
 
-def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend) -> State:
-    """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32."""
-    total = None
+def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
+    """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32.
+
+    Continued from ``total``, in float32, where the queries have seen other keys, and the sinks, already.
+    """
     for step in STRATEGIES[ring.strategy](keys, ring):
         total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
     assert total is not None

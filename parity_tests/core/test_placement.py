@@ -1,0 +1,119 @@
+"""Which rank holds which token of a growing sequence: the arithmetic against one token at a time, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_attn_core.cache import checks
+from ring_attn_core.cache.ledger import Ledger
+from ring_attn_core.cache.placement import earlier, held, owners, place, positions, turns
+from ring_attn_core.cache.spec import CacheSizes, CacheSpec
+from ring_attn_core.layouts import LAYOUTS, padded_local
+
+SIZES = CacheSizes(2, 2, 8)
+QUICK = settings(derandomize=True, deadline=None, max_examples=100)
+COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+
+
+@QUICK
+@given(COUNTS, st.integers(0, 40))
+def test_tokens_leave_ranks_as_even_as_they_can(counts, tokens):
+    """No rank that got one has two more than another, and who has more than that had them before."""
+    after = [count + place(counts, tokens).count(rank) for rank, count in enumerate(counts)]
+    assert sum(after) == sum(counts) + tokens
+    assert all(now == before or now <= min(after) + 1 for before, now in zip(counts, after, strict=True))
+
+
+@QUICK
+@given(COUNTS, st.integers(1, 20))
+def test_the_arithmetic_places_every_token_where_one_at_a_time_goes(counts, tokens):
+    levels = np.array(counts)[None, :, None] + np.arange(tokens)
+    turn = turns(np.array(counts)[None], levels, np.array(earlier(len(counts))))[0]
+    placed = {int(turn[rank, i]): (rank, counts[rank] + i) for rank in range(len(counts)) for i in range(tokens)}
+    used = list(counts)
+    for token, rank in enumerate(place(counts, tokens)):
+        assert placed[token] == (rank, used[rank])
+        used[rank] += 1
+    assert len(np.unique(turn)) == turn.size
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chunk_stays_where_the_layout_has_it(layout, ranks):
+    for length in (1, 7, 30):
+        local = padded_local(layout, ranks, length)
+        shards = positions(layout, ranks, local)
+        assert sorted(p for shard in shards for p in shard) == list(range(ranks * local))
+        assert all(shard == sorted(shard) for shard in shards)
+        assert [rank for p in range(ranks * local) for rank in range(ranks) if p in shards[rank]] == owners(layout, ranks, local)
+        for real in range(length + 1):
+            assert [[p for p in shard if p < real] for shard in shards] == [
+                shard[:n] for shard, n in zip(shards, held(layout, ranks, local, real), strict=True)
+            ]
+
+
+def test_a_shard_that_the_layout_cannot_cut_is_refused():
+    with pytest.raises(ValueError, match=r"needs an even number of tokens a rank, got 3: .* pads to 4 a rank"):
+        positions("zigzag", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": None}, "capacity must be an int of at least 1, got None"),
+        ({"room": 3}, "room=3 goes with window"),
+        ({"window": 5, "room": 3, "capacity": 7}, r"capacity=7 cannot hold window \+ room = 5 \+ 3: .* pass at least 8, or None"),
+        ({"window": 5, "page": 4}, "what a window sees does not grow"),
+        ({"window": 0}, "window must be an int of at least 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, .*, got 'int8'"),
+        ({"scaled": True}, "k_scale and v_scale go with dtype='float8_e4m3fn', and this cache has float32"),
+        ({"config": "llama"}, "made for a TransformerConfig or CacheSizes.*, got 'llama'"),
+        ({"batch": 0}, "batch must be an int of at least 1, got 0"),
+        ({"page": 1.5}, "page must be an int of at least 1, got 1.5"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(arguments, message):
+    given = {"config": SIZES, "batch": 2, "capacity": 9, "ranks": 2, "dtype": "float32"} | arguments
+    with pytest.raises(ValueError, match=message):
+        CacheSpec.of(**given)
+
+
+def test_capacity_is_that_of_all_ranks_and_with_a_window_of_each():
+    fixed = CacheSpec.of(SIZES, 2, 9, 2, dtype="float32")
+    paged = CacheSpec.of(SIZES, 2, 9, 2, dtype="float32", page=4)
+    window = CacheSpec.of(SIZES, 2, None, 2, dtype="float32", window=5, room=3)
+    assert (fixed.slots, fixed.capacity, fixed.remembered) == (5, 10, 10)
+    assert (paged.slots, checks.grown(paged, [[4, 3], [8, 0]], 3).slots) == (8, 12)
+    assert (window.slots, window.capacity, window.remembered) == (8, None, 3)
+
+
+def test_a_full_cache_says_what_to_do():
+    fixed, paged = (CacheSpec.of(SIZES, 2, 8, 2, dtype="float32", page=page) for page in (None, 4))
+    checks.check_full(fixed, 6, 2, 0)
+    with pytest.raises(ValueError, match=r"request 1 has 7 tokens, and 2 more exceed the capacity of 8 \(4 on each of 2 ranks\)"):
+        checks.check_full(fixed, 7, 2, 1)
+    with pytest.raises(ValueError, match="reserve more"):
+        checks.check_full(paged, 7, 2, 1)
+    with pytest.raises(ValueError, match="rank 1 has 2 of its 4 slots of request 0 in use, and holds 3 tokens of this chunk"):
+        checks.check_shards(fixed, (0, 2), (3, 3), 0)
+    with pytest.raises(ValueError, match="fixed capacity"):
+        checks.grown(fixed, [[0, 0]], 1)
+
+
+def test_the_host_knows_bounds_between_steps_and_all_after_it_asked():
+    ledger = Ledger(CacheSpec.of(SIZES, 2, 20, 2, dtype="float32"))
+    assert ledger.empty
+    ledger.prefilled([0, 1], [[3, 2], [1, 0]])
+    assert ledger.counts == [[3, 2], [1, 0]] and ledger.lengths == [5, 1]
+    ledger.appended([0, 1], 4)
+    assert ledger.counts is None and ledger.lengths == [9, 5]
+    ledger.know([[4, 4], [1, 1]], [9, 2])
+    ledger.fork([0], [1])
+    assert ledger.counts == [[4, 4], [4, 4]] and ledger.reached == [9, 9]
+    ledger.cut([6, 9])
+    assert ledger.lengths == [6, 8] and ledger.counts is None and ledger.reached == [9, 9]
+    ledger.reset([1])
+    assert ledger.lengths == [6, 0]

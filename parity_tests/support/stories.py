@@ -1,0 +1,175 @@
+"""Requests that come and go in a sharded cache, as data.
+
+A story is a list of operations. Every token that any of them adds has a number of its own, by which its q, k and v are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ring_attn_core.cache.spec import CacheSizes
+from ring_attn_core.layouts import LAYOUTS
+from ring_attn_core.reference.oracle import rounding
+
+NOTHING = -1
+MOST = 400
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A chunk of which each rank has a shard of ``tokens`` tokens, and request ``rows[i]`` the first ``lengths[i]``."""
+
+    tokens: int
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Append:
+    """``tokens`` more of each request, or those that are ``valid``; not ``kept``: a step that ends before it has advanced."""
+
+    tokens: int
+    valid: tuple[tuple[bool, ...], ...] | None = None
+    rows: tuple[int, ...] | None = None
+    kept: bool = True
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of the cache with its arguments."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Story:
+    ranks: int
+    operations: tuple[Prefill | Append | Call, ...]
+    capacity: int | None = 64
+    layout: str = "zigzag"
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    v_dim: int = 6
+    layers: int = 2
+    dtype: str = "float32"
+    window: int | None = None
+    room: int | None = None
+    page: int | None = None
+    sinks: bool = False
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "operations"}
+        changed = [f"{name}={x}" for name, x in values.items() if name == "ranks" or x != getattr(Story, name)]
+        return ",".join(changed)
+
+    @property
+    def sizes(self) -> CacheSizes:
+        return CacheSizes(self.layers, self.kv_heads, self.head_dim, self.v_dim)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what ``KVCache.make`` takes besides the ring."""
+        return {"dtype": self.dtype, "window": self.window, "room": self.room, "page": self.page}
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float32" if self.dtype.startswith("float8") else self.dtype
+
+    @cached_property
+    def tokens(self) -> dict[str, np.ndarray]:
+        """q [MOST + 1, layers, heads, head_dim], k, v of every number; the last is what stands where no token is, NaN."""
+        rng = np.random.default_rng(7)
+        heads = {"q": (self.heads, self.head_dim), "k": (self.kv_heads, self.head_dim), "v": (self.kv_heads, self.v_dim)}
+        drawn = {name: rng.standard_normal((MOST + 1, self.layers, *shape)) for name, shape in heads.items()}
+        rounded = {name: rounding(self.compute_dtype)(x.astype(np.float32)).astype(np.float64) for name, x in drawn.items()}
+        for x in rounded.values():
+            x[-1] = np.nan
+        return rounded
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Return the arguments of prefill that the attention has; sinks in float32."""
+        sinks = {"sinks": np.linspace(-1, 1, self.heads, dtype=np.float32)} if self.sinks else {}
+        return sinks | ({"softcap": self.softcap} if self.softcap else {})
+
+    def script(self) -> list[tuple[Prefill | Append | Call, np.ndarray]]:
+        """The operations, each with the numbers of its new tokens [requests, tokens], in natural order; NOTHING for padding."""
+        number, lines = 0, []
+        for operation in self.operations:
+            numbers = np.zeros((0, 0), int)
+            if not isinstance(operation, Call):
+                rows = range(self.batch) if operation.rows is None else operation.rows
+                width = operation.tokens * (self.ranks if isinstance(operation, Prefill) else 1)
+                numbers = np.full((len(rows), width), NOTHING)
+                for i in range(len(rows)):
+                    if isinstance(operation, Prefill):
+                        real = np.arange(width) < operation.lengths[i]
+                    else:
+                        real = np.array(operation.valid[i]) if operation.valid else np.ones(width, bool)
+                    numbers[i, real] = number + np.arange(real.sum())
+                    number += real.sum()
+            lines.append((operation, numbers))
+        assert number <= MOST
+        return lines
+
+    def shard(self, numbers: np.ndarray, rank: int) -> np.ndarray:
+        """A rank's part of a chunk's ``numbers``."""
+        runs = LAYOUTS[self.layout](rank, self.ranks, numbers.shape[1] // self.ranks)
+        return numbers[:, [p for run in runs for p in run.positions()]]
+
+
+WIDEST = 11
+"""The most tokens of a chunk in EVERYTHING."""
+
+EVERYTHING = (
+    Prefill(0, (11, 4)),
+    Append(1),
+    Prefill(0, (5, 7)),
+    Append(3, ((True, False, True), (False, True, True))),
+    Append(3, kept=False),
+    Append(3),
+    Append(3),
+    Call("rollback", ((17, 11),)),
+    Append(3, ((True, True, False), (False, False, False))),
+    Call("fork", (0, (1,))),
+    Call("evict", (0,)),
+    Prefill(0, (2, 1)),
+    Append(1),
+    Call("reset", ((1,),)),
+)
+"""Ragged chunks, appends of different numbers, a step that stops, going back into a chunk, a copy, an emptied request."""
+
+
+ONE_REQUEST = (Prefill(0, (3,), rows=(1,)), Append(1, rows=(1,)))
+"""What a step of one of the requests is."""
+
+
+def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any) -> Story:
+    """EVERYTHING on so many ranks, each of which has shards that are long enough for the widest chunk."""
+    local = -(-WIDEST // ranks)
+    wide = lambda x: replace(x, tokens=local + local % 2) if isinstance(x, Prefill) else x
+    return Story(ranks, tuple(map(wide, (*EVERYTHING, *then))), **changes)
+
+
+CHOSEN = [
+    everything(2, layout="contiguous", sinks=True, capacity=80),
+    everything(3, window=6, room=12, capacity=20, dtype="bfloat16"),
+]
+REST = [
+    everything(8, kv_heads=4, v_dim=8, capacity=100),
+    everything(1, ONE_REQUEST),
+    everything(3, layout="striped", heads=3, kv_heads=1, softcap=5.0),
+    everything(4, dtype="bfloat16"),
+    everything(2, ONE_REQUEST, window=4, room=12, capacity=None, layout="contiguous"),
+    everything(4, window=11, room=12, capacity=None, layout="striped", sinks=True),
+]

@@ -1,0 +1,67 @@
+"""KVCache in JAX = in PyTorch: the same tokens in the same slots, the same scales and float8 numbers; prefill to 1e-6."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ring_attn_core import causal
+from ring_attn_core.reference.oracle import exact
+from ring_attn_core.reference.tolerance import relative_error
+
+pytest.importorskip("torch")
+
+from .jax import caches as on_jax
+from .support.stories import Append, Call, Prefill, Story
+from .torch import caches as on_torch
+
+OPERATIONS = (
+    Prefill(4, (7, 3), fresh=True),
+    Append(3, ((True, True, True), (False, True, False))),
+    Prefill(4, (4, 8)),
+    Call("rollback", ((12, 11),)),
+    Append(3, ((True, False, False), (True, True, True))),
+)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "float8_e4m3fn"])
+def test_frameworks_hold_the_same_and_prefill_alike(gloo, dtype):
+    story = Story(2, OPERATIONS, dtype=dtype, sinks=True)
+    ours, theirs = list(zip(*gloo(2, on_torch.on_rank, story), strict=True)), on_jax.play(story)
+    for of_ours, of_theirs in zip(ours, theirs, strict=True):
+        for a, b in zip(of_ours, of_theirs, strict=True):
+            for name in ("positions", "counts", "lengths", "k_scale", "v_scale"):
+                np.testing.assert_array_equal(a["cache"][name], b["cache"][name], err_msg=name)
+            used = a["cache"]["positions"] >= 0
+            for name in "kv":
+                np.testing.assert_array_equal(a["cache"][name][:, used], b["cache"][name][:, used], err_msg=name)
+            if "out" in a:
+                assert relative_error(a["out"], b["out"]) <= 1e-6
+    if dtype == "float8_e4m3fn":
+        check_float8(story, ours)
+
+
+def check_float8(story: Story, played: list) -> None:
+    """The scales are the least powers of two that hold the first chunk, and later chunks see the rounded earlier ones."""
+    import ml_dtypes  # what JAX has its small dtypes from
+
+    (_, first), (_, more), (operation, second), *_ = story.script()
+    numbers = [np.concatenate([first[row][first[row] >= 0], more[row][more[row] >= 0]]) for row in range(story.batch)]
+    rounded = {}
+    for name in "kv":
+        largest = np.abs(story.tokens[name][first[first >= 0]]).max((0, 3))
+        scale = 2.0 ** np.ceil(np.log2(largest / 448))
+        np.testing.assert_array_equal(played[0][0]["cache"][f"{name}_scale"], scale)
+        divided = np.clip(story.tokens[name] / scale[..., None], -448, 448)
+        rounded[name] = divided.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[..., None]
+    for row in range(story.batch):
+        new = second[row][second[row] >= 0]
+        for layer in range(story.layers):
+            k, v = (np.concatenate([rounded[n][numbers[row], layer], story.tokens[n][new, layer]])[None] for n in "kv")
+            q = story.tokens["q"][np.concatenate([numbers[row], new]), layer][None]
+            truth = exact(q, k, v, causal(), np.zeros((*q.shape[:3], v.shape[-1])), **story.features).out[0, -len(new) :]
+            for rank, got in enumerate(played[2]):
+                shard = story.shard(second, rank)[row]
+                mine = [int(np.flatnonzero(new == number)[0]) for number in shard if number >= 0]
+                assert relative_error(got["out"][layer, row, : len(mine)], truth[mine]) <= 1e-6
+    assert operation == OPERATIONS[2]

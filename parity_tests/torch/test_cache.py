@@ -1,0 +1,211 @@
+"""KVCache and prefill in PyTorch: stories of requests against a model, one token at a time."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn_torch import CacheSizes, KVCache, TransformerConfig, prefill
+
+from ..support.caches import check
+from ..support.spawn import PerRank
+from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
+from .caches import on_rank, snapshot
+from .models import Group
+
+
+@pytest.mark.parametrize("story", [*CHOSEN, *REST], ids=str)
+def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(gloo, story):
+    results = gloo(story.ranks, on_rank, story)
+    check(story, list(zip(*results, strict=True)))
+
+
+def test_pages_are_added_and_nothing_is_lost(gloo):
+    operations = (Prefill(4, (7, 3), fresh=True), Append(1), Call("reserve", (9,)), Append(4), Call("reserve", (4,)), Append(4))
+    story = Story(2, operations, capacity=8, page=3)
+    check(story, list(zip(*gloo(2, on_rank, story), strict=True)))
+
+
+SIZES = CacheSizes(2, 2, 8)
+
+
+def small(**changes: Any) -> KVCache:
+    return KVCache.make(SIZES, 2, **{"capacity": 8, "dtype": "float32"} | changes)
+
+
+def filled(cache: KVCache, tokens: int) -> KVCache:
+    """With ``tokens`` tokens of each request."""
+    step = cache.prefill_step(tokens, "contiguous")
+    for layer in range(2):
+        cache.append(layer, torch.ones(2, tokens, 2, 8), torch.ones(2, tokens, 2, 8), step)
+    return cache.advance(step)
+
+
+def appended(cache: KVCache, layer: int = 0, dtype: torch.dtype = torch.float32, heads: int = 2) -> None:
+    cache.append(layer, torch.ones(2, 1, heads, 8, dtype=dtype), torch.ones(2, 1, heads, 8, dtype=dtype), cache.step())
+
+
+def out_of_date(cache: KVCache) -> None:
+    step = cache.step()
+    filled(cache, 1).append(0, torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), step)
+
+
+def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **arguments: Any) -> None:
+    step = cache.step(2) if layout is None else cache.prefill_step(2, layout)
+    q, k = torch.ones(2, 2, heads, 8), torch.ones(2, 2, 2, 8)
+    prefill(q, k, k, cache, 0, step, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache: cache.step(3), "the cache is full: request 0 has 6 tokens, and 3 more exceed the capacity of 8"),
+        (lambda cache: cache.check_room([1, 3]), "request 1 has 6 tokens, and 3 more"),
+        (lambda cache: cache.check_room(4, "striped"), "rank 0 has 6 of its 8 slots of request 0 in use, and holds 4"),
+        (lambda cache: cache.prefill_step(4), "rank 0 has 6 of its 8 slots"),
+        (lambda cache: cache.prefill_step(3), "zigzag over 1 ranks needs an even number"),
+        (lambda cache: cache.prefill_step(2, "spiral"), "unknown layout 'spiral'"),
+        (lambda cache: cache.prefill_step(2, lengths=[1, 3]), r"lengths\[1\]=3: it must be 0 to 2, what the shards hold"),
+        (lambda cache: cache.prefill_step(2, lengths=[1]), "lengths must be 2 ints, one for every request"),
+        (lambda cache: cache.prefill_step(2, fresh=True), "fresh=True, and some request of the step has tokens"),
+        (lambda cache: cache.step(0), "tokens must be an int of at least 1"),
+        (
+            lambda cache: cache.step(2, valid=torch.ones(2, 2)),
+            r"valid must be bool \[requests, tokens\] = \[2, 2\]",
+        ),
+        (lambda cache: cache.step(rows=2), "rows must be an int or ints from 0 to 1"),
+        (lambda cache: cache.reset([0, 0]), "rows names a request twice"),
+        (lambda cache: cache.evict(-1), "rows must be an int or ints from 0 to 1"),
+        (lambda cache: cache.fork(0, 5), "target must be an int or ints from 0 to 1"),
+        (lambda cache: cache.fork([0, 1], [1]), "fork copies one request to some"),
+        (lambda cache: cache.rollback([1, -1]), r"lengths\[1\]=-1: it must be 0 to"),
+        (lambda cache: cache.reserve(9), "fixed capacity"),
+        (lambda cache: appended(cache, dtype=torch.bfloat16), "k and v are bfloat16, and a cache of float32 takes float32"),
+        (lambda cache: appended(cache, heads=1), r"k must be \[requests, tokens, kv_heads, dim\] = \[2, 1, 2, 8\]"),
+        (lambda cache: appended(cache, layer=2), "layer=2 is none of the cache's 2 layers"),
+        (lambda cache: cache.advance(cache.step()), r"layers \[0, 1\] have not been written in this step"),
+        (out_of_date, "this step was made before the cache has changed"),
+        (lambda cache: prefilled(cache, None), "this step is one of tokens that every rank computes"),
+        (lambda cache: prefilled(cache, heads=3), "kv heads must divide query heads"),
+        (lambda cache: prefilled(cache, window=-1), "window must be an int of at least 0"),
+        (lambda cache: prefilled(cache, alibi_slopes=torch.ones(4)), "alibi_slopes and a request that has tokens already"),
+        (lambda cache: prefilled(cache, backend="spiral"), "spiral"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(call, message):
+    cache = filled(small(), 6)
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=message):
+        call(cache)
+    if call is not out_of_date:
+        after = snapshot(cache)
+        assert all((before[name] == after[name]).all() for name in ("positions", "counts", "lengths"))
+    assert filled(cache.reset(), 6).lengths.tolist() == [6, 6]
+
+
+def test_a_window_refuses_what_it_cannot_go_back_to_and_what_it_does_not_see():
+    cache = filled(small(capacity=None, window=4, room=3), 12)
+    assert filled(cache, 3).rollback([12, 15]).lengths.tolist() == [12, 15]
+    with pytest.raises(ValueError, match="request 0 was 15 tokens long and shall go back to 11: this cache has room for 3"):
+        cache.rollback([11, 15])
+    with pytest.raises(ValueError, match="a step of 4 tokens, and this cache has room for 3 beyond its window of 4"):
+        cache.step(4)
+    with pytest.raises(ValueError, match="window=5 sees further back than the 4 that this cache keeps"):
+        prefilled(cache, window=5)
+    cache.append(0, torch.ones(2, 3, 2, 8), torch.ones(2, 3, 2, 8), cache.step(3))  # a step that ends here
+    with pytest.raises(ValueError, match="request 1 was 18 tokens long and shall go back to 14"):
+        cache.rollback([12, 14])
+
+
+def test_no_gradient_is_promised():
+    q = torch.ones(2, 2, 2, 8, requires_grad=True)
+    cache = small()
+    with pytest.raises(ValueError, match=r"prefill has no gradient, .* call it under torch.no_grad"):
+        prefill(q, q, q, cache, 0, cache.prefill_step(2))
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        ({"capacity": (8, 16)}, "disagree on slots: 4 on rank 0, 8 on rank 1"),
+        ({"window": (None, 2)}, "disagree on slots|disagree on window"),
+        ({"dtype": ("float32", "int8")}, "rank 1: dtype must be one of"),
+        ({"lengths": ([3, 4], [4, 3])}, r"disagree on lengths: \[3, 4\] on rank 0, \[4, 3\] on rank 1"),
+        ({"cached": (2, 1)}, r"disagree on cached lengths: \[2, 2\] on rank 0, \[1, 1\] on rank 1"),
+        ({"tokens": (2, 4)}, "disagree on tokens: 2 on rank 0, 4 on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_all_raise_the_same(gloo, mine, message):
+    of_ranks = [{name: values[rank] for name, values in mine.items()} for rank in range(2)]
+    for outcome in gloo.outcomes(2, disagreeing_on_rank, PerRank(*of_ranks)):
+        assert isinstance(outcome, ValueError)
+        assert re.search(message, str(outcome))
+
+
+def disagreeing_on_rank(group: Group, mine: dict[str, Any]) -> None:
+    options = {name: mine.pop(name) for name in ("capacity", "window", "dtype") if name in mine}
+    cache = small(group=group, **{"capacity": 16} | options)
+    if "cached" in mine:
+        cache.ledger.know([[mine["cached"], 0]] * 2, [2, 2])  # as if the ranks had made other steps
+    cache.prefill_step(mine.get("tokens", 4), "contiguous", mine.get("lengths", [1, 1]))
+
+
+def test_a_step_does_not_wait_for_the_device_and_the_host_asks_only_where_bounds_are_not_enough():
+    """On a meta device nothing has values: whoever looks at one is found out."""
+    with torch.device("meta"):
+        cache = small(capacity=12)
+        valid = torch.ones(2, 2, dtype=torch.bool)
+    for tokens in (2, 2, 2, 2):
+        step = cache.step(tokens, valid=valid)
+        for layer in range(2):
+            cache.append(layer, *(torch.ones(2, tokens, 2, 8, device="meta") for _ in "kv"), step=step)
+        cache.advance(step)
+        cache.rollback(torch.ones(2, dtype=torch.int32, device="meta"))
+    cache.replayed(4)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        cache.step()
+
+
+def test_what_the_host_counts_too_much_is_corrected_before_a_cache_is_called_full():
+    cache = small(capacity=6)
+    none = torch.zeros(2, 2, dtype=torch.bool)
+    for _ in range(5):
+        step = cache.step(2, valid=none)
+        for layer in range(2):
+            cache.append(layer, torch.ones(2, 2, 2, 8), torch.ones(2, 2, 2, 8), step)
+        cache.advance(step)
+    assert filled(cache, 6).lengths.tolist() == [6, 6]
+
+
+def test_evicted_keys_are_gone_from_memory_and_reset_ones_from_sight():
+    cache = filled(small(), 3)
+    assert cache.reset(0).lengths.tolist() == [0, 3]
+    assert cache.k[:, 0, :3].all()
+    cache.evict(1)
+    assert not cache.k[:, 1].any()
+    assert not cache.v[:, 1].any()
+    assert (cache.positions == -1).all()
+
+
+def test_given_scales_are_kept_and_what_exceeds_them_is_cut():
+    scale = torch.tensor([[0.5, 1.0], [2.0, 0.25]])
+    cache = small(dtype="float8_e4m3fn", k_scale=scale, v_scale=scale)
+    step = cache.step()
+    for layer in range(2):
+        cache.append(layer, torch.full((2, 1, 2, 8), 300.0), torch.full((2, 1, 2, 8), -300.0), step)
+    cache.advance(step)
+    assert cache.k[:, 0, 0, :, 0].float().tolist() == [[448, 288], [144, 448]]
+    assert cache.v[:, 0, 0, :, 0].float().tolist() == [[-448, -288], [-144, -448]]
+    assert torch.equal(cache.reset().k_scale, scale)
+    with pytest.raises(ValueError, match=r"v_scale must be \[layers, kv_heads\] = \[2, 2\], got \[2\]"):
+        small(dtype="float8_e4m3fn", k_scale=scale, v_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="k_scale and v_scale go together"):
+        small(dtype="float8_e4m3fn", k_scale=scale)
+
+
+def test_a_cache_is_made_for_a_models_config():
+    config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
+    assert KVCache.make(config, 1, 7).k.shape == (3, 1, 8, 2, 8)

@@ -1,0 +1,143 @@
+"""What is refused of a cache's calls, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..mistakes import in_words, is_integer
+from .spec import FP8, CacheSpec
+
+
+def check_tokens(spec: CacheSpec, tokens: Any) -> None:
+    """ValueError for what is no number of new tokens, or with a window more than there is room for."""
+    if not is_integer(tokens) or tokens < 1:
+        raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
+    if spec.room is not None and tokens > spec.room:
+        raise ValueError(
+            f"a step of {tokens} tokens, and this cache has room for {spec.room} beyond its window of {spec.window}, while some "
+            f"request holds tokens: take smaller steps, or make the cache with room={tokens}"
+        )
+
+
+def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
+    """ValueError where a request of ``length`` tokens cannot have ``tokens`` more."""
+    if spec.capacity is not None and length + tokens > spec.capacity:
+        more = "reserve more" if spec.page is not None else "make the cache with a larger capacity, or with page= to let it grow"
+        raise ValueError(
+            f"the cache is full: request {row} has {length} tokens, and {tokens} more exceed the capacity of {spec.capacity} "
+            f"({spec.slots} on each of {spec.ranks} ranks): {more}, or reset it"
+        )
+
+
+def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
+    """ValueError where some rank has no slots for the ``held`` tokens of a chunk after its ``counts``."""
+    for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
+        if spec.window is None and count + more > spec.slots:
+            raise ValueError(
+                f"the cache is full: rank {rank} has {count} of its {spec.slots} slots of request {row} in use, and holds {more} "
+                "tokens of this chunk. Make the cache larger, or choose a layout that shares the tokens evenly, such as striped"
+            )
+
+
+def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
+    """Return ``lengths`` as ints, one for each of ``batch`` requests; ValueError for others and where one exceeds ``most``."""
+    given = list(lengths) if isinstance(lengths, Sequence) else [lengths]
+    if len(given) != batch or not all(is_integer(x) for x in given):
+        raise ValueError(f"lengths must be {batch} ints, one for every request, got {in_words(lengths)}: {lengths!r}")
+    for row, length in enumerate(map(int, given)):
+        if not 0 <= length <= most:
+            raise ValueError(f"lengths[{row}]={length}: it must be 0 to {most}, {what}")
+    return [int(x) for x in given]
+
+
+def check_rows(name: str, rows: Any, batch: int) -> list[int]:
+    """Return the requests that ``rows`` names, an int or several; ValueError for one that the cache has not, or twice."""
+    given = list(rows) if isinstance(rows, Sequence) else [rows]
+    if not all(is_integer(row) and 0 <= row < batch for row in given):
+        raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
+    if len(set(map(int, given))) != len(given):
+        raise ValueError(f"{name} names a request twice: {rows!r}")
+    return [int(row) for row in given]
+
+
+def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
+    """Return both as equally many ints; one source may go to several targets."""
+    given = list(source) if isinstance(source, Sequence) else [source]
+    for row in given:
+        check_rows("source", row, batch)
+    targets = check_rows("target", target, batch)
+    sources = [int(row) for row in given] * (len(targets) if len(given) == 1 else 1)
+    if len(sources) != len(targets):
+        raise ValueError(f"fork copies one request to some, or as many as there are targets, got {source!r} to {target!r}")
+    return sources, targets
+
+
+def check_layer(spec: CacheSpec, layer: Any) -> None:
+    """ValueError for an int that is no layer of the cache; nobody looks at a traced one."""
+    if isinstance(layer, int) and not 0 <= layer < spec.sizes.layers:
+        raise ValueError(f"layer={layer} is none of the cache's {spec.sizes.layers} layers")
+
+
+def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
+    """ValueError unless k and v are those of ``tokens`` (requests, tokens of each) in the cache's sizes and dtype."""
+    sizes = spec.sizes
+    for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
+        expected = (*tokens, sizes.kv_heads, dim)
+        if tuple(shape) != expected:
+            raise ValueError(
+                f"{name} must be [requests, tokens, kv_heads, dim] = {list(expected)}, as this step and cache have them, "
+                f"got {list(shape)}"
+            )
+    if dtypes[0] != dtypes[1]:
+        raise ValueError(f"k and v must have one dtype, got {dtypes[0]} and {dtypes[1]}: cast them to the same")
+    if dtypes[0] == FP8 or (spec.dtype not in (FP8, dtypes[0])):
+        expected = "float32, bfloat16 or float16" if spec.dtype == FP8 else spec.dtype
+        raise ValueError(
+            f"k and v are {dtypes[0]}, and a cache of {spec.dtype} takes {expected}: cast them, or make it in theirs"
+        )
+
+
+def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
+    """ValueError for a ``valid`` that is no bool [requests, tokens]."""
+    if tuple(shape) != expected or dtype != "bool":
+        raise ValueError(
+            f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
+        )
+
+
+def check_window(spec: CacheSpec, window: Any) -> int | None:
+    """Return the window of a call, the cache's where it is None; ValueError where the cache may have forgotten what it sees."""
+    if window is None:
+        return spec.window
+    if not is_integer(window) or window < 0:
+        raise ValueError(f"window must be an int of at least 0, how far a query sees back, or None, got {in_words(window)}")
+    if spec.window is not None and window > spec.window:
+        raise ValueError(
+            f"window={window} sees further back than the {spec.window} that this cache keeps: make it for the widest"
+        )
+    return int(window)
+
+
+def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
+    """ValueError where a request that was ``reached`` tokens long goes back to ``length``, further than a window's room."""
+    if spec.room is not None and length < reached - spec.room:
+        raise ValueError(
+            f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
+            "an earlier token sees is overwritten. Make it with more room, or reset the request and fill it again"
+        )
+
+
+def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
+    """Return the cache with whole pages more, until requests of these ``counts`` [requests][ranks] may have ``tokens`` more.
+
+    Each rank gets slots for its part of them beyond its own count. ValueError for a cache that does not grow.
+    """
+    if spec.page is None:
+        raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")
+    if not is_integer(tokens) or tokens < 0:
+        raise ValueError(f"tokens must be an int of at least 0, how many more every request may have, got {in_words(tokens)}")
+    part = -(-tokens // spec.ranks)
+    needed = max(count + part for row in counts for count in row)
+    return replace(spec, slots=max(spec.slots, -(-needed // spec.page) * spec.page))

@@ -1,0 +1,125 @@
+"""Everything about a cache that is no array, as frozen records with their checks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..layouts import check_ranks
+from ..mistakes import in_words, is_integer
+
+FP8 = "float8_e4m3fn"
+DTYPES = ("bfloat16", "float16", "float32", "float64", FP8)
+LARGEST = 448.0
+"""Of float8 e4m3 (arXiv:2209.05433, table 1)."""
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """What a model keeps of every token: k [layers, kv_heads, head_dim] and v [layers, kv_heads, v_dim] (None: head_dim)."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+
+    def __post_init__(self) -> None:
+        if self.v_dim is None:
+            object.__setattr__(self, "v_dim", self.head_dim)
+        for name, size in asdict(self).items():
+            _check_count(name, size)
+
+    @classmethod
+    def of(cls, config: Any) -> CacheSizes:
+        """Return the sizes of a model by its TransformerConfig; sizes as they are. ValueError for anything else."""
+        if isinstance(config, cls):
+            return config
+        try:
+            return cls(config.depth, config.kv_heads, config.head_dim)
+        except AttributeError as error:
+            raise ValueError(
+                f"a cache is made for a TransformerConfig or CacheSizes(layers, kv_heads, head_dim), got {in_words(config)}"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """A cache: the sizes of a token, how many requests, how many slots for tokens a rank has for each, and in which dtype.
+
+    ``window``: None, or a query sees no key more than so many positions before it, and a slot is used again once its token is
+    out of sight. ``room``: with a window, how many tokens a step may have, and how far a request may go back. ``page``: None for
+    a fixed number of slots, or by how many a rank's may grow. ``scaled``: float8 with scales that were given.
+    """
+
+    sizes: CacheSizes
+    batch: int
+    ranks: int
+    slots: int
+    dtype: str
+    window: int | None = None
+    room: int | None = None
+    page: int | None = None
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
+        """Return the cache for requests of ``capacity`` tokens in all. With a window: of the newest ``capacity`` of every rank.
+
+        Raises ValueError for sizes that do not fit.
+        """
+        check_ranks(ranks)
+        window, room, page = (options.get(name) for name in ("window", "room", "page"))
+        if window is None:
+            if room is not None:
+                raise ValueError(f"room={room} goes with window: a cache without one goes back as far as you like, leave it out")
+            _check_count("capacity", capacity)
+            slots = -(-capacity // ranks)  # type: ignore[operator]
+        else:
+            _check_count("window", window)
+            if page is not None:
+                raise ValueError(f"page={page} and window={window}: what a window sees does not grow, leave page out")
+            options["room"] = room = window if room is None else room
+            _check_count("room", room)
+            slots = window + room if capacity is None else capacity
+            _check_count("capacity", slots)
+            if slots < window + room:
+                raise ValueError(
+                    f"capacity={capacity} cannot hold window + room = {window} + {room}: a rank may hold everything that a query "
+                    f"sees (zigzag leaves the end of a prompt with one rank), so pass at least {window + room}, or None"
+                )
+        if page is not None:
+            _check_count("page", page)
+            slots = -(-slots // page) * page
+        return cls(sizes=CacheSizes.of(config), batch=batch, ranks=ranks, slots=slots, **options)
+
+    def __post_init__(self) -> None:
+        _check_count("batch", self.batch)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {in_words(self.dtype)}")
+        if self.scaled and self.dtype != FP8:
+            raise ValueError(f"k_scale and v_scale go with dtype={FP8!r}, and this cache has {self.dtype}: leave them out")
+
+    @property
+    def float8(self) -> bool:
+        """Whether numbers are kept divided by scales."""
+        return self.dtype == FP8
+
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens a request may have; None: any number, of which the cache keeps the newest."""
+        return None if self.window is not None else self.ranks * self.slots
+
+    @property
+    def remembered(self) -> int:
+        """Of how many tokens of a request, the newest, the cache knows which rank holds them: as far as it may go back."""
+        return self.ranks * self.slots if self.room is None else self.room
+
+    def fingerprint(self) -> tuple[tuple[str, Any], ...]:
+        """Return what every rank must have in common, by name."""
+        own = asdict(self)
+        return tuple((own.pop("sizes") | own).items())
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {in_words(value)}")

@@ -1,0 +1,218 @@
+"""Keys and values of growing sequences, sharded over the ring by position: filled by prefill, then a step at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from ring_attn_core.cache import checks
+from ring_attn_core.cache.placement import positions
+from ring_attn_core.cache.spec import CacheSpec
+
+from ..axes import ring_size, vary_alike
+from .requests import DATA, META, Lengths, Requests, Rows
+from .scales import given_scales, of_first, quantized
+from .step import Held, Step, appended, prefilled
+
+
+class Part(NamedTuple):
+    """What this rank has of a layer: k [b t g d], v [b t g e], int32 [b t] where each stands (-1: nothing), scales [g] of fp8.
+
+    Named as ``tree_attention_decode`` takes them.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_positions: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
+@dataclass(frozen=True, eq=False)
+class KVCache(Requests):
+    """The k and v of every layer of some requests, of which each rank of a ring holds a part; see ``docs/cache.md``.
+
+    Made by :meth:`make`; a pytree. Arrays of a rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
+    int32 [batch, slots], the position of the token in every slot, -1 where there is none; outside of ``jax.shard_map`` those of
+    all ranks side by side. The same on every rank: ``counts`` int32 [batch, ranks], how many slots of each rank a request has
+    used; ``lengths`` int32 [batch], its tokens; ``reached``, the most that were ever written of it; ``owners`` int16 [batch,
+    tokens], the rank of each position, modulo their number; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads],
+    0 until they are known.
+
+    A step of new tokens is, inside ``jax.shard_map`` with ``cache.specs`` as its specs,
+
+        step = cache.step(tokens)                       # or cache.prefill_step(...)
+        for layer in range(layers):                     # q, k, v of the new tokens, at step.positions
+            cache = cache.append(layer, k, v, step)     # or out, cache = prefill(q, k, v, cache, layer, step)
+            ...                                         # attention over cache.part(layer, step)
+        cache = cache.advance(step)
+
+    and everything but ``append`` changes the cache at once: a step that ends before ``advance`` has changed nothing that anybody
+    sees. Every method returns a new cache; jit with the old one donated writes in place. What is done between steps
+    (:meth:`rollback`, :meth:`fork`, ...) works inside and outside of shard_map.
+    """
+
+    @classmethod
+    def make(
+        cls,
+        config: Any,
+        batch: int,
+        capacity: int | None = None,
+        *,
+        dtype: Any = "bfloat16",
+        window: int | None = None,
+        room: int | None = None,
+        page: int | None = None,
+        k_scale: jax.Array | None = None,
+        v_scale: jax.Array | None = None,
+        axis_name: str = "seq",
+        mesh: Mesh | None = None,
+    ) -> KVCache:
+        """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
+
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
+        "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
+        ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
+        first; larger ones are cut to the largest.
+
+        ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
+        request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
+        ``window``): the most tokens of a step, and how far a request may go back. ``page``: let the cache grow, in pages of so
+        many tokens a rank (:meth:`reserve`). ``mesh``: whole arrays, sharded over its axis ``axis_name``; None, inside
+        ``jax.shard_map`` over that axis: this rank's.
+
+        Raises ValueError for what does not fit.
+        """
+        ranks = ring_size(axis_name) if mesh is None else mesh.shape[axis_name]
+        scaled = k_scale is not None or v_scale is not None
+        options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
+        spec = CacheSpec.of(config, batch, capacity, ranks, dtype=_name(dtype), **options)
+        cache = cls(
+            *_empty(spec, 1 if mesh is None else ranks), *given_scales(spec, k_scale, v_scale), spec=spec, axis_name=axis_name
+        )
+        if mesh is None:
+            k, v, where = vary_alike((axis_name,), cache.k, cache.v, cache.positions)
+            return replace(cache, k=k, v=v, positions=where)
+        return jax.device_put(cache, jax.tree.map(partial(NamedSharding, mesh), cache.specs))
+
+    def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> Step:
+        """Where ``tokens`` more tokens of every request go, whose q, k and v every rank computes alike.
+
+        ``valid`` bool [requests, tokens], the same on every rank: which of them are tokens; None: all. ``rows``: of which
+        requests, an int or several; None: all. Raises ValueError for what does not fit; whether there is room nobody sees here,
+        and a token without any is lost: ask :meth:`check_room` before, outside of jit.
+        """
+        of = None if rows is None else tuple(checks.check_rows("rows", rows, self.spec.batch))
+        checks.check_tokens(self.spec, tokens)
+        if valid is not None:
+            checks.check_valid(valid.shape, str(valid.dtype), (self.spec.batch if of is None else len(of), tokens))
+        held = self._held(of)
+        meta: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "ragged": False, "rows": of}
+        return Step(**appended(held, tokens, valid), **meta, before=held.lengths)
+
+    def prefill_step(
+        self,
+        tokens: int,
+        layout: str = "zigzag",
+        lengths: Lengths | None = None,
+        *,
+        rows: Rows | None = None,
+        fresh: bool = False,
+    ) -> Step:
+        """Where a chunk of every request goes, of which each rank has a shard of ``tokens`` tokens in ``layout``.
+
+        It continues what the cache has of the request. ``lengths``: how many tokens of the chunk are the request's, ints, one for
+        each or one for all, or int32 [requests], the same on every rank; the rest is padding at its end. None: all. ``rows``: of
+        which requests; None: all. ``fresh``: they are empty, so that nothing is asked of the cache; nobody looks whether they
+        are.
+
+        Raises ValueError for what does not fit; whether there is room, :meth:`check_room` sees, before and outside of jit.
+        """
+        of = None if rows is None else tuple(checks.check_rows("rows", rows, self.spec.batch))
+        batch, most = self.spec.batch if of is None else len(of), tokens * self.spec.ranks
+        positions(layout, self.spec.ranks, tokens)
+        length, ragged = most, True
+        if isinstance(lengths, jax.Array | np.ndarray):
+            if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+                shape = f"{lengths.dtype} {list(lengths.shape)}"
+                raise ValueError(f"lengths must be integers [{batch}], one for every request, got {shape}")
+            chunk = jnp.clip(jnp.asarray(lengths), 0, most).astype(jnp.int32)
+        else:
+            given = most if lengths is None else lengths
+            given = [given] * batch if isinstance(given, int) else given
+            known = checks.check_lengths(given, batch, most, "what the shards hold")
+            length, ragged = max(known), len(set(known)) > 1
+            chunk = jnp.asarray(known, jnp.int32)
+        if not fresh:
+            checks.check_tokens(self.spec, max(1, length))
+        held = self._held(of)
+        meta: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": length, "fresh": fresh}
+        meta |= {"ragged": ragged, "rows": of}
+        return Step(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
+
+    def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: Step) -> KVCache:
+        """Write the new tokens' k [requests, tokens, kv_heads, head_dim] and v of a layer; each rank writes what it holds.
+
+        Raises ValueError for other shapes and dtypes.
+        """
+        checks.check_layer(self.spec, layer)
+        checks.check_new(self.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
+        arrays: dict[str, Any] = {}
+        scales = self.k_scale[layer], self.v_scale[layer]
+        if self.spec.float8 and not self.spec.scaled:
+            scales = of_first(scales, (k, v), step, self.axis_name)
+            arrays = {"k_scale": self.k_scale.at[layer].set(scales[0]), "v_scale": self.v_scale.at[layer].set(scales[1])}
+        for name, new, scale in (("k", k, scales[0]), ("v", v, scales[1])):
+            new = new if step.source is None else jnp.take_along_axis(new, step.source[..., None, None], 1)
+            new = quantized(new, scale) if self.spec.float8 else new
+            kept, new, slots = vary_alike((self.axis_name,), getattr(self, name), new, step.slots)
+            arrays[name] = kept.at[layer, step.into, slots].set(new, mode="drop")
+        arrays["reached"] = self.reached.at[step.into[:, 0]].max(step.lengths)
+        return replace(self, **arrays)
+
+    def advance(self, step: Step) -> KVCache:
+        """Make the new tokens of a step the cache's, once every layer has been written."""
+        into = step.into
+        changed = {"positions": step.k_positions, "counts": step.counts, "lengths": step.lengths}
+        if step.rows is not None:
+            changed = {name: getattr(self, name).at[into[:, 0]].set(x) for name, x in changed.items()}
+        owners = self.owners.at[into, step.owner_slots].set(step.owners, mode="drop")
+        return replace(self, owners=owners, **changed)
+
+    def part(self, layer: int | jax.Array, step: Step | None = None) -> Part:
+        """Return what this rank has of a layer, with the tokens of ``step`` and of its requests, as attention takes it."""
+        k, v = self.k[layer], self.v[layer]
+        if step is not None and step.rows is not None:
+            k, v = (x[step.into[:, 0]] for x in (k, v))
+        scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
+        return Part(k, v, self.positions if step is None else step.k_positions, *scales)
+
+    def _held(self, rows: tuple[int, ...] | None) -> Held:
+        of = lambda x: x if rows is None else x[jnp.asarray(rows, jnp.int32)]
+        return Held(of(self.positions), of(self.counts), of(self.lengths), self.spec, lax.axis_index(self.axis_name))
+
+
+def _name(dtype: Any) -> str:
+    """The name of a dtype; of what is none, what was passed."""
+    try:
+        return str(jnp.dtype(dtype))
+    except TypeError:
+        return dtype
+
+
+def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
+    """k, v, positions, counts, lengths, reached, owners of no token; sharded ones of so many ranks."""
+    sizes, slots = spec.sizes, spec.slots * ranks
+    heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
+    keys = [jnp.zeros(shape, spec.dtype) for shape in heads]
+    counts = [jnp.zeros(shape, jnp.int32) for shape in ((spec.batch, spec.ranks), spec.batch, spec.batch)]
+    where = jnp.full((spec.batch, slots), -1, jnp.int32)
+    return [*keys, where, *counts, jnp.zeros((spec.batch, spec.remembered), jnp.int16)]

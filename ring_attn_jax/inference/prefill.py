@@ -1,0 +1,160 @@
+"""Attention of a chunk of prompts: round the ring among itself, and over what the cache has of its requests already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.cache import checks
+from ring_attn_core.masks import causal, full, sliding_window
+from ring_attn_core.problem.options import Options
+
+from ..arguments import Arrays, checked, problem_of
+from ..attend.state import State
+from ..axes import ring_size, vary_alike
+from ..block import attend_block
+from ..op import Inputs, round_the_ring
+from .cache import KVCache
+from .scales import restored
+from .step import Step, shards
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def prefill(
+    q: Float[Array, "batch seq_local heads head_dim"],
+    k: Float[Array, "batch seq_local kv_heads head_dim"],
+    v: Float[Array, "batch seq_local kv_heads v_dim"],
+    cache: KVCache,
+    layer: int,
+    step: Step,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+) -> tuple[jax.Array, KVCache]:
+    """Causal attention of this rank's shard of a chunk over the chunk and the cache, into which k and v of the layer go.
+
+    ``step``: what ``cache.prefill_step(tokens, layout, lengths)`` gave; q, k, v are of the tokens at ``step.positions``. A chunk
+    continues what the cache has of each request, so the chunks of a prompt one after another give what the whole prompt gives,
+    exactly but for float8, in which earlier chunks have been rounded. k and v stay on the rank that has them. The ring computes
+    the chunk's attention among itself. What is cached does not travel: the chunk's q, short beside the cache, is gathered, every
+    rank attends to what it holds, and the (out, lse) go back to the ranks of their queries, which merge them in rank order.
+
+    ``window``: a query sees the keys up to so many positions before it; None: the cache's. The rest as in ``ring_attention``.
+
+    Returns out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as
+    ``cache.append`` does. Raises ValueError at trace time for what does not fit. For inference: no gradients.
+    """
+    window = checks.check_window(cache.spec, window)
+    if step.layout is None:
+        raise ValueError("this step is one of tokens that every rank computes: prefill takes one of cache.prefill_step")
+    if alibi_slopes is not None and not step.fresh:
+        raise ValueError(
+            "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
+            "Prefill such a prompt whole, into empty requests, with fresh=True"
+        )
+    checks.check_new(cache.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
+    of_chunk = sinks if step.fresh else None  # they count once: with the chunk, or with what is cached
+    arrays = Arrays(None, step.positions >= 0 if step.ragged else None, of_chunk, alibi_slopes)
+    options = Options(
+        layout=step.layout,
+        mask=causal() if window is None else sliding_window(window),
+        length=step.length,
+        scale=scale,
+        softcap=softcap,
+        strategy=strategy,
+        backend=backend,
+    )
+    prepared = checked(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), anywhere=False)
+    total = None
+    new = k, v
+    if not step.fresh:
+        total = _over_cached(q, cache, layer, step, options)
+        total, new = lax.optimization_barrier((total, new))  # so that the layer is written after it was read, in place
+        total = total if sinks is None else _with_sinks(total, sinks)
+    written = cache.append(layer, new[0], new[1], step)
+    inputs = Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays))
+    inputs, total = vary_alike((cache.axis_name,), inputs, total)
+    out, _ = round_the_ring(inputs, prepared.ring(cache.axis_name), prepared.backend, total)
+    if step.ragged:
+        out = jnp.where((step.positions < 0)[..., None, None], jnp.zeros((), out.dtype), out)
+    return out, written
+
+
+def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: Step, options: Options) -> State:
+    """(out, lse) in float32 of this rank's queries over what all ranks had cached before the step."""
+    axis, ranks = cache.axis_name, cache.spec.ranks
+    batch, local, heads, _ = q.shape
+    queries = lax.all_gather(q, axis, axis=1, tiled=True)
+    k, v, extents = _in_order(cache, layer, step, options.mask.hi)
+    out, lse = attend_block(
+        queries,
+        restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k,
+        restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v,
+        mask=full(),
+        extents=extents,
+        scale=options.scale,
+        softcap=options.softcap,
+        backend=options.backend,
+    )
+    packed = jnp.concatenate([out, lse[..., None]], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
+    mine = lax.all_to_all(packed, axis, 0, 0, tiled=True)
+    return _merged(mine[..., :-1], mine[..., -1])
+
+
+def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """k, v of this rank in order of position, and int32 [b, queries, 2]: which of them each query of all ranks sees."""
+    spec, rank = cache.spec, lax.axis_index(cache.axis_name)
+    of = lambda x: x if step.rows is None else x[step.into[:, 0]]
+    k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
+    slot = jnp.arange(spec.slots, dtype=jnp.int32)
+    if spec.window is None:
+        end = count
+        positions = jnp.where(slot < count, positions, jnp.iinfo(jnp.int32).max)
+    else:  # the next slot has the oldest token, and empty ones come before all others
+        end = jnp.full_like(count, spec.slots)
+        oldest_first = (count + slot) % spec.slots
+        rows = jnp.arange(len(count))[:, None]
+        k, v, positions = k[rows, oldest_first], v[rows, oldest_first], positions[rows, oldest_first]
+    place = shards(step.layout, spec.ranks, step.tokens)[0].reshape(-1)  # type: ignore[arg-type]
+    first = jnp.zeros((len(count), len(place)), jnp.int32)
+    if window is not None:
+        first = _first_of(positions, jnp.maximum(step.before[:, None] + place - window, 0))
+    elif spec.window is not None:
+        first = _first_of(positions, first)
+    real = (place < step.chunk[:, None])[..., None]
+    return k, v, jnp.where(real, jnp.stack([first, jnp.maximum(end, first)], -1), 0)
+
+
+def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
+    """The first of the increasing ``positions`` [b, slots] that is at least ``lowest`` [b, queries]."""
+    positions, lowest = vary_alike((), positions, lowest)
+    return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
+
+
+def _merged(out: jax.Array, lse: jax.Array) -> State:
+    """The pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, added in rank order."""
+    top = lse.max(0)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(lse - top)
+    z, total = jnp.zeros_like(top), jnp.zeros_like(out[0])
+    for rank in range(len(out)):
+        z = z + weights[rank]
+        total = total + weights[rank][..., None] * out[rank]
+    return total / jnp.where(z == 0, 1, z)[..., None], top + jnp.log(z)
+
+
+def _with_sinks(total: State, sinks: jax.Array) -> State:
+    """The pair with one more key of value 0 and score ``sinks`` [h]."""
+    out, lse = total
+    whole = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, None])
+    return out * jnp.exp(lse - whole)[..., None], whole

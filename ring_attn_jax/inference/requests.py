@@ -1,0 +1,148 @@
+"""What a cache's requests are, and what may be done with them between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ring_attn_core.cache import checks
+from ring_attn_core.cache.placement import held
+from ring_attn_core.cache.spec import CacheSpec
+from ring_attn_core.layouts import padded_local
+
+from ..data.extents import on_host
+
+Lengths = int | Sequence[int] | jax.Array
+Rows = int | Sequence[int]
+
+DATA = ("k", "v", "positions", "counts", "lengths", "reached", "owners", "k_scale", "v_scale")
+META = ("spec", "axis_name")
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """The arrays of a :class:`KVCache`."""
+
+    k: jax.Array
+    v: jax.Array
+    positions: jax.Array
+    counts: jax.Array
+    lengths: jax.Array
+    reached: jax.Array
+    owners: jax.Array
+    k_scale: jax.Array
+    v_scale: jax.Array
+    spec: CacheSpec
+    axis_name: str = "seq"
+
+    @property
+    def specs(self) -> Self:
+        """Return how every array is sharded, as a cache: for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
+        same, keys = PartitionSpec(), PartitionSpec(None, None, self.axis_name)
+        sharded = {"k": keys, "v": keys, "positions": PartitionSpec(None, self.axis_name)}
+        return replace(self, **{name: sharded.get(name, same) for name in DATA})
+
+    def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
+        """ValueError unless every request may have ``tokens`` more, or a chunk of so many sharded in ``layout``.
+
+        Outside of jit, before a step: it reads how many slots are in use, and so waits for the step before.
+        """
+        more = [tokens] * self.spec.batch if isinstance(tokens, int) else tokens
+        more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
+        counts = self._read("check_room", self.counts)
+        if layout is None:
+            for row, count in enumerate(more):
+                checks.check_full(self.spec, sum(counts[row]), count, row)
+        else:
+            local = padded_local(layout, self.spec.ranks, max(more))
+            for row, length in enumerate(more):
+                checks.check_shards(self.spec, counts[row], held(layout, self.spec.ranks, local, length), row)
+        return self
+
+    def reserve(self, tokens: int) -> Self:
+        """Let the cache grow, by whole pages, until every request may have ``tokens`` more; outside of jit.
+
+        The arrays are of another size then, so what was compiled for the cache is compiled anew. Raises ValueError for a cache
+        that was not made with ``page``.
+        """
+        spec = checks.grown(self.spec, self._read("reserve", self.counts), tokens)
+        more = spec.slots - self.spec.slots
+        if not more:
+            return self
+
+        def longer(x: jax.Array, dim: int, value: int) -> jax.Array:
+            parts = x.shape[dim] // self.spec.slots  # of all ranks, or of this one
+            apart = x.reshape(*x.shape[:dim], parts, self.spec.slots, *x.shape[dim + 1 :])
+            padded = jnp.pad(apart, [(0, more if i == dim + 1 else 0) for i in range(apart.ndim)], constant_values=value)
+            return jax.device_put(padded.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]), x.sharding)
+
+        owners = jnp.pad(self.owners, [(0, 0), (0, spec.remembered - self.spec.remembered)])
+        arrays = {"k": longer(self.k, 2, 0), "v": longer(self.v, 2, 0), "positions": longer(self.positions, 1, -1)}
+        return replace(self, **arrays, owners=jax.device_put(owners, self.owners.sharding), spec=spec)
+
+    def rollback(self, lengths: Lengths) -> Self:
+        """Let every request end after its first ``lengths`` tokens, ints or int32 [batch], the same on every rank.
+
+        One that is not that long stays as it is. With a window a request goes back at most ``room`` tokens from the longest that
+        it has been: ValueError outside of jit where one goes further; nobody looks at values that are traced.
+        """
+        spec = self.spec
+        known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
+        if known is not None:
+            given = known.tolist()
+            given = [given] * spec.batch if isinstance(given, int) else given
+            kept = checks.check_lengths(given, spec.batch, 2**30, "what the request keeps")
+            reached = on_host(self.reached) if spec.room is not None else None
+            for row, length in enumerate(kept if reached is not None else ()):
+                checks.check_back(spec, int(reached[row]), length, row)  # type: ignore[index]
+            lengths = jnp.asarray(kept, jnp.int32)
+        keep = jnp.minimum(lengths, self.lengths)  # type: ignore[arg-type]
+        last = self.lengths[:, None] - 1
+        slot = jnp.arange(spec.remembered, dtype=jnp.int32)
+        position = last - (last - slot) % spec.remembered  # the newest that is noted there
+        removed = (position >= keep[:, None]) & (position >= 0)
+        owned = self.owners[:, :, None] == jnp.arange(spec.ranks, dtype=jnp.int16)
+        counts = self.counts - (owned & removed[..., None]).sum(1, dtype=jnp.int32)
+        positions = jnp.where(self.positions >= keep[:, None], -1, self.positions)
+        return replace(self, positions=positions, counts=counts, lengths=keep)
+
+    def reset(self, rows: Rows | None = None) -> Self:
+        """Empty these requests; None: all of them, and scales that were not given are taken from what is written next."""
+        of = self._rows(range(self.spec.batch) if rows is None else rows)
+        nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
+        arrays = {name: getattr(self, name).at[of].set(value) for name, value in nothing.items()}
+        if rows is None and self.spec.float8 and not self.spec.scaled:
+            arrays |= {"k_scale": jnp.zeros_like(self.k_scale), "v_scale": jnp.zeros_like(self.v_scale)}
+        return replace(self, **arrays)
+
+    def evict(self, rows: Rows) -> Self:
+        """Empty these requests, and put 0 in place of their keys and values: nothing of them remains in memory."""
+        of = self._rows(rows)
+        wiped = lambda x: x.at[:, of].set(jnp.zeros((), x.dtype))
+        return replace(self.reset(rows), k=wiped(self.k), v=wiped(self.v))
+
+    def fork(self, source: Rows, target: Rows) -> Self:
+        """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
+        given = checks.check_fork(source, target, self.spec.batch)
+        sources, targets = (jnp.asarray(x, jnp.int32) for x in given)
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in ("positions", "counts", "lengths", "reached", "owners")}
+        arrays = {name: x.at[targets].set(x[sources]) for name, x in arrays.items()}
+        copied = lambda x: x.at[:, targets].set(x[:, sources])
+        return replace(self, k=copied(self.k), v=copied(self.v), **arrays)
+
+    def _rows(self, rows: Rows | range) -> jax.Array:
+        return jnp.asarray(checks.check_rows("rows", rows, self.spec.batch), jnp.int32)
+
+    def _read(self, call: str, x: jax.Array) -> list[Any]:
+        values = on_host(x)
+        if values is None:
+            raise ValueError(
+                f"{call} reads the cache on the host, and here it is traced: call it outside of jit, before the step"
+            )
+        return values.tolist()

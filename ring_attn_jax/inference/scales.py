@@ -1,0 +1,54 @@
+"""Keys and values in float8 e4m3: numbers divided by a scale of every head, beyond the largest one cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.cache.spec import LARGEST, CacheSpec
+
+from ..axes import vary_alike
+
+if TYPE_CHECKING:
+    from .step import Step
+
+
+def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
+    """float32 [layers, kv_heads] of k and v, 0 where none was given; ValueError for other shapes, and where only one was."""
+    shape = spec.sizes.layers, spec.sizes.kv_heads
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and tuple(scale.shape) != shape:
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {list(scale.shape)}")
+    new = lambda scale: jnp.zeros(shape, jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
+    return [new(k_scale), new(v_scale)]
+
+
+def of_first(
+    scales: tuple[jax.Array, jax.Array], new: tuple[jax.Array, jax.Array], step: Step, axis_name: str
+) -> list[jax.Array]:
+    """The scales [kv_heads] of a layer, those that are 0 by what a step writes first, of all ranks: powers of two that hold it.
+
+    With a power of two the numbers that were kept come back in the other dtypes without a rounding.
+    """
+    real = (step.positions >= 0)[..., None, None]
+    largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
+    (largest,) = vary_alike((axis_name,), largest)
+    largest = lax.pmax(largest, axis_name)
+    _, exponent = jnp.frexp(largest / LARGEST)
+    least = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent), 1)
+    return [jnp.where(scale == 0, each, scale) for scale, each in zip(scales, least, strict=True)]
+
+
+def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
+    return jnp.clip(x.astype(jnp.float32) / scale[:, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+
+
+def restored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    """x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` where it has one."""
+    return x if scale is None else (x.astype(jnp.float32) * scale[:, None]).astype(dtype)

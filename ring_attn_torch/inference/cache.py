@@ -1,0 +1,248 @@
+"""Keys and values of growing sequences, sharded over the ring by position: filled by prefill, then a step at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.cache import checks
+from ring_attn_core.cache.placement import held
+from ring_attn_core.cache.spec import CacheSpec
+
+from ..layers.parts import dtype_name
+from ..ring.agreement import Call, agree_on, refuse
+from ..ring.groups import group_name, group_of, rank_in, ranks_of
+from .requests import Lengths, Requests, Rows, capturing, empty
+from .scales import given_scales, of_first, quantized
+from .step import Held, Step, appended, known_rows, prefilled
+
+
+class Part(NamedTuple):
+    """What this rank has of a layer: k [b t g d], v [b t g e], int32 [b t] where each stands (-1: nothing), scales [g] of fp8.
+
+    Named as ``tree_attention_decode`` takes them.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_positions: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+@dataclass(eq=False)
+class KVCache(Requests):
+    """The k and v of every layer of some requests, of which each rank of a ring holds a part; see ``docs/cache.md``.
+
+    Made by :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions int32
+    [batch, slots], the position of the token in every slot, -1 where there is none. The same on every rank: ``counts`` int32
+    [batch, ranks], how many slots of each rank a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the most
+    that were ever written of it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with float8,
+    ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One more slot than there is room, and one more
+    owner, the last, takes what others hold.
+
+    A step of new tokens is
+
+        step = cache.step(tokens)                       # or cache.prefill_step(...)
+        for layer in range(layers):                     # q, k, v of the new tokens, at step.positions
+            cache = cache.append(layer, k, v, step)     # or out, cache = prefill(q, k, v, cache, layer, step)
+            ...                                         # attention over cache.part(layer, step)
+        cache = cache.advance(step)
+
+    and everything but ``append`` changes the cache at once: a step that ends before ``advance`` has changed nothing that anybody
+    sees. Tensors are changed in place, at fixed shapes and without waiting for the device, so that a step may be captured in a
+    CUDA graph; methods return the cache itself, for the same program to run in JAX, where they return a new one.
+    """
+
+    @classmethod
+    def make(
+        cls,
+        config: Any,
+        batch: int,
+        capacity: int | None = None,
+        *,
+        dtype: torch.dtype | str = "bfloat16",
+        window: int | None = None,
+        room: int | None = None,
+        page: int | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+    ) -> KVCache:
+        """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
+
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
+        "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
+        ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
+        first; larger ones are cut to the largest.
+
+        ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
+        request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
+        ``window``): the most tokens of a step, and how far a request may go back. ``page``: let the cache grow, in pages of so
+        many tokens a rank (:meth:`reserve`). ``group``: the ring.
+
+        Raises ValueError, the same on every rank, for what does not fit, and where the ranks pass other arguments.
+        """
+        ring = group_of(group_name(group))
+        where = torch.empty(0, device=device).device
+        try:
+            scaled = k_scale is not None or v_scale is not None
+            options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
+            spec = CacheSpec.of(config, batch, capacity, ranks_of(ring), dtype=dtype_name(dtype), **options)
+            scales = given_scales(spec, k_scale, v_scale, where)
+        except Exception as error:
+            refuse(error, ring, where.type)
+            raise  # refuse has raised already, which type checkers do not see
+        agree_on(Call("KVCache.make", where.type, spec.fingerprint()), ring, lambda: None)
+        return cls(*empty(spec, where), *scales, spec=spec, group=group)
+
+    def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> Step:
+        """Where ``tokens`` more tokens of every request go, whose q, k and v every rank computes alike.
+
+        ``valid`` bool [requests, tokens], the same on every rank: which of them are tokens; None: all. ``rows``: of which
+        requests, an int or several; None: all. Raises ValueError where they do not fit; how many ``valid`` ones there are is on
+        the device, so the host counts all of them until it asks (:meth:`check_room`).
+        """
+        of = self._requests(rows)
+
+        def check() -> None:
+            checks.check_tokens(self.spec, tokens)
+            if valid is not None:
+                checks.check_valid(tuple(valid.shape), dtype_name(valid.dtype), (len(of), tokens))
+            self.check_rows_room([tokens] * len(of), of)
+
+        agree_on(Call("KVCache.step", self.counts.device.type, (("tokens", tokens), ("requests", tuple(of)))), self.ring, check)
+        which = self._rows(of, rows is None)
+        held = self._held(which["rows"])
+        tensors: Any = appended(held, tokens, valid)
+        host = tuple(of), None
+        record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False} | which
+        return Step(**tensors, **record, before=held.lengths, version=self.version, host=host)
+
+    def prefill_step(
+        self,
+        tokens: int,
+        layout: str = "zigzag",
+        lengths: Lengths | None = None,
+        *,
+        rows: Rows | None = None,
+        fresh: bool = False,
+    ) -> Step:
+        """Where a chunk of every request goes, of which each rank has a shard of ``tokens`` tokens in ``layout``.
+
+        It continues what the cache has of the request. ``lengths``: how many tokens of the chunk are the request's, ints, one for
+        each or one for all, on the host; the rest is padding at its end. None: all. ``rows``: of which requests; None: all.
+        ``fresh``: they are empty, so that nothing is asked of the cache; here the host knows that by itself.
+
+        Raises ValueError, the same on every rank, where the chunk does not fit and where the ranks disagree on lengths.
+        """
+        spec = self.spec
+        of = self._requests(rows)
+        chunk: list[int] = []
+        shares: list[list[int]] = []
+
+        def check() -> None:
+            given = lengths.tolist() if isinstance(lengths, Tensor) else tokens * spec.ranks if lengths is None else lengths
+            given = [given] * len(of) if isinstance(given, int) else given
+            chunk.extend(checks.check_lengths(given, len(of), tokens * spec.ranks, "what the shards hold"))
+            shares.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
+            if fresh and any(self.ledger.lengths[row] for row in of):
+                raise ValueError("fresh=True, and some request of the step has tokens: reset it, or leave fresh out")
+            if any(self.ledger.lengths[row] for row in of):
+                checks.check_tokens(spec, max(1, *chunk))
+            self.check_shards(shares, of)
+
+        known = tuple(self.ledger.lengths[row] for row in of)
+        told = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        told = told if isinstance(told, int | None) else tuple(told)
+        arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
+        device = self.counts.device
+        agree_on(Call("KVCache.prefill_step", device.type, arguments), self.ring, check)
+        which = self._rows(of, rows is None)
+        cached = self._held(which["rows"])
+        tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
+        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk)} | which
+        host = tuple(of), tuple(map(tuple, shares))
+        return Step(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, step: Step) -> KVCache:
+        """Write the new tokens' k [requests, tokens, kv_heads, head_dim] and v of a layer; each rank writes what it holds.
+
+        Raises ValueError for other shapes and dtypes, and for a step that was made before the cache has changed.
+        """
+        self.check_step(layer, step)
+        shapes, dtypes = (tuple(k.shape), tuple(v.shape)), (dtype_name(k.dtype), dtype_name(v.dtype))
+        checks.check_new(self.spec, (len(step.chunk), step.tokens), shapes, dtypes)
+        if layer not in self.scaled:
+            of_first(self.k_scale[layer], self.v_scale[layer], (k, v), step, self.ring)
+            self.scaled.add(layer)
+        if not step.written:
+            self.reached[step.into[:, 0]] = torch.maximum(self.reached[step.into[:, 0]], step.lengths)
+            rows, shares = step.host
+            self.ledger.written(rows, [step.tokens] * len(rows) if shares is None else list(map(sum, shares)))
+        for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
+            new = new if step.source is None else new[step.of, step.source]
+            if self.spec.float8:  # as bytes: not every device has an index_put of float8
+                new, kept = quantized(new, scale[layer]).view(torch.uint8), kept.view(torch.uint8)
+            kept[layer].index_put_((step.into, step.slots), new)
+        step.written.add(layer)
+        return self
+
+    def advance(self, step: Step) -> KVCache:
+        """Make the new tokens of a step the cache's, once every layer has been written."""
+        missing = [layer for layer in range(self.spec.sizes.layers) if layer not in step.written]
+        if missing:
+            raise ValueError(f"layers {missing} have not been written in this step: append to every layer, then advance")
+        self.check_step(0, step)
+        if step.rows is None:
+            self.positions.copy_(step.k_positions)
+            self.counts.copy_(step.counts)
+            self.lengths.copy_(step.lengths)
+            self.owners.scatter_(1, step.owner_slots, step.owners)
+        else:
+            self.positions[step.rows] = step.k_positions
+            self.counts[step.rows] = step.counts
+            self.lengths[step.rows] = step.lengths
+            self.owners[step.into, step.owner_slots] = step.owners
+        self.version += 1
+        if not capturing(self.counts):
+            rows, shares = step.host
+            if shares is None:
+                self.ledger.appended(rows, step.tokens)
+            else:
+                self.ledger.prefilled(rows, shares)
+        return self
+
+    def part(self, layer: int, step: Step | None = None) -> Part:
+        """Return what this rank has of a layer, with the tokens of ``step`` and of its requests, as attention takes it."""
+        rows = None if step is None else step.rows
+        k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
+        scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
+        return Part(k, v, self.positions if step is None else step.k_positions, *scales)
+
+    def _requests(self, rows: Rows | None) -> list[int]:
+        try:
+            return checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
+        except ValueError as error:
+            refuse(error, self.ring, self.counts.device.type)
+            raise  # refuse has raised already, which type checkers do not see
+
+    def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
+        """Which requests a step is about: ``rows`` None for all of them, and as indices of the cache and of the step."""
+        into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
+        return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
+
+    def _held(self, rows: Tensor | None) -> Held:
+        of = lambda x: x if rows is None else x[rows]
+        return Held(of(self.positions), of(self.counts), of(self.lengths), self.spec, rank_in(self.ring))
+
+    def check_step(self, layer: int, step: Step) -> None:
+        checks.check_layer(self.spec, layer)
+        if step.version != self.version:
+            raise ValueError("this step was made before the cache has changed: make it after the last advance, rollback or reset")

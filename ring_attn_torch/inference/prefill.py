@@ -1,0 +1,184 @@
+"""Attention of a chunk of prompts: round the ring among itself, and over what the cache has of its requests already."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core.cache import checks
+from ring_attn_core.kernels.backends import VENDORS
+from ring_attn_core.masks import causal, full, sliding_window
+from ring_attn_core.problem.options import Options
+
+from ..arguments import Arrays, check_tensors, checked, problem_of
+from ..attend.state import State
+from ..block import attend_block
+from ..layers.parts import dtype_name
+from ..op import Asked, forward
+from ..ring.agreement import agree, refuse
+from ..ring.groups import group_name, rank_in, ranks_of
+from .cache import KVCache
+from .scales import restored
+from .step import Step, shards
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def prefill(
+    q: Float[Tensor, "batch seq_local heads head_dim"],
+    k: Float[Tensor, "batch seq_local kv_heads head_dim"],
+    v: Float[Tensor, "batch seq_local kv_heads v_dim"],
+    cache: KVCache,
+    layer: int,
+    step: Step,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    alibi_slopes: Float[Tensor, " heads"] | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, KVCache]:
+    """Causal attention of this rank's shard of a chunk over the chunk and the cache, into which k and v of the layer go.
+
+    ``step``: what ``cache.prefill_step(tokens, layout, lengths)`` gave; q, k, v are of the tokens at ``step.positions``. A chunk
+    continues what the cache has of each request, so the chunks of a prompt one after another give what the whole prompt gives,
+    exactly but for float8, in which earlier chunks have been rounded. k and v stay on the rank that has them. The ring computes
+    the chunk's attention among itself. What is cached does not travel: the chunk's q, short beside the cache, is gathered, every
+    rank attends to what it holds, and the (out, lse) go back to the ranks of their queries, which merge them in rank order.
+
+    ``window``: a query sees the keys up to so many positions before it; None: the cache's. The rest as in ``ring_attention``.
+
+    Returns out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as
+    ``cache.append`` does. Raises ValueError, the same on every rank and before anything is sent, for what does not fit. For
+    inference: no gradients.
+    """
+    ring = cache.ring
+    of_ring = Asked(Options(), (), group_name(cache.group))
+    try:
+        window = checks.check_window(cache.spec, window)
+        ragged = len({step.length, *map(sum, step.host[1] or ())}) > 1
+        of_chunk = sinks if step.fresh else None  # they count once: with the chunk, or with what is cached
+        arrays = Arrays(None, step.positions >= 0 if ragged else None, of_chunk, alibi_slopes)
+        check_tensors(q, k, v, arrays, of_ring.group)
+        _check(q, k, v, cache, layer, step)
+        options = Options(
+            layout=step.layout,  # type: ignore[arg-type]  # checked above
+            mask=causal() if window is None else sliding_window(window),
+            length=step.length,
+            scale=scale,
+            softcap=softcap,
+            strategy=strategy,
+            backend=backend,
+        )
+        if alibi_slopes is not None and not step.fresh:
+            raise ValueError(
+                "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
+                "Prefill such a prompt whole, into empty requests"
+            )
+    except Exception as error:
+        refuse(error, ring, q.device.type if isinstance(q, Tensor) else "cpu")
+        raise  # refuse has raised already, which type checkers do not see
+    problem = problem_of(q, k, v, arrays, ranks_of(ring), options)
+    try:
+        checked(problem, anywhere=False)
+    except Exception as error:
+        agree(problem, ring, error)
+        raise
+    agree(problem, ring)
+    total = None if step.fresh else _over_cached(q, cache, layer, step, options)
+    if total is not None and sinks is not None:
+        total = _with_sinks(total, sinks)
+    given = arrays.given
+    asked = of_ring._replace(options=options, names=tuple(given))
+    out, _ = forward(q, k, v, tuple(given.values()), asked, total)
+    cache.append(layer, k, v, step)  # after the attention: a window's slots are used again
+    return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: Step) -> None:
+    if step.layout is None:
+        raise ValueError("this step is one of tokens that every rank computes: prefill takes one of cache.prefill_step")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("prefill has no gradient, and q, k or v requires one: call it under torch.no_grad()")
+    cache.check_step(layer, step)
+    shapes, dtypes = (tuple(k.shape), tuple(v.shape)), (dtype_name(k.dtype), dtype_name(v.dtype))
+    checks.check_new(cache.spec, (len(step.chunk), step.tokens), shapes, dtypes)
+
+
+def _over_cached(q: Tensor, cache: KVCache, layer: int, step: Step, options: Options) -> State:
+    """(out, lse) in float32 of this rank's queries over what all ranks had cached before the step."""
+    ring, ranks = cache.ring, ranks_of(cache.ring)
+    batch, local, heads, dim = q.shape
+    queries = q
+    if ranks > 1:
+        gathered = q.new_empty(ranks * batch, *q.shape[1:])
+        dist.all_gather_into_tensor(gathered, q.contiguous(), group=ring)
+        queries = gathered.view(ranks, *q.shape).transpose(0, 1).reshape(batch, ranks * local, heads, dim)
+    k, v, extents = _in_order(cache, layer, step, options.mask.hi)
+    part = attend_block(
+        queries,
+        restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k,
+        restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v,
+        mask=full(),
+        extents=extents,
+        scale=options.scale,
+        softcap=options.softcap,
+        backend="auto" if options.backend in VENDORS else options.backend,
+    )
+    if ranks == 1:
+        return part
+    packed = torch.cat([part[0], part[1][..., None]], -1).view(batch, ranks, local, heads, -1).transpose(0, 1).contiguous()
+    mine = torch.empty_like(packed)
+    dist.all_to_all_single(mine, packed, group=ring)
+    return _merged(mine[..., :-1], mine[..., -1])
+
+
+def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """k, v of this rank in order of position, and int32 [b, queries, 2]: which of them each query of all ranks sees."""
+    spec, rank = cache.spec, rank_in(cache.ring)
+    of = lambda x: x if step.rows is None else x[step.rows]
+    k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
+    slot = torch.arange(spec.slots, device=count.device, dtype=torch.int32)
+    if spec.window is None:
+        end = count
+        positions = torch.where(slot < count, positions[:, :-1], torch.iinfo(torch.int32).max)
+    else:  # the next slot has the oldest token, and empty ones come before all others
+        end = torch.full_like(count, spec.slots)
+        oldest_first = ((count + slot) % spec.slots).long()
+        rows = torch.arange(len(count), device=count.device)[:, None]
+        k, v, positions = k[rows, oldest_first], v[rows, oldest_first], positions.gather(1, oldest_first)
+    place = shards(step.layout, spec.ranks, step.tokens, count.device)[0].flatten()  # type: ignore[arg-type]
+    first = torch.zeros_like(place).expand(len(count), -1)
+    if window is not None:
+        lowest = (step.before[:, None] + place - window).clamp(min=0)
+        first = torch.searchsorted(positions.contiguous(), lowest, out_int32=True)
+    elif spec.window is not None:
+        first = torch.searchsorted(positions.contiguous(), torch.zeros_like(first).contiguous(), out_int32=True)
+    real = place < step.chunk[:, None]
+    return k, v, torch.stack([first, torch.maximum(end, first)], -1) * real[..., None]
+
+
+def _merged(out: Tensor, lse: Tensor) -> State:
+    """The pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, added in rank order."""
+    top = lse.amax(0)
+    top = top.masked_fill(top == -math.inf, 0)
+    weights = torch.exp(lse - top)
+    z, total = torch.zeros_like(top), torch.zeros_like(out[0])
+    for weight, of_rank in zip(weights, out, strict=True):
+        z = z + weight
+        total = total + weight[..., None] * of_rank
+    return total / z.masked_fill(z == 0, 1)[..., None], top + z.log()
+
+
+def _with_sinks(total: State, sinks: Tensor) -> State:
+    """The pair with one more key of value 0 and score ``sinks`` [h]."""
+    out, lse = total
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out * torch.exp(lse - whole)[..., None], whole

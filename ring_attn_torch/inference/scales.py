@@ -1,0 +1,53 @@
+"""Keys and values in float8 e4m3: numbers divided by a scale of every head, beyond the largest one cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core.cache.spec import LARGEST, CacheSpec
+
+from ..ring.groups import Group, ranks_of
+
+if TYPE_CHECKING:
+    from .step import Step
+
+
+def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
+    """float32 [layers, kv_heads] of k and v, 0 where none was given; ValueError for other shapes, and where only one was."""
+    shape = spec.sizes.layers, spec.sizes.kv_heads
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and tuple(scale.shape) != shape:
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {list(scale.shape)}")
+    new = lambda scale: torch.zeros(shape, device=device) if scale is None else scale.to(device, torch.float32, copy=True)
+    return [new(k_scale), new(v_scale)]
+
+
+def of_first(k_scale: Tensor, v_scale: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group) -> None:
+    """Set the scales [kv_heads] of a layer by what a step writes first, of all ranks: the least powers of two that hold it.
+
+    With a power of two the numbers that were kept come back in the other dtypes without a rounding.
+    """
+    real = (step.positions >= 0)[..., None, None]
+    largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
+    if step.layout is not None and ranks_of(ring) > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ring)
+    _, exponent = torch.frexp(largest / LARGEST)
+    scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1)
+    k_scale.copy_(scales[0])
+    v_scale.copy_(scales[1])
+
+
+def quantized(x: Tensor, scale: Tensor) -> Tensor:
+    """x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
+    return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def restored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` where it has one."""
+    return x if scale is None else (x.float() * scale[:, None]).to(dtype)

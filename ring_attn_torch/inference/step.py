@@ -1,0 +1,164 @@
+"""Where the new tokens of a step go in a sharded cache: computed once on the device, used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.cache import placement
+from ring_attn_core.cache.spec import CacheSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """New tokens of some requests, and what the cache is once they are in it; ``KVCache.advance`` makes it so.
+
+    ``positions`` int32 [requests, tokens]: where the tokens stand whose q, k and v this rank computes, for the rotary embedding
+    and as ``q_positions``; -1 for what is no token. ``k_positions`` int32 [requests, slots]: of every slot, the new tokens
+    included. Without a ``layout`` every rank computes the same ``tokens`` tokens; with one they are its shard of a chunk of
+    ``length`` tokens, of which request i has ``chunk[i]``.
+    """
+
+    positions: Tensor
+    k_positions: Tensor
+    tokens: int
+    layout: str | None
+    length: int
+    fresh: bool
+    """Whether no request of the step has a token in the cache."""
+    rows: Tensor | None
+    """The requests of the cache, int64; None: all of them."""
+    into: Tensor
+    of: Tensor
+    """int64 [requests, 1]: which they are of the cache, and of the step."""
+    before: Tensor
+    """int32 [requests]: how long they are before the step."""
+    lengths: Tensor
+    """int32 [requests]: and after it."""
+    chunk: Tensor
+    """int32 [requests]: how many tokens each of them gets."""
+    counts: Tensor
+    """int32 [requests, ranks]: how many slots of every rank are in use after it."""
+    slots: Tensor
+    """int64 [requests, writes]: where this rank writes; the last slot takes what others hold."""
+    source: Tensor | None
+    """int64 [requests, writes]: which of ``tokens`` is written there; None: the same one."""
+    owner_slots: Tensor
+    owners: Tensor
+    """int16 [requests, remembered]: the rank of every new token, and where the cache notes it."""
+    version: int = 0
+    host: tuple[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = ((), None)
+    """The requests as ints, and how many tokens of the chunk the ranks hold of each, None without a layout."""
+    written: set[int] = field(default_factory=set)
+    """The layers that have been written."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the cache has of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
+
+    positions: Tensor
+    counts: Tensor
+    lengths: Tensor
+    spec: CacheSpec
+    rank: int
+
+
+def appended(held: Held, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
+    """The tensors of a step of ``tokens`` tokens that are the same on every rank, of which ``valid`` [b, tokens] are some."""
+    spec, device = held.spec, held.counts.device
+    if valid is None:
+        chunk = torch.full_like(held.lengths, tokens)
+        index = torch.arange(tokens, device=device, dtype=torch.int32).expand(len(chunk), -1)
+        positions = held.lengths[:, None] + index
+        order = None
+    else:
+        number = valid.cumsum(1, dtype=torch.int32)
+        chunk = number[:, -1]
+        positions = torch.where(valid, held.lengths[:, None] + number - 1, -1)
+        order = torch.argsort(~valid, dim=1, stable=True)
+    levels = held.counts[..., None] + torch.arange(tokens, device=device, dtype=torch.int32)
+    turns = placement.turns(held.counts, levels, _earlier(spec.ranks, device))
+    taken = turns < chunk[:, None, None]
+    writes = min(tokens, spec.slots)
+    turn, here = turns[:, held.rank, :writes], taken[:, held.rank, :writes]
+    level = levels[:, held.rank, :writes]
+    ranks = torch.arange(spec.ranks, device=device, dtype=torch.int16)[None, :, None].expand_as(turns).flatten(1)
+    nobody = turns.new_zeros((len(chunk), tokens + 1), dtype=torch.int16)
+    of_token = nobody.scatter(1, torch.where(taken, turns, tokens).flatten(1), ranks)[:, :tokens]
+    source = None
+    if tokens > 1:
+        source = torch.where(here, turn, 0)
+        source = source if order is None else order.gather(1, source)
+    return {
+        "positions": positions,
+        "source": source,
+        "chunk": chunk,
+        "counts": held.counts + taken.sum(-1, dtype=torch.int32),
+        "lengths": held.lengths + chunk,
+        **_written(held, here, level, held.lengths[:, None] + turn),
+        **_noted(held, chunk, of_token),
+    }
+
+
+def prefilled(held: Held, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
+    """The tensors of a step of shards of ``local`` tokens in ``layout``, of which request i has the first ``chunk[i]``."""
+    spec, device = held.spec, held.counts.device
+    of_rank, owners = shards(layout, spec.ranks, local, device)
+    mine = of_rank[held.rank]
+    more = (of_rank < chunk[:, None, None]).sum(-1, dtype=torch.int32)
+    own = more[:, held.rank, None]
+    writes = min(local, spec.slots)
+    index = own - writes + torch.arange(writes, device=device, dtype=torch.int32)  # the last ones, where a window keeps no more
+    here = index >= 0
+    source = index.clamp(min=0).long()
+    level = held.counts[:, held.rank, None] + index
+    return {
+        "positions": torch.where(mine < chunk[:, None], held.lengths[:, None] + mine, -1),
+        "source": source,
+        "chunk": chunk,
+        "counts": held.counts + more,
+        "lengths": held.lengths + chunk,
+        **_written(held, here, level, held.lengths[:, None] + mine[source]),
+        **_noted(held, chunk, owners.expand(len(chunk), -1)),
+    }
+
+
+def _written(held: Held, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
+    """Where this rank writes, and the positions of its slots after that; what is not ``here`` goes into the last slot."""
+    slots = torch.where(here, level % held.spec.slots, held.spec.slots).long()
+    position = torch.where(here, position, -1).to(torch.int32)
+    return {"slots": slots, "k_positions": held.positions.scatter(1, slots, position)}
+
+
+def _noted(held: Held, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
+    """Where the cache notes the ranks ``of_token`` [b, tokens], of as many of the last ones as it remembers."""
+    remembered, tokens = held.spec.remembered, of_token.shape[1]
+    kept = min(tokens, remembered)
+    token = chunk[:, None] - kept + torch.arange(kept, device=chunk.device, dtype=torch.int32)
+    slot = torch.where(token >= 0, (held.lengths[:, None] + token) % remembered, remembered)
+    return {"owner_slots": slot.long(), "owners": of_token.gather(1, token.clamp(min=0).long())}
+
+
+@lru_cache(maxsize=256)
+def known_rows(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [requests] on the device, kept: a copy to a GPU for every step would wait for it."""
+    return torch.tensor(rows, device=device)
+
+
+@lru_cache(maxsize=256)
+def _earlier(ranks: int, device: torch.device) -> Tensor:
+    return torch.tensor(placement.earlier(ranks), dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=256)
+def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int32 [ranks, local]: the place of every token in a chunk; int16 [tokens]: the rank of every place."""
+    of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
+    owners = placement.owners(layout, ranks, local)
+    as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)
+    return as_tensor(of_rank, torch.int32), as_tensor(owners, torch.int16)
