@@ -198,7 +198,7 @@ def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: T
     blocks = None
     if types is not None and model.config.model_type in IMAGE_BLOCKS:
         blocks, types = ends_of_blocks(types == 1), None
-    whole = Whole(ring, length, tokens.device, documents, blocks, seed)
+    whole = Whole(ring, batch, length, tokens.device, documents, blocks, seed)
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
     left_out = {*KEPT, *LENGTHS, "num_items_in_batch", "ignore_index", "use_cache"}

@@ -62,13 +62,14 @@ class Documents(NamedTuple):
 
 @dataclass
 class Whole:
-    """A sequence of ``length`` tokens that ``ring`` shares; ``block_ends``: int64 [batch, length], the end (exclusive) of the
+    """``batch`` sequences of ``length`` tokens that ``ring`` shares; ``block_ends``: int64 [batch, length], the end (exclusive) of the
     block of tokens that see one another whatever the mask says, 0 for a token in no block."""
 
     ring: Ring
+    batch: int
     length: int
     device: torch.device
-    documents: Documents = Documents()
+    documents: Documents
     block_ends: Tensor | None = None
     dropout_seed: int | None = None
     known: dict[Pattern, Seen] = field(default_factory=dict)
@@ -96,21 +97,17 @@ class Whole:
         extents, key_mask, begins, packed = self.documents
         band = pattern.band
         if pattern.chunk or self.block_ends is not None:
-            position = torch.arange(self.length, device=self.device)[None]
-            first, end = (
-                (x[..., i] for i, x in enumerate([extents] * 2))
-                if extents is not None
-                else (0 * position, 0 * position + self.length)
-            )
+            position = torch.arange(self.length, device=self.device).expand(self.batch, -1)
+            if extents is None:
+                extents = torch.stack([torch.zeros_like(position), torch.full_like(position, self.length)], -1)
+            (first, end), blind = extents.long().unbind(-1), extents[..., :1] == extents[..., 1:]
             if pattern.chunk:
-                base = 0 * position if begins is None else begins
+                base = torch.zeros_like(position) if begins is None else begins
                 first = torch.maximum(first, base + (position - base) // pattern.chunk * pattern.chunk)
             if self.block_ends is not None:
                 end = torch.minimum(end, torch.maximum(position + 1, self.block_ends))
                 band = Band(None, band.hi)
-            blind = torch.zeros_like(first, dtype=torch.bool) if extents is None else extents[..., 0] == extents[..., 1]
-            first, end = torch.broadcast_tensors(first, end)
-            extents = torch.stack([first, end], -1).masked_fill(blind[..., None], 0).int()
+            extents = torch.stack([first, end], -1).masked_fill(blind, 0).int()
         offsets = self.index[None] - (self.shard(begins) if packed and begins is not None else 0)
         mine = None if extents is None else self.filled(extents, 0).contiguous()
         keys = None if key_mask is None else self.filled(key_mask, 0).contiguous()
