@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import ring_attn_torch.transformers as hf
-from ring_attn_torch import from_layout, gather, sum_gradients
+from ring_attn_torch import gather, sum_gradients
 
 VOCAB, LENGTH = 48, 26
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,7 +32,11 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2_5_VLTextModel",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
     ),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**HEADS, **ALTERNATE, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**HEADS, **ALTERNATE, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
+    ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**HEADS, **ALTERNATE, "query_pre_attn_scalar": 5}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**HEADS, **ALTERNATE, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "llama4": (
@@ -57,7 +61,9 @@ class Case(NamedTuple):
 def make(name: str, dtype: str = "float64", implementation: str = "eager") -> Any:
     """The model with weights that are the same in every process, large enough for attention to be far from uniform."""
     config_class, model_class, own = CLASSES[name]
-    config = getattr(transformers, config_class)(**{**SMALL, **own}, attn_implementation=implementation, experts_implementation="eager")
+    config = getattr(transformers, config_class)(
+        **{**SMALL, **own}, attn_implementation=implementation, experts_implementation="eager"
+    )
     model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -168,7 +174,9 @@ def objective(result: Tensor, labels: Tensor | None, case: Case) -> Tensor:
 
 
 def cotangent(result: Tensor) -> Tensor:
-    return torch.randn(2, LENGTH, result.shape[-1], generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(result.dtype)
+    return torch.randn(2, LENGTH, result.shape[-1], generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(
+        result.dtype
+    )
 
 
 def present(case: Case) -> Tensor:

@@ -53,7 +53,8 @@ def ring_attention_forward(
     """Attention of one layer over the ring: query [batch, heads, tokens, head_dim] -> (out [batch, tokens, heads, v_dim], None).
 
     ``attention_mask``: what ``ring_mask`` returned for this kind of layer, who sees whom. ``s_aux`` or ``sinks``: [heads], as
-    sinks of :func:`ring_attention`. ``sliding_window`` and ``is_causal`` count only where there is no mask, as in eager attention.
+    sinks of :func:`ring_attention`. ``sliding_window`` and ``is_causal`` count only where there is no mask, as in eager
+    attention.
 
     Raises ValueError, by name, for what it cannot honour.
     """
@@ -77,8 +78,8 @@ def ring_attention_forward(
             f"{attention_mask.dtype} {list(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask)
         )
         raise ValueError(
-            f'{name} got a mask that attn_implementation="ring" did not make, {got}: pass attention_mask [batch, tokens] of 0 and '
-            "1, and packed documents as position_ids that begin again; additive and 4-D masks do not travel round a ring"
+            f'{name} got a mask that attn_implementation="ring" did not make, {got}: pass attention_mask [batch, tokens] of 0 '
+            "and 1, and packed documents as position_ids that begin again; additive and 4-D masks do not travel round a ring"
         )
     seen, extra = attention_mask, {}
     if dropout:
@@ -123,7 +124,8 @@ def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> S
 def _tuned(module: nn.Module, query: Tensor, seen: Seen) -> Tensor:
     """The queries of Llama 4's layers without rotary embedding, which it scales by their positions, counted within a shard.
 
-    By log(1 + floor((p + 1) / floor_scale)) attn_scale + 1; here the factor for the shard's p gives way to the one for the document's.
+    By log(1 + floor((p + 1) / floor_scale)) attn_scale + 1; here the factor for the p of the shard gives way to the one for that
+    of the document.
     """
     if seen.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query

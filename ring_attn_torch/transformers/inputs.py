@@ -23,11 +23,13 @@ SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """The models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
 
+CACHES = (
+    "a cache, which generate() makes too, holds the keys of one device. Leave it out, and generate outside of sequence_parallel, "
+    'after model.set_attn_implementation("sdpa")'
+)
 REFUSED = {
-    "past_key_values": "a cache holds the keys of one device, and generate() makes one: generate outside of sequence_parallel, with "
-    'model.set_attn_implementation("sdpa")',
-    "use_cache": "a cache holds the keys of one device: leave use_cache out; generate outside of sequence_parallel, with "
-    'model.set_attn_implementation("sdpa")',
+    "past_key_values": CACHES,
+    "use_cache": CACHES,
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
     "logits_to_keep": "the last tokens are on one rank: leave it out, and take them with gather_token of ring_attn_torch",
@@ -121,7 +123,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
     if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
-            f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, and compute it from the logits "
+            f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
         )
     if "shift_labels" in given and "labels" not in given:
@@ -146,8 +148,8 @@ def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple
     if not good or (x.ndim == 3 and x.shape[0] not in (3, 4)):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"position_ids must be [1 or {batch}, {length}], or [3 or 4, {batch}, {length}] for Qwen-VL, of the whole sequence, got "
-            f"{got}: sequence_parallel shards them itself"
+            f"position_ids must be [1 or {batch}, {length}], or [3 or 4, {batch}, {length}] for Qwen-VL, of the whole sequence, "
+            f"got {got}: sequence_parallel shards them itself"
         )
 
 
@@ -198,9 +200,9 @@ def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: T
     blocks = None
     if types is not None and model.config.model_type in IMAGE_BLOCKS:
         blocks, types = ends_of_blocks(types == 1), None
-    whole = Whole(ring, batch, length, tokens.device, documents, blocks, seed)
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
+    whole = Whole(ring, batch, length, tokens.device, documents, blocks, seed, position_ids.max())
     left_out = {*KEPT, *LENGTHS, "num_items_in_batch", "ignore_index", "use_cache"}
     kwargs: dict[str, Any] = {name: x for name, x in given.items() if name not in left_out}
     name = "input_ids" if "input_ids" in given else "inputs_embeds"

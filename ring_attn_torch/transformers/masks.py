@@ -32,6 +32,11 @@ def during(whole: Whole) -> Iterator[None]:
         _calls.pop()
 
 
+def current() -> Whole | None:
+    """Return the sequence of the call that sequence_parallel is in the middle of."""
+    return _calls[-1] if _calls else None
+
+
 def ring_mask(
     *,
     q_length: int,
@@ -54,9 +59,9 @@ def ring_mask(
             'attention do not run over a ring. Pass use_cache=False, or model.set_attn_implementation("sdpa") to generate'
         )
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
-    if not _calls:
+    whole = current()
+    if whole is None:
         return _alone(mask_function, attention_mask, tried, local_size, (others["batch_size"], q_length))
-    whole = _calls[-1]
     if torch.compiler.is_compiling():
         if others.get("use_vmap"):
             raise ValueError(_unknown(config))
@@ -70,8 +75,8 @@ def ring_mask(
 
 def _unknown(config: Any) -> str:
     return (
-        f'attn_implementation="ring" does not know a mask of {type(config).__name__}: it is neither causal nor full, no window and '
-        "no chunks, perhaps with blocks or a prefix of its own. Such models run with another attn_implementation, unsharded"
+        f'attn_implementation="ring" does not know a mask of {type(config).__name__}: it is neither causal nor full, no window '
+        "and no chunks, perhaps with blocks or a prefix of its own. Such models run with another attn_implementation, unsharded"
     )
 
 

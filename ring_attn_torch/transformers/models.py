@@ -12,8 +12,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
 
 NOT_SOFTMAX = re.compile(
-    "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|ShortConv|xLSTM|"
-    "mLSTM|Hyena|Indexer|Falcon3?H1|GatedLinear",
+    "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
+    "ShortConv|xLSTM|mLSTM|Hyena|Indexer"
 )
 """Classes of modules that mix tokens otherwise than by softmax attention over all keys."""
 
@@ -62,12 +62,13 @@ def check_model(model: nn.Module) -> None:
     if found:
         kind, name = next(iter(found.items()))
         raise ValueError(
-            f"{type(inside).__name__} mixes tokens by {', '.join(found)} ({name} for one), which is not softmax attention: a ring "
-            f"would compute {kind} within each rank's shard, so it is refused"
+            f"{type(inside).__name__} mixes tokens by {', '.join(found)} ({name} for one), which is not softmax attention: a "
+            f"ring would compute {kind} within each rank's shard, so it is refused"
         )
     if not inside._can_set_attn_implementation():
         raise ValueError(
-            f"{type(inside).__name__} computes attention in its own code and asks no attn_implementation: nothing can put it on a ring"
+            f"{type(inside).__name__} computes attention in its own code and asks no attn_implementation: it cannot run "
+            "over a ring"
         )
     if any(getattr(c, "is_prompt_learning", False) for c in _adapters(model)):
         raise ValueError(

@@ -17,7 +17,7 @@ from ..data.gather import gather
 from ..layers.recompute import recomputed
 from ..training.loss import loss as loss_of
 from .inputs import Shards, sharded
-from .masks import during
+from .masks import current, during
 from .models import check_model, hugging_face_model, rotary_by_length
 from .settings import attending, ring_of_model
 from .whole import Ring
@@ -34,8 +34,8 @@ def sequence_parallel(
 ) -> Iterator[nn.Module]:
     """Inside this ``with``, ``model(...)`` takes whole sequences, the same on every rank, and each rank computes a shard of them.
 
-    ``model``: a model of transformers, or one that PEFT (LoRA), FSDP2, DDP or torch.compile hold. ``group``: the ring; ``layout``:
-    which tokens a rank holds; None: what ``enable`` was told, else the default group and "zigzag".
+    ``model``: a model of transformers, or one that PEFT (LoRA), FSDP2, DDP or torch.compile hold. ``group``: the ring;
+    ``layout``: which tokens a rank holds; None: what ``enable`` was told, else the default group and "zigzag".
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: what does not divide is padded here.
@@ -154,4 +154,23 @@ def _told_the_longest(rotary: nn.Module) -> Iterator[None]:
 
     It comes as one more token, whose angles are cut off again.
     """
-    yield
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        whole = current()
+        if whole is None or whole.longest is None:
+            return None
+        given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        more = torch.cat([given, whole.longest.to(given.dtype).expand(*given.shape[:-1], 1)], -1)
+        return (args[0], more, *args[2:]) if len(args) > 1 else args, kwargs | ({} if len(args) > 1 else {"position_ids": more})
+
+    def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
+        if current() is None:
+            return None
+        return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(x[..., :-1, :] for x in angles)
+
+    handles = rotary.register_forward_pre_hook(before, with_kwargs=True), rotary.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

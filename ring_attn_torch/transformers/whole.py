@@ -62,8 +62,11 @@ class Documents(NamedTuple):
 
 @dataclass
 class Whole:
-    """``batch`` sequences of ``length`` tokens that ``ring`` shares; ``block_ends``: int64 [batch, length], the end (exclusive) of the
-    block of tokens that see one another whatever the mask says, 0 for a token in no block."""
+    """``batch`` sequences of ``length`` tokens that ``ring`` shares.
+
+    ``block_ends``: int64 [batch, length], the end (exclusive) of the block of tokens that see one another whatever the mask says,
+    0 for a token in no block.
+    """
 
     ring: Ring
     batch: int
@@ -72,6 +75,8 @@ class Whole:
     documents: Documents
     block_ends: Tensor | None = None
     dropout_seed: int | None = None
+    longest: Tensor | None = None
+    """The largest of position_ids, 0-d: a shard alone does not have it."""
     known: dict[Pattern, Seen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
