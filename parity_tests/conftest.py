@@ -43,7 +43,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-WITH = {"parity_tests/test_parity.py": "parity_tests/jax/test_ring.py"}
+WITH = {
+    "parity_tests/test_parity.py": "parity_tests/jax/test_ring.py",
+    "parity_tests/torch/test_transformers_parallel.py": "parity_tests/torch/test_transformers_models.py",
+    "parity_tests/torch/test_transformers_refusals.py": "parity_tests/torch/test_transformers_models.py",
+}
 
 tests = itertools.count(1)
 
@@ -62,5 +66,19 @@ def gloo():
     from .support.spawn import Ranks
 
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Such a pool of four, each of which has imported transformers, so that none comes late to the first call of another."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from .support.spawn import Ranks
+    from .torch.hugging_face import ready
+
+    pool = Ranks(most=4)
+    pool(4, ready)
     yield pool
     pool.close()

@@ -46,7 +46,26 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 3, "attn_scale": 0.4},
     ),
     "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {"local_attention": 6, "global_attn_every_n_layers": 2}),
+    "dynamic": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "max_position_embeddings": 40,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 2.2, 3.0, 4.0],
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "gemma3_images": ("Gemma3Config", "Gemma3ForConditionalGeneration", {}),
 }
+TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY_VISION |= {"image_size": 28, "patch_size": 14}
 
 
 class Case(NamedTuple):
@@ -61,8 +80,12 @@ class Case(NamedTuple):
 def make(name: str, dtype: str = "float64", implementation: str = "eager") -> Any:
     """The model with weights that are the same in every process, large enough for attention to be far from uniform."""
     config_class, model_class, own = CLASSES[name]
+    settings = {**SMALL, **own}
+    if name == "gemma3_images":
+        text = {**SMALL, **CLASSES["gemma3"][2]}
+        settings = {"text_config": text, "vision_config": TINY_VISION, "mm_tokens_per_image": 4}
     config = getattr(transformers, config_class)(
-        **{**SMALL, **own}, attn_implementation=implementation, experts_implementation="eager"
+        **settings, attn_implementation=implementation, experts_implementation="eager"
     )
     model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(7)
@@ -96,6 +119,9 @@ def batch(case: Case) -> dict[str, Tensor]:
     if case.kind == "packed":
         given["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1).contiguous()
         labels[:, STARTS] = -100
+    if case.model == "gemma3_images":
+        given["token_type_ids"] = torch.zeros_like(ids)
+        given["token_type_ids"][:, 3:9] = given["token_type_ids"][1, 14:23] = 1
     if case.model == "modernbert":
         given["labels"][:, ::2] = -100
     if "Text" in CLASSES[case.model][1]:
@@ -210,3 +236,9 @@ def _one(group: Any, case: Case) -> Outcome:
             (loss / (group.size())).backward()
     sum_gradients(model, group)
     return outcome(model, result, loss, case)
+
+
+def ready(group: Any) -> None:
+    """What a process of the pool has imported once it has come here."""
+    for name in CLASSES:
+        make(name)
