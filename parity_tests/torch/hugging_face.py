@@ -46,7 +46,11 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 3, "attn_scale": 0.4},
     ),
     "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {"local_attention": 6, "global_attn_every_n_layers": 2}),
-    "dynamic": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "dynamic": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "max_position_embeddings": 16},
+    ),
     "longrope": (
         "Phi3Config",
         "Phi3ForCausalLM",
@@ -84,9 +88,7 @@ def make(name: str, dtype: str = "float64", implementation: str = "eager") -> An
     if name == "gemma3_images":
         text = {**SMALL, **CLASSES["gemma3"][2]}
         settings = {"text_config": text, "vision_config": TINY_VISION, "mm_tokens_per_image": 4}
-    config = getattr(transformers, config_class)(
-        **settings, attn_implementation=implementation, experts_implementation="eager"
-    )
+    config = getattr(transformers, config_class)(**settings, attn_implementation=implementation, experts_implementation="eager")
     model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

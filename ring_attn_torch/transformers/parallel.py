@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
