@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 ROUNDING = 1e-12
 """Sums of a few hundred float64 numbers in two orders, through two layers and back."""
 
-KINDS = {name: ("plain", "padded", "holes", "packed") for name in CLASSES}
+KINDS = dict.fromkeys(CLASSES, ("plain", "padded", "holes", "packed"))
 KINDS |= {"dynamic": ("plain",), "longrope": ("plain",), "gemma3_images": ("plain", "padded")}
 
 

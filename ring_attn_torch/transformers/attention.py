@@ -129,7 +129,8 @@ def _tuned(module: nn.Module, query: Tensor, seen: Seen) -> Tensor:
     """
     if seen.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    factor = lambda p: torch.log1p(torch.floor((p.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    floor_scale, attn_scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+    factor = lambda p: torch.log1p(torch.floor((p.float() + 1.0) / floor_scale)) * attn_scale + 1.0
     local = torch.arange(query.shape[2], device=query.device)
     ratio = factor(seen.offsets) / factor(local)
     return (query * ratio[:, None, :, None]).to(query.dtype)

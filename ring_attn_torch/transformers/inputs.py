@@ -217,9 +217,7 @@ def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: T
     if "labels" not in given:
         return Shards(whole, kwargs)
     ignore_index = given.get("ignore_index", -100)
-    labels = move("shift_labels")
-    if labels is None:
-        labels = move("labels")
-        if model.loss_function in SHIFTED:
-            labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    labels = given.get("shift_labels", given["labels"]).to(tokens.device)
+    if model.loss_function in SHIFTED and "shift_labels" not in given:
+        labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
     return Shards(whole, kwargs, whole.filled(labels, ignore_index), given.get("num_items_in_batch"), ignore_index)

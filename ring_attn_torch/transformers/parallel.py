@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..data.gather import gather
 from ..layers.recompute import recomputed
@@ -118,16 +118,16 @@ class _Calls:
         result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
         added = {}
         if shards.labels is not None:
-            added["loss"] = self._loss(result, shards)
+            added["loss"] = self._loss(result, shards.labels, shards)
         if self.gather_logits:
             result = gather(result, group=self.ring.group, layout=self.ring.layout, length=shards.whole.length)
         if fields is None:
             return result if isinstance(output, Tensor) else (*added.values(), result, *output[1:])
         return type(output)(**{**fields, **added, **({name: result} if name else {})})
 
-    def _loss(self, logits: Tensor, shards: Shards) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, shards: Shards) -> Tensor:
         """The mean over the labels of all ranks, or their sum over ``num_items_in_batch``."""
-        count, labels = shards.count, shards.labels
+        count = shards.count
         how = {"group": self.ring.group, "ignore_index": shards.ignore_index}
         if count is None:
             return loss_of(logits, labels, **how)
