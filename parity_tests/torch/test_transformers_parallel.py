@@ -166,11 +166,13 @@ def loaded(group: Any, folder: str) -> tuple[float, str, str]:
     with hf.sequence_parallel(model, group), torch.no_grad():
         loss = model(**batch(LLAMA)).loss.item()
     config = hf.enable(AutoConfig.from_pretrained(folder), layout="contiguous")
-    other = hf.enable(LlamaForCausalLM._from_config(config), group, config.ring_attention["layout"])
+    other = hf.enable(LlamaForCausalLM._from_config(config), group, "contiguous")
+    inside: Any = other.config
     with hf.sequence_parallel(other):
         hidden = other(batch(LLAMA)["input_ids"]).logits.shape[1]
     assert hidden == LENGTH // 2  # zigzag pads to 28 tokens
-    return loss, config.ring_attention["layout"], other.config._attn_implementation
+    settings: Any = config
+    return loss, settings.ring_attention["layout"], inside._attn_implementation
 
 
 def test_a_compiled_model_is_compiled_once_for_all_batches(four: Any):
@@ -185,7 +187,6 @@ def compiled(group: Any) -> tuple[int, int, list[float], float]:
     import torch._dynamo
 
     torch._dynamo.reset()
-    cases = [Case("gemma2", "packed", dtype="float32")]
     model, eager = make("gemma2", "float32", "ring"), make("gemma2", "float32", "ring")
     graphs = []
 
@@ -193,16 +194,17 @@ def compiled(group: Any) -> tuple[int, int, list[float], float]:
         graphs.append(graph)
         return graph.forward
 
-    fast = torch.compile(model, backend=backend, dynamic=False)
-    given, torch._dynamo.utils.counters["graph_break"] = batch(cases[0]), {}
+    fast: Any = torch.compile(model, backend=backend, dynamic=False)
+    given, counters = batch(Case("gemma2", "packed")), torch._dynamo.utils.counters
+    counters.clear()
     with hf.sequence_parallel(fast, group), hf.sequence_parallel(eager, group):
         losses = [each(**given).loss for each in (fast, eager)]
-        sum(losses).backward()
+        torch.stack(losses).sum().backward()
         other = given | {"position_ids": torch.arange(LENGTH).remainder(7)[None].expand(2, -1).contiguous()}
         fast(**other)
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     worst = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
-    return len(graphs), len(torch._dynamo.utils.counters["graph_break"]), [loss.item() for loss in losses], worst
+    return len(graphs), len(counters["graph_break"]), [loss.item() for loss in losses], worst
 
 
 def test_weights_sharded_by_fsdp2_get_the_gradients_of_one_device(four: Any):
@@ -235,7 +237,7 @@ def test_lora_gets_the_gradients_of_one_device(four: Any):
 
 
 def adapted(group: Any, implementation: str) -> dict[str, np.ndarray]:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
     model = make("llama", implementation=implementation)
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False).double()

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 
 from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
-from .models import own_positions, text_config
+from .models import own_positions
 from .whole import Ring, Whole, documents_of, ends_of_blocks
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
@@ -59,8 +59,7 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
         device = tokens.device.type
         _check(model, given, tuple(tokens.shape[:2]))
         mine: list[Any] = [_said(given), _content(given)]
-        rate = getattr(text_config(model.config), "attention_dropout", 0.0) or 0.0
-        mine.append(int(torch.randint(2**31, ())) if model.training and rate else None)
+        mine.append(int(torch.randint(2**31, ())) if model.training else None)
     except Exception as error:
         refuse(error, ring.group, device)
         raise  # refuse has raised already, which type checkers do not see

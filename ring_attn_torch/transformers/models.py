@@ -56,7 +56,6 @@ def check_config(config: PreTrainedConfig) -> None:
 def check_model(model: nn.Module) -> None:
     """ValueError, with the names of the modules, for a model that cannot run over a ring."""
     inside = hugging_face_model(model)
-    check_config(inside.config)
     found = {type(module).__name__: name for name, module in model.named_modules() if NOT_SOFTMAX.search(type(module).__name__)}
     found |= {type(m).__name__: name for name, m in model.named_modules() if isinstance(m, nn.Conv1d)}
     if found:
@@ -65,6 +64,7 @@ def check_model(model: nn.Module) -> None:
             f"{type(inside).__name__} mixes tokens by {', '.join(found)} ({name} for one), which is not softmax attention: a "
             f"ring would compute {kind} within each rank's shard, so it is refused"
         )
+    check_config(inside.config)
     if not inside._can_set_attn_implementation():
         raise ValueError(
             f"{type(inside).__name__} computes attention in its own code and asks no attn_implementation: it cannot run "
