@@ -24,6 +24,8 @@ from .settings import attending, ring_of_model
 from .whole import Ring
 
 _inside: WeakSet[nn.Module] = WeakSet()
+FUNCTION = "_gradient_checkpointing_func"
+"""Where transformers keeps how a layer computes its forward again."""
 
 
 @contextmanager
@@ -71,10 +73,10 @@ def sequence_parallel(
         _inside.add(inside)
         stack.callback(_inside.discard, inside)
         stack.enter_context(attending(inside))
-        stack.enter_context(_keeping_attention(inside))
         for module in rotary_by_length(inside):
             stack.enter_context(_told_the_longest(module))
         calls = _Calls(inside, ring, gather_logits)
+        stack.callback(calls.checkpointing.restore)
         for handle in (
             model.register_forward_pre_hook(calls.enter, with_kwargs=True),
             model.register_forward_hook(calls.leave, always_call=True),
@@ -96,10 +98,12 @@ class _Calls:
     def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool) -> None:
         self.model, self.ring, self.gather_logits = model, ring, gather_logits
         self.open: list[_Call] = []
+        self.checkpointing = _Checkpointing(model)
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Shard the arguments."""
         shards = sharded(self.model, self.ring, args, kwargs)
+        self.checkpointing.keep_attention()
         scope = ExitStack()
         scope.enter_context(during(shards.whole))
         self.open.append(_Call(shards, scope))
@@ -135,18 +139,25 @@ class _Calls:
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
-@contextmanager
-def _keeping_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside this ``with`` the layers that compute their forward again keep attention's (out, lse)."""
-    name = "_gradient_checkpointing_func"
-    before = [(module, module.__dict__[name]) for module in model.modules() if name in module.__dict__]
-    for module, _ in before:
-        setattr(module, name, recomputed)
-    try:
-        yield
-    finally:
-        for module, function in before:
-            setattr(module, name, function)
+class _Checkpointing:
+    """The layers of a model that can compute their forward again, and how they did before ``keep_attention``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        self.before: list[tuple[nn.Module, Any]] = []
+
+    def keep_attention(self) -> None:
+        """Let them keep attention's (out, lse). Called before each call, since a Trainer sets checkpointing on its own time."""
+        for layer in self.layers:
+            function = layer.__dict__.get(FUNCTION, recomputed)
+            if function is not recomputed:
+                self.before.append((layer, function))
+                setattr(layer, FUNCTION, recomputed)
+
+    def restore(self) -> None:
+        """Let them do as they were told last."""
+        for layer, function in self.before:
+            setattr(layer, FUNCTION, function)
 
 
 @contextmanager

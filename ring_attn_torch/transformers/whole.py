@@ -94,6 +94,8 @@ class Whole:
 
     def seen(self, pattern: Pattern) -> Seen:
         """Return who sees whom under ``pattern`` within the documents and blocks."""
+        if torch.compiler.is_compiling():
+            return self._seen(pattern)  # a graph of torch 2.11 cannot leave a Band behind
         if pattern not in self.known:
             self.known[pattern] = self._seen(pattern)
         return self.known[pattern]
