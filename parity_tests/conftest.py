@@ -47,6 +47,8 @@ WITH = {
     "parity_tests/test_parity.py": "parity_tests/jax/test_ring.py",
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
     "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
+    "parity_tests/torch/test_transformers_parallel.py": "parity_tests/torch/test_transformers_models.py",
+    "parity_tests/torch/test_transformers_refusals.py": "parity_tests/torch/test_transformers_models.py",
 }
 
 tests = itertools.count(1)
@@ -66,5 +68,19 @@ def gloo():
     from .support.spawn import Ranks
 
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Such a pool of four, each of which has imported transformers, so that none comes late to the first call of another."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from .support.spawn import Ranks
+    from .torch.hugging_face import ready
+
+    pool = Ranks(most=4)
+    pool(4, ready)
     yield pool
     pool.close()

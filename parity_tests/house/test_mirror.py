@@ -39,6 +39,15 @@ ONLY_IN_TORCH = {
     "layers/stand_in.py": "what these two share",
     "layers/recompute.py": "in JAX a policy of jax.checkpoint",
     "layers/offload.py": "in JAX a policy of jax.checkpoint, and XLA schedules the copies",
+    "transformers/__init__.py": "Hugging Face's models are PyTorch's",
+    "transformers/attention.py": "the same",
+    "transformers/inputs.py": "the same",
+    "transformers/masks.py": "the same",
+    "transformers/models.py": "the same",
+    "transformers/parallel.py": "the same",
+    "transformers/pattern.py": "the same",
+    "transformers/settings.py": "the same",
+    "transformers/whole.py": "the same",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}

@@ -1,0 +1,108 @@
+"""What transformers calls in place of making a mask: it returns who sees whom as bands and intervals, never tokens by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.masks import causal, full
+
+from ..ring.groups import group_name, group_of, ranks_of
+from .pattern import MaskFunction, Pattern, candidates, fits, intervals
+from .whole import Ring, Seen, Whole
+
+NAME = "ring"
+"""What ``attn_implementation`` says."""
+
+_calls: list[Whole] = []
+"""The sequences of the calls that sequence_parallel is in the middle of, the innermost last."""
+
+
+@contextmanager
+def during(whole: Whole) -> Iterator[None]:
+    """Inside this ``with`` masks are those of ``whole``."""
+    _calls.append(whole)
+    try:
+        yield
+    finally:
+        _calls.pop()
+
+
+def current() -> Whole | None:
+    """Return the sequence of the call that sequence_parallel is in the middle of."""
+    return _calls[-1] if _calls else None
+
+
+def ring_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
+    config: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **others: Any,
+) -> Seen:
+    """Who sees whom in layers of one kind. Called by transformers' create_causal_mask and its likes, with keywords.
+
+    Raises ValueError for a cache, for cross attention, outside of ``sequence_parallel`` on several ranks, and for a mask that is
+    none of the patterns in ``pattern.py``.
+    """
+    offset = others.get("q_offset", 0)
+    if kv_length != q_length or (isinstance(offset, int) and offset != 0) or others.get("kv_offset", 0):
+        raise ValueError(
+            f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: caches, which generate() uses, and cross '
+            'attention do not run over a ring. Pass use_cache=False, or model.set_attn_implementation("sdpa") to generate'
+        )
+    tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
+    whole = current()
+    if whole is None:
+        return _alone(mask_function, attention_mask, tried, local_size, (others["batch_size"], q_length))
+    if torch.compiler.is_compiling():
+        if others.get("use_vmap"):
+            raise ValueError(_unknown(config))
+        return whole.seen(tried[0])
+    device = whole.index.device
+    for pattern in tried:
+        if fits(pattern, mask_function, local_size, q_length, device):
+            return whole.seen(pattern)
+    raise ValueError(_unknown(config))
+
+
+def _unknown(config: Any) -> str:
+    return (
+        f'attn_implementation="ring" does not know a mask of {type(config).__name__}: it is neither causal nor full, no window '
+        "and no chunks, perhaps with blocks or a prefix of its own. Such models run with another attn_implementation, unsharded"
+    )
+
+
+def check_alone() -> None:
+    """ValueError outside of ``sequence_parallel`` where the default group has several ranks."""
+    if ranks_of(group_of(group_name(None))) > 1:
+        raise ValueError(
+            'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '
+            'ring_attn_torch.transformers.sequence_parallel(model):" around model(...), which shards whole input_ids, labels, '
+            "attention_mask and position_ids; generate(), and a forward that is not called through model(...), do not run in it"
+        )
+
+
+def _alone(
+    function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
+) -> Seen:
+    """Who sees whom where one device holds the whole sequence and nobody has said what it is made of."""
+    check_alone()
+    (batch, tokens), ring = shape, Ring(group_of(group_name(None)))
+    device = torch.device("cpu") if attention_mask is None else attention_mask.device
+    key_mask = None if attention_mask is None else attention_mask[:, :tokens].bool()
+    for pattern in tried:
+        if not pattern.chunk and fits(pattern, function, size, tokens, device):
+            return Seen(ring, pattern.band, tokens, None, key_mask)
+    extents = intervals(function, batch, tokens, device)
+    if extents is None:
+        raise ValueError(_unknown(None))
+    ahead = bool((extents[..., 1] > torch.arange(1, tokens + 1, device=device)).any())
+    return Seen(ring, full() if ahead else causal(), tokens, extents, key_mask)

@@ -1,0 +1,95 @@
+"""Which models run over a ring: what is looked at before the first call, and refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
+
+NOT_SOFTMAX = re.compile(
+    "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
+    "ShortConv|xLSTM|mLSTM|Hyena|Indexer"
+)
+"""Classes of modules that mix tokens otherwise than by softmax attention over all keys."""
+
+
+def hugging_face_model(model: nn.Module) -> PreTrainedModel:
+    """The outermost model of transformers in ``model``: itself, or what PEFT, DDP, FSDP or torch.compile have wrapped."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(
+        f"sequence_parallel and enable take a model of transformers, got {type(model).__name__}, which contains none"
+    )
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the part that reads tokens, which is what the ring shares."""
+    return config.get_text_config()
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """ValueError for a config of a model that cannot run over a ring."""
+    name, text = type(config).__name__, text_config(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f'{name} is of an encoder with a decoder, whose cross attention attn_implementation="ring" does not know: models of '
+            "one stack run over a ring"
+        )
+    kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
+    if kinds:
+        raise ValueError(
+            f"{type(text).__name__} has layers of kind {', '.join(kinds)}, which are not softmax attention over a band of keys: "
+            f"a ring knows {', '.join(sorted(LAYER_TYPES))}"
+        )
+    for asked in ("output_router_logits", "output_attentions"):
+        if getattr(text, asked, False) or getattr(config, asked, False):
+            why = "whose loss is no sum over tokens" if "router" in asked else "which are never made"
+            raise ValueError(f"{name}.{asked}=True asks for router logits or weights of attention, {why}: set it to False")
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError, with the names of the modules, for a model that cannot run over a ring."""
+    inside = hugging_face_model(model)
+    found = {type(module).__name__: name for name, module in model.named_modules() if NOT_SOFTMAX.search(type(module).__name__)}
+    found |= {type(m).__name__: name for name, m in model.named_modules() if isinstance(m, nn.Conv1d)}
+    if found:
+        kind, name = next(iter(found.items()))
+        raise ValueError(
+            f"{type(inside).__name__} mixes tokens by {', '.join(found)} ({name} for one), which is not softmax attention: a "
+            f"ring would compute {kind} within each rank's shard, so it is refused"
+        )
+    check_config(inside.config)
+    if not inside._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(inside).__name__} computes attention in its own code and asks no attn_implementation: it cannot run "
+            "over a ring"
+        )
+    if any(getattr(c, "is_prompt_learning", False) for c in _adapters(model)):
+        raise ValueError(
+            "prompt and prefix tuning put tokens in front of the sequence, which every rank would do to its shard: use LoRA"
+        )
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    """The configs of PEFT's adapters."""
+    configs = getattr(model, "peft_config", {})
+    return list(configs.values()) if isinstance(configs, dict) else []
+
+
+def own_positions(model: PreTrainedModel) -> bool:
+    """Whether a call without position_ids counts tokens from 0 on, as models with rotary embeddings do."""
+    return any("Rotary" in type(module).__name__ for module in model.modules())
+
+
+def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
+    """The rotary embeddings whose angles depend on the largest position of a call, which a shard alone does not know."""
+    kinds = lambda module: (
+        module.rope_type if isinstance(getattr(module, "rope_type", None), dict) else {"": getattr(module, "rope_type", "")}
+    )
+    return [module for module in model.modules() if {"dynamic", "longrope"} & set(kinds(module).values())]

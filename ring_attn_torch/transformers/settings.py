@@ -1,0 +1,84 @@
+"""The settings of a model on a ring, and where they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ring_attn_core.layouts import named
+from ring_attn_core.problem.options import Options
+
+from ..ring.groups import group_name, group_of
+from .masks import NAME
+from .models import check_config, check_model, hugging_face_model, text_config
+from .whole import Ring
+
+T = TypeVar("T", nn.Module, PreTrainedConfig)
+
+_of_models: WeakKeyDictionary[PreTrainedModel, Ring] = WeakKeyDictionary()
+KEPT = "ring_attention"
+"""The attribute of a config that holds settings, as a dict that goes to JSON and back."""
+
+
+def enable(
+    model_or_config: T,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str = "zigzag",
+    strategy: str = "auto",
+    backend: str = "auto",
+) -> T:
+    """Set a model of transformers, or a config before the model is made, to ``attn_implementation="ring"``, and return it.
+
+    ``group``, ``layout``, ``strategy``, ``backend``: as in :func:`ring_attention`; ``sequence_parallel(model)`` takes them from
+    here. A config keeps all but ``group``, which is of one process. What a model shares is its tokens: the parts that read
+    images or sound keep their attention.
+
+    Raises ValueError for models that cannot run over a ring, with the names of the modules: layers that are no softmax attention
+    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own.
+    """
+    named(layout)
+    Options(layout=layout, strategy=strategy, backend=backend)
+    if isinstance(model_or_config, PreTrainedConfig):
+        check_config(model_or_config)
+        if group is not None:
+            raise ValueError("a config cannot keep group=...: pass it to enable(model, group) or sequence_parallel(model, group)")
+        text = text_config(model_or_config)
+        text._attn_implementation = NAME
+        setattr(text, KEPT, {"layout": layout, "strategy": strategy, "backend": backend})
+        return model_or_config
+    check_model(model_or_config)
+    model = hugging_face_model(model_or_config)
+    _of_models[model] = Ring(group_of(group_name(group)), layout, strategy, backend)
+    text_config(model.config)._attn_implementation = NAME
+    return model_or_config
+
+
+def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> Ring:
+    """The ring of a model: what ``enable`` was told, with ``group`` and ``layout`` in its place where they are not None."""
+    kept = getattr(text_config(model.config), KEPT, None) or {}
+    ring = _of_models.get(model, Ring(group_of(group_name(None)), **kept))
+    if group is not None:
+        ring = ring._replace(group=group_of(group_name(group)))
+    if layout is not None:
+        named(layout)
+        ring = ring._replace(layout=layout)
+    return ring
+
+
+@contextmanager
+def attending(model: PreTrainedModel) -> Iterator[None]:
+    """Inside this ``with`` the part of ``model`` that reads tokens attends over the ring."""
+    text = text_config(model.config)
+    before = text._attn_implementation
+    text._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        text._attn_implementation = before

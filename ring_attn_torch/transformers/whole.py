@@ -1,0 +1,167 @@
+"""The whole sequence of a call: its documents, padding and blocks, and this rank's shard of all that belongs to its tokens.
+
+Positions count tokens of the whole sequence from 0, padding included. ``position_ids`` are another thing: what a model turns into
+rotary angles; they begin again at every document of a packed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core.runs import Band
+
+from ..data.extents import document_extents
+from ..data.layout import positions
+from ..ring.groups import rank_in, ranks_of
+from .pattern import Pattern
+
+
+class Ring(NamedTuple):
+    """Who shares the sequence, and how: the arguments of ring_attention that are the same at every call."""
+
+    group: dist.ProcessGroup | None = None
+    layout: str = "zigzag"
+    strategy: str = "auto"
+    backend: str = "auto"
+
+    @property
+    def ranks(self) -> int:
+        """Return how many share it."""
+        return ranks_of(self.group)
+
+
+class Seen(NamedTuple):
+    """Who sees whom in the layers of one pattern: what a model hands to the attention function as its attention_mask."""
+
+    ring: Ring
+    band: Band
+    length: int
+    extents: Tensor | None = None
+    key_mask: Tensor | None = None
+    offsets: Tensor | None = None
+    """int64 [1 or batch, seq_local]: where in its document each token of this rank stands."""
+    dropout_seed: int | None = None
+
+
+class Documents(NamedTuple):
+    """What splits the whole sequence: all None where nothing does."""
+
+    extents: Tensor | None = None
+    """int32 [batch, length, 2]: the interval of its document's tokens that are no padding, [0, 0) for a padding token."""
+    key_mask: Tensor | None = None
+    """bool [batch, length], for padding inside of documents, which no interval says."""
+    begins: Tensor | None = None
+    """int64 [batch, length]: where the document of a token begins, which is where its chunks are counted from."""
+    packed: bool = False
+
+
+@dataclass
+class Whole:
+    """``batch`` sequences of ``length`` tokens that ``ring`` shares.
+
+    ``block_ends``: int64 [batch, length], the end (exclusive) of the block of tokens that see one another whatever the mask says,
+    0 for a token in no block.
+    """
+
+    ring: Ring
+    batch: int
+    length: int
+    device: torch.device
+    documents: Documents
+    block_ends: Tensor | None = None
+    dropout_seed: int | None = None
+    longest: Tensor | None = None
+    """The largest of position_ids, 0-d: a shard alone does not have it."""
+    known: dict[Pattern, Seen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = positions(self.ring.layout, self.ring.ranks, self.length, rank_in(self.ring.group)).to(self.device).long()
+        self.index, self.outside = own.clamp(max=self.length - 1), own >= self.length
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of ``x`` along ``dim`` in layout order; what pads it is copies of the last token."""
+        return x.index_select(dim, self.index)
+
+    def filled(self, x: Tensor, value: int) -> Tensor:
+        """Return this rank's part of ``x`` [batch, length, ...]; what pads it is ``value``."""
+        outside = self.outside.view(1, -1, *[1] * (x.ndim - 2))
+        return self.shard(x).masked_fill(outside, value)
+
+    def seen(self, pattern: Pattern) -> Seen:
+        """Return who sees whom under ``pattern`` within the documents and blocks."""
+        if torch.compiler.is_compiling():
+            return self._seen(pattern)  # a graph of torch 2.11 cannot leave a Band behind
+        if pattern not in self.known:
+            self.known[pattern] = self._seen(pattern)
+        return self.known[pattern]
+
+    def _seen(self, pattern: Pattern) -> Seen:
+        extents, key_mask, begins, packed = self.documents
+        band = pattern.band
+        if pattern.chunk or self.block_ends is not None:
+            position = torch.arange(self.length, device=self.device).expand(self.batch, -1)
+            if extents is None:
+                extents = torch.stack([torch.zeros_like(position), torch.full_like(position, self.length)], -1)
+            (first, end), blind = extents.long().unbind(-1), extents[..., :1] == extents[..., 1:]
+            if pattern.chunk:
+                base = torch.zeros_like(position) if begins is None else begins
+                first = torch.maximum(first, base + (position - base) // pattern.chunk * pattern.chunk)
+            if self.block_ends is not None:
+                end = torch.minimum(end, torch.maximum(position + 1, self.block_ends))
+                band = Band(None, band.hi)
+            extents = torch.stack([first, end], -1).masked_fill(blind, 0).int()
+        offsets = self.index[None] - (self.shard(begins) if packed and begins is not None else 0)
+        mine = None if extents is None else self.filled(extents, 0).contiguous()
+        keys = None if key_mask is None else self.filled(key_mask, 0).contiguous()
+        return Seen(self.ring, band, self.length, mine, keys, offsets, self.dropout_seed)
+
+
+def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Documents:
+    """What splits a batch into documents.
+
+    ``position_ids`` int [batch, length]: without ``present`` every jump begins a document, as transformers has it; with it only a
+    token whose number is not above that of the token before, both no padding. ``present`` bool [batch, length]: False for
+    padding. ``cu_seqlens``: int [documents + 1], of one row, instead of position_ids.
+    """
+    if cu_seqlens is not None:
+        extents = document_extents(cu_seqlens=cu_seqlens, length=length)
+        return Documents(extents, present, extents[..., 0].long(), True)
+    if position_ids is None and present is None:
+        return Documents()
+    given = position_ids if position_ids is not None else present
+    assert given is not None
+    starts = torch.zeros(given.shape, dtype=torch.bool, device=given.device)
+    if position_ids is not None:
+        step = position_ids[:, 1:] - position_ids[:, :-1]
+        starts[:, 1:] = step != 1 if present is None else (step <= 0) & present[:, 1:] & present[:, :-1]
+    ids = starts.long().cumsum(1)
+    packed = bool(starts.any())
+    if present is None or bool(present.all()):
+        if not packed:
+            return Documents()
+        extents = document_extents(ids)
+        return Documents(extents, None, extents[..., 0].long(), True)
+    last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is no padding
+    resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
+    if not bool(resumes.any()):
+        extents = document_extents(torch.where(present, ids, -1))
+        return Documents(extents, None, extents[..., 0].long(), packed)
+    left = present.long().argmax(1, keepdim=True).expand(present.shape)
+    if not packed:
+        return Documents(None, present, left, False)
+    extents = document_extents(ids)
+    return Documents(extents, present, extents[..., 0].long(), True)
+
+
+def ends_of_blocks(member: Tensor) -> Tensor:
+    """int64 [batch, length]: of every run of True in ``member`` bool [batch, length] its end (exclusive), 0 outside of runs."""
+    length = member.shape[1]
+    position = torch.arange(length, device=member.device)
+    last = torch.cat([member[:, :-1] & ~member[:, 1:], member[:, -1:]], 1)
+    ends = torch.where(last, position + 1, length).flip(1).cummin(1).values.flip(1)
+    return torch.where(member, ends, 0)
