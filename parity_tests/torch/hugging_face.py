@@ -19,7 +19,13 @@ import ring_attn_torch.transformers as hf
 from ring_attn_torch import gather, sum_gradients
 
 VOCAB, LENGTH = 48, 26
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = {"head_dim": 8}
 ALTERNATE = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
