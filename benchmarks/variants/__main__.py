@@ -8,6 +8,10 @@ frameworks compute the same up to rounding, so their curves lie on each other un
 
 Prediction: exact attention learns best; summary attention comes close, for the next byte is foretold by the last ones and a
 window of 32 is exact; dilated attention comes last, for a token at the beginning of a segment of 32 sees little that is near.
+
+Measured (results/variants.json, 400 steps): the prediction is wrong. Losses of the last 50 steps are 2.54 for exact, 2.47 for
+summary and 2.41 for dilated attention: at this size and after so few steps, seeing less but near is learned sooner. It says
+nothing of long training. JAX and PyTorch are at most 1e-4 apart at any step.
 """
 
 from __future__ import annotations
