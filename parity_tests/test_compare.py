@@ -195,7 +195,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(arguments: tup
 
 def test_files_that_cannot_be_written_are_refused_from_python_before_anything_starts():
     with (
-        pytest.raises(ValueError, match="drawn as .png or .svg"),
+        pytest.raises(ValueError, match=r"drawn as \.png or \.svg"),
         patch.object(comparison, "compare", side_effect=AssertionError),
     ):
         compare.run("ring", png="picture.jpg")

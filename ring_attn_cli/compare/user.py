@@ -87,9 +87,7 @@ def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: 
         if results.get(name) is None:
             results.pop(name, None)
         elif isinstance(results[name], np.ndarray):
-            raise ValueError(
-                f"{text} returned {name} as a numpy array, which has no gradient: return what it computes of q, k, v"
-            )
+            raise ValueError(f"{text} returned {name} as a numpy array, which has no gradient: return a tensor")
         elif not hasattr(results[name], "shape") or tuple(results[name].shape) != tuple(shape):
             got = list(results[name].shape) if hasattr(results[name], "shape") else type(results[name]).__name__
             raise ValueError(
