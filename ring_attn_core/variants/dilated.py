@@ -60,7 +60,8 @@ class Patterns(NamedTuple):
             if segment % dilation:
                 near = " or ".join([str(n * dilation) for n in (segment // dilation, segment // dilation + 1) if n])
                 raise ValueError(
-                    f"a dilation must divide its segment, got {dilation} for a segment of {segment} tokens: pass one of {near}"
+                    f"a dilation must divide its segment, got {dilation} for a segment of {segment} tokens: pass a segment of "
+                    f"{near}"
                 )
         if not isinstance(self.mixing, str) or self.mixing not in MIXINGS:
             raise ValueError(
@@ -114,10 +115,8 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return the same pattern for up to ``most`` (at least 1) tokens and heads, in numbers that int32 holds as it does positions.
-
-    A longer segment is all of the sequence; with a longer dilation a head keeps the token of its own number alone.
-    """
+    """Return the same pattern for up to ``most`` (at least 1) tokens and heads, in numbers that int32 holds as it does positions."""
+    # A longer segment is all of the sequence; with a longer dilation a head keeps the token of its own number alone.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
 
