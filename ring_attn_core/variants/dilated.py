@@ -115,7 +115,7 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return the same pattern for up to ``most`` (at least 1) tokens and heads, in numbers that int32 holds as it does positions."""
+    """Return the same pattern for up to ``most`` (at least 1) tokens and heads, in numbers that int32 holds as positions."""
     # A longer segment is all of the sequence; with a longer dilation a head keeps the token of its own number alone.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
