@@ -20,7 +20,7 @@ from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
 
 from ..api import attention
-from ..arguments import Arrays, check_tensors, problem_of
+from ..arguments import Arrays, check_tensors, problem_of, refuse_transforms
 from ..ring.agreement import Call, agree_on
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
 from .lanes import folded, mixed
@@ -98,6 +98,7 @@ def dilated_attention(
             backend=backend,
             deterministic=deterministic,
         )
+        refuse_transforms((q, k, v))
         check_tensors(q, k, v, arrays, name)
         if backend in VENDORS:
             raise ValueError(
