@@ -7,7 +7,9 @@ import time
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 for package in ("torch", "jax", "flax", "matplotlib", "typer"):
@@ -16,7 +18,7 @@ for package in ("torch", "jax", "flax", "matplotlib", "typer"):
 from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli import compare  # noqa: E402
-from ring_attn_cli.compare import export  # noqa: E402
+from ring_attn_cli.compare import comparison, export, user  # noqa: E402
 from ring_attn_cli.compare.comparison import Comparison, Result  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 
@@ -173,6 +175,9 @@ def test_a_users_function_that_fails_ends_everything_in_words(function: str, pat
         (("mymodule:",), "cannot read 'mymodule:': write module:function"),
         (("ring", "--png", "picture.jpg"), "a comparison is drawn as .png or .svg"),
         (("ring", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
+        (("ring", "--json", "."), ". is a folder: name a file in it"),
+        (("dilated", "--segments", "128,64"), "dilated in JAX: segments must be at least 1 token long and strictly increasing"),
+        (("summary", "--summaries", "0"), "summary in JAX: summaries must be an int of at least 1"),
         (("ring", "--repeats", "0"), "--repeats counts runs that are timed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -186,6 +191,22 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(arguments: tup
     done = ring_attn(*arguments)
     assert done.exit_code == 2, done.output
     assert words in done.output and "Traceback" not in done.output
+
+
+def test_files_that_cannot_be_written_are_refused_from_python_before_anything_starts():
+    with (
+        pytest.raises(ValueError, match=r"drawn as \.png or \.svg"),
+        patch.object(comparison, "compare", side_effect=AssertionError),
+    ):
+        compare.run("ring", png="picture.jpg")
+
+
+def test_a_file_in_place_of_a_module_and_an_array_without_a_gradient_are_named():
+    with pytest.raises(ValueError, match=r"math.py:f names a file: write the module's name, math:f"):
+        user.load("math.py:f")
+    x = np.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="m:f returned out as a numpy array, which has no gradient"):
+        user.called(lambda q, k, v: q, "m:f", dict.fromkeys("qkv", x), {})
 
 
 def ring_attn(*arguments: str):

@@ -1,13 +1,17 @@
 """Does a small language model learn as well with dilated or with summary attention as with exact attention?
 
-    python -m benchmarks.variants [--steps 1500] [--tokens 512] [--ranks 2] [--image docs/variants.png]
+    python -m benchmarks.variants [--steps 400] [--tokens 256] [--ranks 2] [--image docs/variants.png]
 
 Three models of bytes, alike but for their attention, learn Python's standard library over a ring, in both frameworks, from the
-same first weights and on the same stretches of text. The image has the six curves, each point the mean over 50 steps. The two
+same first weights and on the same stretches of text. The image has the six curves, each point the mean over 20 steps. The two
 frameworks compute the same up to rounding, so their curves lie on each other until training has made the roundings grow.
 
 Prediction: exact attention learns best; summary attention comes close, for the next byte is foretold by the last ones and a
-window of 64 is exact; dilated attention comes last, for a token at the beginning of a segment of 64 sees little that is near.
+window of 32 is exact; dilated attention comes last, for a token at the beginning of a segment of 32 sees little that is near.
+
+Measured (results/variants.json, 400 steps): the prediction is wrong. Losses of the last 50 steps are 2.54 for exact, 2.47 for
+summary and 2.41 for dilated attention: at this size and after so few steps, seeing less but near is learned sooner. It says
+nothing of long training. JAX and PyTorch are at most 1e-4 apart at any step.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from ..support import report
 from ..support.process import run_fresh
 from .recipe import DEPTH, DIM, HEADS, VARIANTS, Recipe
 
-SMOOTHED = 50
+SMOOTHED = 20
 """Steps whose losses are one point of a curve."""
 
 COLOURS = {"exact": "#4C78A8", "dilated": "#F58518", "summary": "#54A24B"}
@@ -58,7 +62,7 @@ def draw(runs: list[dict[str, Any]]) -> Figure:
 
 def show(runs: list[dict[str, Any]]) -> Table:
     table = Table(
-        "attention", "framework", "first loss", "last loss", "apart", "seconds", title="the last is the mean of 100 steps"
+        "attention", "framework", "first loss", "last loss", "apart", "seconds", title="the last is the mean of 50 steps"
     )
     first = {run["variant"]: np.array(run["losses"]) for run in reversed(runs)}
     for run in runs:
@@ -67,7 +71,7 @@ def show(runs: list[dict[str, Any]]) -> Table:
         table.add_row(
             run["variant"],
             run["framework"],
-            *(f"{x:.4f}" for x in (losses[0], losses[-100:].mean())),
+            *(f"{x:.4f}" for x in (losses[0], losses[-50:].mean())),
             f"{apart:.2g}",
             str(run["seconds"]),
         )
@@ -76,8 +80,8 @@ def show(runs: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--image", type=Path, default=Path("docs/variants.png"))

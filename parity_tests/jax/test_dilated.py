@@ -100,3 +100,18 @@ def test_keys_travel_only_between_ranks_that_share_a_segment():
         return str(jax.make_jaxpr(jax.shard_map(call, mesh=mesh_of(4), in_specs=(SEQ,) * 3, out_specs=SEQ))(*arrays()))
 
     assert [program(segments).count("ppermute[") for segments in ((4,), (8,), (16,))] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("huge", "same"), [((3 * 2**30, 3), (9, 3)), ((2**40, 2**40), (8, 8))])
+def test_patterns_of_more_tokens_than_int32_counts_are_those_of_the_whole_sequence(huge, same):
+    q, k, v = (jnp.asarray(x) for x in np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4), np.float32))
+    attend = lambda segment, dilation: sharded_dilated_attention(
+        q, k, v, mesh=mesh_of(1), segments=(segment,), dilations=(dilation,)
+    )
+    np.testing.assert_array_equal(attend(*huge), attend(*same))
+
+
+def test_no_tokens_give_no_tokens():
+    q = jnp.ones((2, 0, 4, 8))
+    out = sharded_dilated_attention(q, q, q, mesh=mesh_of(1), segments=(4, 8), dilations=(2, 1))
+    assert out.shape == q.shape

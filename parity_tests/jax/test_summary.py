@@ -166,3 +166,15 @@ def test_what_is_no_array_is_refused_and_a_call_outside_a_shard_map():
             sharded_summary_attention(**arrays | {name: [1.0]}, **options, mesh=mesh_of(1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="axis_name='seq' is no mesh axis here"):
         summary_attention(**arrays, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [{"block": 2**40, "window": 1}, {"block": 4, "window": 2**40}], ids=str)
+def test_blocks_and_windows_of_more_tokens_than_int32_counts_are_exact_attention(asked):
+    q, k, v = (jnp.asarray(x) for x in np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4), np.float32))
+    attend = partial(sharded_summary_attention, mesh=mesh_of(1), pooling=MEAN)
+    np.testing.assert_array_equal(attend(q, k, v, **asked), attend(q, k, v, block=4, window=8))
+
+
+def test_no_rows_give_no_rows():
+    q = jnp.ones((0, 8, 2, 4))
+    assert sharded_summary_attention(q, q, q, mesh=mesh_of(1), pooling=MEAN, block=2, window=1).shape == q.shape

@@ -14,6 +14,7 @@ import torch
 from ring_attn_core import full
 from ring_attn_torch import dilated_attention, ring_attention
 from ring_attn_torch.ring import transfer
+from ring_attn_torch.variants.dilated import COMPILES
 
 from ..support.dilated import CASES, PUBLISHED, Case, by_name, check
 from ..support.spawn import PerRank
@@ -110,6 +111,28 @@ def test_nothing_is_lost_where_scores_are_huge():
     assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))))
 
 
+@pytest.mark.parametrize(("huge", "same"), [((3 * 2**30, 3), (18, 3)), ((2**40, 2), (16, 2)), ((2**40, 2**40), (16, 16))])
+def test_patterns_of_more_tokens_than_int32_counts_are_those_of_the_whole_sequence(huge, same):
+    q, k, v = torch.randn(3, 1, 16, 4, 8).unbind()
+    got, whole = (dilated_attention(q, k, v, segments=(segment,), dilations=(r,)) for segment, r in (huge, same))
+    assert torch.equal(got, whole)
+    assert whole.any()
+
+
+def test_no_tokens_give_no_tokens():
+    q, k, v = (x.requires_grad_() for x in torch.ones(3, 2, 0, 4, 8).unbind())
+    out = dilated_attention(q, k, v, segments=(4, 8), dilations=(2, 1))
+    assert out.shape == (2, 0, 4, 8)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [(2, 0, 4, 8)] * 3
+
+
+def test_torch_func_is_refused_in_words():
+    q, k, v = torch.ones(3, 1, 8, 2, 4).unbind()
+    attend = lambda q: dilated_attention(q, k, v, segments=(4,), dilations=(2,)).sum()
+    with pytest.raises(NotImplementedError, match=r"no derivative under torch\.func\.grad"):
+        torch.func.grad(attend)(q)
+
+
 def refused(group: Any, rank: int, wrong: dict[str, Any]) -> str:
     arguments = {"segments": (4, 8), "dilations": (1, 2), **{name: torch.ones(1, 6, 4, 8) for name in "qkv"}}
     if rank == 2:
@@ -150,6 +173,7 @@ def test_what_one_rank_gets_wrong_all_ranks_refuse_alike(gloo, wrong):
     check(case := Case(ranks=3), run(gloo, case))
 
 
+@pytest.mark.skipif(not COMPILES, reason="PyTorch before 2.15 compiles it to something else")
 @pytest.mark.full
 def test_torch_compile_gives_the_same(gloo):
     case = Case((6, 16), (2, 4), ranks=2, local=9, heads=6, kv_heads=2)

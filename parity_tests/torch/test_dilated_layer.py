@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn_core import full
-from ring_attn_torch import DilatedAttention, DilatedRingAttention, MultiheadAttention, RingAttention, from_numpy, to_layout
+from ring_attn_torch import (
+    DilatedAttention,
+    DilatedRingAttention,
+    MultiheadAttention,
+    RingAttention,
+    dilated_attention,
+    from_numpy,
+    to_layout,
+)
+from ring_attn_torch.variants.dilated import COMPILES
 
 from ..support.models import LAYER, LENGTH, assert_near, check_layer, dilated_arguments, layer_data, layer_weights
 from ..support.spawn import PerRank
@@ -159,6 +168,16 @@ def test_a_layer_can_be_moved_to_another_dtype():
         assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16
 
 
+@pytest.mark.skipif(COMPILES, reason="PyTorch compiles it")
+def test_a_pytorch_that_compiles_it_to_something_else_is_refused_by_name():
+    x = torch.randn(1, 8, 2, 4)
+    call = torch.compile(lambda x: dilated_attention(x, x, x, **TWO), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"before 2\.15"):
+        call(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not COMPILES, reason="PyTorch before 2.15 compiles it to something else")
 def test_a_compiled_call_needs_no_break_of_the_graph():
     module, x, padding = DilatedAttention(**SIZES, **TWO), torch.randn(2, 8, 12), torch.arange(8).expand(2, 8) > 5
     compiled = torch.compile(module, backend="eager", fullgraph=True)(x, x, x, padding, is_causal=True)[0]

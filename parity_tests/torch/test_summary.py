@@ -206,12 +206,21 @@ def test_what_does_not_fit_is_refused(change, message):
         summary_attention(**{name: x if x is None else torch.from_numpy(x) for name, x in arrays.items()}, **options)
 
 
+def test_blocks_and_windows_of_more_tokens_than_int32_counts_are_exact_attention():
+    q, k, v = torch.randn(3, 1, 16, 4, 8).unbind()
+    exact = ring_attention(q, k, v, layout="contiguous")
+    for asked in ({"block": 2**40, "window": 1}, {"block": 2**31, "window": 1}, {"block": 4, "window": 2**40}):
+        assert torch.equal(summary_attention(q, k, v, **asked, pooling=MEAN), exact)
+
+
 def test_what_is_no_tensor_is_refused():
     arrays, options = refused({})
     tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
     for name in arrays:
         with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got ndarray"):
             summary_attention(**tensors | {name: arrays[name]}, **options)
+    with pytest.raises(ValueError, match="pool is sparse or nested: pass a dense tensor"):
+        summary_attention(**tensors | {"pool": tensors["pool"].to_sparse()}, **options)
     with pytest.raises(ValueError, match="pool must have a floating dtype, got int64: cast it first"):
         summary_attention(**tensors | {"pool": tensors["pool"].long()}, **options)
 

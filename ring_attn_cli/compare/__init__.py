@@ -36,7 +36,22 @@ def run(
     from .comparison import compare
     from .sweep import asked
 
-    return written(compare(asked(variants, ranks, framework, repeats, patience, **arguments)), json, png)
+    sweep = asked(variants, ranks, framework, repeats, patience, **arguments)
+    check_files(json, png)
+    return written(compare(sweep), json, png)
+
+
+def check_files(json: str | Path | None, png: str | Path | None) -> None:
+    """ValueError for files that cannot be written, before anything is computed for them."""
+    from . import picture
+
+    if png is not None:
+        picture.check(Path(png))
+    for path in [Path(x) for x in (json, png) if x is not None]:
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: name a file in it")
 
 
 def written(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:

@@ -62,21 +62,16 @@ def compare(
     of_case |= {"documents": documents, "mixing": mixing, "block": block, "summaries": summaries, "window": window, "seed": seed}
     with mistakes_in_one_line():
         from ..processes import Failure
-        from . import written
+        from . import check_files, written
         from .comparison import compare as found
         from .export import bibtex as entry
-        from .picture import check
         from .report import table
         from .sweep import asked
 
         listed = {name: _listed(name, text, kind) for name, (text, kind) in lists.items()}
         names = [*(variants or []), *(variant or [])]
         sweep = asked(names, _listed("ranks", ranks, int), framework, repeats, patience, **of_case, **listed)
-        if png is not None:
-            check(png)
-        for path in (json, png):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
+        check_files(json, png)
         with Console(stderr=True).status("") as status:
             try:
                 comparison = found(sweep, lambda words: status.update(words))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ class Pool:
         """The answers of the ranks of that ring, in their order."""
         members = 1 if framework == "jax" else order.ranks
         for pipe in self._pipes[framework][:members]:
-            pipe.send(order)
+            with suppress(BrokenPipeError):  # of a process that died: what comes from it next says how
+                pipe.send(order)
         return self._collect(framework, members, self._patience)
 
     def _collect(self, framework: str, members: int, patience: float) -> list[Any]:

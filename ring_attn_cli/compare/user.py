@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from .cases import Case
 
 Offered = dict[str, Any]
@@ -22,6 +24,8 @@ def load(text: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != module.split(".")[0] and error.name != module:
             raise ValueError(f"{module} imports {error.name}, which is not installed") from error
+        if module.endswith(".py"):
+            raise ValueError(f"{text} names a file: write the module's name, {module.removesuffix('.py')}:{name}") from error
         raise ValueError(
             f"there is no module {module!r}, neither in this folder nor installed: start in the folder that holds {module}.py"
         ) from error
@@ -82,6 +86,8 @@ def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: 
     for name, shape in (("out", (*q.shape[:3], v.shape[-1])), ("lse", q.shape[:3])):
         if results.get(name) is None:
             results.pop(name, None)
+        elif isinstance(results[name], np.ndarray):
+            raise ValueError(f"{text} returned {name} as a numpy array, which has no gradient: return a tensor")
         elif not hasattr(results[name], "shape") or tuple(results[name].shape) != tuple(shape):
             got = list(results[name].shape) if hasattr(results[name], "shape") else type(results[name]).__name__
             raise ValueError(

@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
+from ring_attn_core.variants.dilated import Patterns, lanes_of
+from ring_attn_core.variants.summary import SummaryOptions
+
 from .cases import Case
 
 FRAMEWORKS = "jax", "torch"
@@ -69,17 +72,22 @@ def _takes(case: Case, *known: str) -> str | None:
     return f"it does not take {', '.join(unknown)}" if unknown else None
 
 
+def _objection(make: Callable[[], object]) -> str | None:
+    """What a ValueError of ``make`` says, None where there is none."""
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _backend(case: Case, framework: str, ranks: int) -> str | None:
     """What the library says to its backend on a CPU; on a GPU it says so itself where it runs."""
     if case.device == "gpu":
         return None
     from ring_attn_core.kernels.backends import select
 
-    try:
-        select(replace(case.problem(ranks), framework=framework), case.backend)
-    except ValueError as error:
-        return str(error)
-    return None
+    return _objection(lambda: select(replace(case.problem(ranks), framework=framework), case.backend))
 
 
 def _vendor(case: Case, framework: str, ranks: int) -> str | None:
@@ -103,11 +111,14 @@ def _module(case: Case, framework: str, ranks: int) -> str | None:
 
 
 def _dilated(case: Case, framework: str, ranks: int) -> str | None:
-    return _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
+    asked = Patterns(case.segments, case.dilations, case.mixing)
+    wrong = _objection(lambda: lanes_of(case.problem(ranks), asked))
+    return wrong or _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
 
 
 def _summary(case: Case, framework: str, ranks: int) -> str | None:
     wrong = None if case.mask == "causal" else f"it is causal attention, and the mask is {case.mask}"
+    wrong = wrong or _objection(lambda: SummaryOptions(block=case.block, window=case.window, summaries=case.summaries))
     return wrong or _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
 
 

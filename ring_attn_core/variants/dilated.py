@@ -58,11 +58,12 @@ class Patterns(NamedTuple):
             if dilation < 1:
                 raise ValueError(f"a dilation must be at least 1, got {dilation} in {dilations}: 1 keeps every token")
             if segment % dilation:
+                near = " or ".join([str(n * dilation) for n in (segment // dilation, segment // dilation + 1) if n])
                 raise ValueError(
                     f"a dilation must divide its segment, got {dilation} for a segment of {segment} tokens: pass a segment of "
-                    f"{max(segment // dilation, 1) * dilation} or {(segment // dilation + 1) * dilation}"
+                    f"{near}"
                 )
-        if self.mixing not in MIXINGS:
+        if not isinstance(self.mixing, str) or self.mixing not in MIXINGS:
             raise ValueError(
                 f'mixing must be "softmax", every head uses all patterns, or "heads", each uses one, got {in_words(self.mixing)}'
             )
@@ -95,6 +96,7 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
     asked.check_heads(heads)
     made = []
     for i, (segment, dilation) in enumerate(patterns):
+        segment, dilation = _within(segment, dilation, max(problem.ranks * local, heads))
         own = range(heads) if mixing == "softmax" else [h for h in range(heads) if h * len(patterns) // heads == i]
         made.append(
             Lanes(
@@ -110,6 +112,13 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
             )
         )
     return tuple(made)
+
+
+def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
+    """Return the same pattern for up to ``most`` (at least 1) tokens and heads, in numbers that int32 holds as positions."""
+    # A longer segment is all of the sequence; with a longer dilation a head keeps the token of its own number alone.
+    dilation = min(dilation, most)
+    return min(segment, -(-most // dilation) * dilation), dilation
 
 
 class Part(NamedTuple):

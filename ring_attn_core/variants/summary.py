@@ -163,7 +163,9 @@ class SummaryPlan:
 
     def first(self, positions: Any) -> Any:
         """The first position that the queries at these positions (integers or integer arrays) see as a token."""
-        return clamp(positions - self.options.window, 0, self.length) // self.options.block * self.options.block
+        most = max(self.length, 1)  # what int32 positions are combined with must be of their size
+        block, window = min(self.options.block, most), min(self.options.window, most)
+        return clamp(positions - window, 0, self.length) // block * block
 
     def pooled(self, slot_of: Any, part: Any, rank: Any) -> tuple[Any, Any]:
         """First and end (exclusive), in local indices, of the tokens that ``rank`` pools for a summary.

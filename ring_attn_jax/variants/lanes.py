@@ -139,9 +139,10 @@ def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
         x = lax.dynamic_slice_in_dim(x, most - lanes.front(rank), lanes.spanned, 1)
     b, _, _, d = x.shape
     x = x.reshape(b, lanes.slots, lanes.dilation, part.padded, d)[:, :, : lanes.classes]
-    x = x.reshape(b, lanes.slots, part.spread, part.together, -1, part.spread, d)
+    n = part.padded // part.spread
+    x = x.reshape(b, lanes.slots, part.spread, part.together, n, part.spread, d)
     x = jnp.where(_diagonal(part), x, 0).sum(5, dtype=x.dtype) if part.spread > 1 else x[:, :, :, :, :, 0]
-    return x.transpose(0, 2, 3, 1, 4, 5).reshape(b * lanes.classes, lanes.slots, -1, d)
+    return x.transpose(0, 2, 3, 1, 4, 5).reshape(b * lanes.classes, lanes.slots, n, d)
 
 
 def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
@@ -150,8 +151,8 @@ def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float 
     Where ``fold`` repeats a head, the sum of what became of it.
     """
     lanes, part = place
-    _, slots, n, d = x.shape
-    x = x.reshape(-1, part.spread, part.together, slots, n, d).transpose(0, 3, 1, 2, 4, 5)[:, :, :, :, :, None]
+    rows, slots, n, d = x.shape
+    x = x.reshape(rows // lanes.classes, part.spread, part.together, slots, n, d).transpose(0, 3, 1, 2, 4, 5)[:, :, :, :, :, None]
     if part.spread > 1:
         x = jnp.where(_diagonal(part), x, fill)
     x = x.reshape(x.shape[0], slots, lanes.classes, part.padded, d)
@@ -162,7 +163,7 @@ def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float 
     x = x[:, :, : part.kept]
     if part.repeat > 1:
         x = _heads_padded(x, part.skip, (part.end - part.first) * part.repeat - part.skip - part.kept)
-        x = x.reshape(*x.shape[:2], -1, part.repeat, d).sum(3)
+        x = x.reshape(*x.shape[:2], part.end - part.first, part.repeat, d).sum(3)
     return _heads_padded(x, part.first, heads - part.end, fill)
 
 

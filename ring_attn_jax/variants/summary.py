@@ -235,7 +235,7 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
     every = lax.all_gather(jnp.concatenate(parts, -1), axis_name, axis=1, tiled=True)
     blocks, holders = (jnp.arange(n, dtype=jnp.int32) for n in (plan.blocks, plan.holders))
     place, exists = plan.held(blocks[:, None], holders)
-    held = every.reshape(b, -1, m, *every.shape[2:])[:, place]
+    held = every.reshape(b, every.shape[1] // m, m, *every.shape[2:])[:, place]
     exists = exists[:, :, None, None]
     of_k, of_v, lse, count = jnp.split(held, [d, d + e, d + e + 1], -1)
     lse = jnp.where(exists, lse[..., 0], -jnp.inf)
@@ -243,10 +243,10 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
     z = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
     total = z.sum(2, keepdims=True)
     weight = (z / jnp.where(total == 0, 1, total))[..., None]
-    whole = lambda x: (weight * x).sum(2).reshape(b, -1, g, x.shape[-1])
+    whole = lambda x: (weight * x).sum(2).reshape(b, plan.blocks * m, g, x.shape[-1])
     share = None
     if key_mask is not None:
-        share = jnp.where(exists[..., 0], count[..., 0, 0], 0).sum(2).reshape(b, -1) / plan.options.width
+        share = jnp.where(exists[..., 0], count[..., 0, 0], 0).sum(2).reshape(b, plan.blocks * m) / plan.options.width
     return Summaries(whole(of_k), whole(of_v), share)
 
 

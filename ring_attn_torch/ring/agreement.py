@@ -110,7 +110,7 @@ def agree_on(call: Call, group: Group, check: Callable[[], None]) -> None:
     error = None
     try:
         check()
-    except ValueError as objection:
+    except Exception as objection:  # of whatever kind: the others would wait for this rank
         error = objection
     if not torch.compiler.is_compiling():
         agree(call, group, error)

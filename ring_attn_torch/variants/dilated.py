@@ -20,13 +20,17 @@ from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
 
 from ..api import attention
-from ..arguments import Arrays, check_tensors, problem_of
+from ..arguments import Arrays, check_tensors, problem_of, refuse_transforms
 from ..ring.agreement import Call, agree_on
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
 from .lanes import folded, mixed
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
+
+
+COMPILES = torch.__version__ >= "2.15"
+"""Whether torch.compile keeps its numbers: it does in 2.15, and in 2.11 what lanes add in place is lost."""
 
 
 def dilated_attention(
@@ -78,10 +82,18 @@ def dilated_attention(
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
     natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
 
+    It works under torch.compile(fullgraph=True) from PyTorch 2.15 on; with an older one
+    it is refused there.
+
     Raises ValueError, the same on every rank and before anything is sent: segments and dilations that are not equally many,
     segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
     and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses.
     """
+    if torch.compiler.is_compiling() and not COMPILES:
+        raise NotImplementedError(
+            "PyTorch before 2.15 compiles dilated_attention to something else: leave it out of what is compiled, with "
+            "torch.compiler.disable, or take a newer PyTorch"
+        )
     name = group_name(group)
     _, ranks = _place(name)
     arrays = Arrays(key_mask=key_mask)
@@ -98,6 +110,7 @@ def dilated_attention(
             backend=backend,
             deterministic=deterministic,
         )
+        refuse_transforms((q, k, v))
         check_tensors(q, k, v, arrays, name)
         if backend in VENDORS:
             raise ValueError(

@@ -125,7 +125,7 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
     """A shard [b s h d] -> its lanes [b * classes, slots, heads of a class, d]; slots and heads that there are not: 0."""
     lanes, part = place
     spots = _spots(_padded(_chosen(x, part), lanes, part, rank), lanes, part)
-    return spots.reshape(-1, lanes.slots, *spots.shape[4:])
+    return spots.flatten(0, 2)  # which also knows how many lanes there are where they hold no slot
 
 
 def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:

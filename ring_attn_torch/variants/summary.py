@@ -231,6 +231,8 @@ def _agreed(inputs: Inputs, options: SummaryOptions, ring: Group) -> SummaryPlan
                 raise ValueError(f"{name} is a DTensor: pass this rank's part of it, {name}.to_local()")
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.layout != torch.strided or x.is_nested:
+                raise ValueError(f"{name} is sparse or nested: pass a dense tensor")
             if x.device != q.device:
                 raise ValueError(f"{name} is on {x.device} and q on {q.device}: move it")
         checked({name: tuple(given[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
