@@ -15,6 +15,8 @@ from .jax import caches as on_jax
 from .support.stories import Append, Call, Prefill, Story
 from .torch import caches as on_torch
 
+pytestmark = pytest.mark.exhaustive
+
 OPERATIONS = (
     Prefill(4, (7, 3), fresh=True),
     Append(3, ((True, True, True), (False, True, False))),

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 for package in ("torch", "jax", "flax", "matplotlib", "typer"):
     pytest.importorskip(package)
 

@@ -13,6 +13,8 @@ pytest.importorskip("flax")
 from .jax.models import run_layer
 from .torch.models import layer_on_rank
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_jax_over_a_ring_is_torch_over_a_ring_and_torch_on_one_device(gloo):
     x, dout = layer_data()

@@ -13,6 +13,8 @@ from .jax import test_summary as on_jax
 from .support.summaries import COMPILED
 from .torch import test_summary as on_torch
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.parametrize("case", [case for case in COMPILED if case.dtype == "float32"], ids=str)
 def test_frameworks_agree(gloo, case):

@@ -1,5 +1,7 @@
 """KVCache and prefill on a GPU: a step in a CUDA graph, and chunks of a prompt against the whole of it in kernels."""
 
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,7 @@
 """KVCache and prefill in JAX: stories of requests against a model, one token at a time."""
 
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,6 +16,8 @@ from ..support.caches import check
 from ..support.stories import CHOSEN, REST
 from .caches import compiled, play
 from .ring import mesh_of
+
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("story", CHOSEN, ids=str)

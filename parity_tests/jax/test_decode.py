@@ -21,6 +21,8 @@ from ..support.decode import Problem, Shape, check, random_shape, shapes
 from .decode import program, run
 from .ring import QUICK, SEQ, mesh_of
 
+pytestmark = pytest.mark.exhaustive
+
 WHOLE = PartitionSpec()
 
 

@@ -20,6 +20,8 @@ from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, 
 from .models import run_layer
 from .ring import mesh_of
 
+pytestmark = pytest.mark.exhaustive
+
 TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
 WHOLE: dict[str, Any] = {"segments": (64,), "dilations": (1,)}
 """One segment that covers every sequence here: all tokens attend to all."""

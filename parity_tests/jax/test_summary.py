@@ -30,6 +30,8 @@ from ..support.summaries import (
 )
 from .ring import QUICK, SEQ, mesh_of
 
+pytestmark = pytest.mark.exhaustive
+
 REPLICATED = PartitionSpec()
 QUICKLY = QUICK if jax.default_backend() == "cpu" else None
 

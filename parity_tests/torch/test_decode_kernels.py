@@ -22,6 +22,8 @@ from ..support.spawn import Ranks
 from .decode import Pair, on_rank
 from .test_kernels import as_on_a_gpu
 
+pytestmark = pytest.mark.exhaustive
+
 pytest.importorskip("triton")
 
 

@@ -16,6 +16,8 @@ from ..support.dilated import Case, check, drawn
 from ..support.spawn import PerRank
 from .dilated import on_rank, run
 
+pytestmark = pytest.mark.exhaustive
+
 DEADLINE = 30
 """Seconds for one configuration. Longer than gloo's own, after which the ranks that wait for another say so."""
 

@@ -16,7 +16,7 @@ from ring_attn_core.reference.tolerance import bound, relative_error
 
 from .hugging_face import CLASSES, DOCUMENTS, Case, Outcome, batch, make, over_a_ring, result_of, truth
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 ROUNDING = 1e-12
 """Sums of a few hundred float64 numbers in two orders, through two layers and back."""
 

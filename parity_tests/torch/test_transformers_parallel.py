@@ -21,7 +21,7 @@ from ring_attn_torch.ring import loop
 
 from .hugging_face import LENGTH, Case, batch, in_float64, make, truth
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 LLAMA = Case("llama")
 ROUNDING = 1e-12
 
