@@ -86,14 +86,14 @@ def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: 
     for name, shape in (("out", (*q.shape[:3], v.shape[-1])), ("lse", q.shape[:3])):
         if results.get(name) is None:
             results.pop(name, None)
-        elif isinstance(results[name], np.ndarray):
-            raise ValueError(f"{text} returned {name} as a numpy array, which has no gradient: return a tensor")
         elif not hasattr(results[name], "shape") or tuple(results[name].shape) != tuple(shape):
             got = list(results[name].shape) if hasattr(results[name], "shape") else type(results[name]).__name__
             raise ValueError(
                 f"{text} returned {name} {got}, expected {list(shape)}: of shards q {list(q.shape)}, k {list(k.shape)} it must "
                 "return out [batch, tokens, heads, v_dim], or (out, lse [batch, tokens, heads])"
             )
+        elif isinstance(results[name], np.ndarray):
+            raise ValueError(f"{text} returned {name} as a numpy array, which has no gradient: return a tensor")
     if "out" not in results:
         raise ValueError(f"{text} returned nothing: it must return out, or (out, lse)")
     return results
