@@ -175,6 +175,7 @@ def test_a_users_function_that_fails_ends_everything_in_words(function: str, pat
         (("ring-flash-attn",), "ring-flash-attn in PyTorch: not installed: run pip install ring-flash-attn"),
         (("torch-context-parallel",), "torch-context-parallel in PyTorch: its kernels run on NVIDIA GPUs"),
         (("mymodule:",), "cannot read 'mymodule:': write module:function"),
+        (("torch:mymodule",), "cannot read 'torch:mymodule': write module:function"),
         (("ring", "--png", "picture.jpg"), "a comparison is drawn as .png or .svg"),
         (("ring", "--json", "no/such/folder/x.json"), "there is no folder no/such/folder"),
         (("ring", "--json", "."), ". is a folder: name a file in it"),

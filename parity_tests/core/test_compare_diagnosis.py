@@ -17,6 +17,7 @@ from ring_attn_cli.compare.diagnosis import Evidence, diagnose  # noqa: E402
 from ring_attn_cli.compare.diagnosis.dense import Dense  # noqa: E402
 from ring_attn_cli.compare.measure import quantities  # noqa: E402
 from ring_attn_cli.compare.oracles import ORACLES, by_name  # noqa: E402
+from ring_attn_core.masks import causal, full, sliding_window  # noqa: E402
 from ring_attn_core.reference.oracle import plain, rounding  # noqa: E402
 
 CASES = {
@@ -121,6 +122,25 @@ MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
     ),
     "noise": (lambda c, i, r: r | {"dq": r["dq"] + 0.1 * r["dq"][:, ::-1]}, "no known mistake explains the error of dq"),
 }
+MASKS: dict[str, tuple[Case, dict[str, Any], str]] = {
+    "no mask": (Case(), {"mask": full()}, "the mask is wrong: there is none, where causal was said"),
+    "causal": (Case(mask="full"), {"mask": causal()}, "the mask is wrong: out is that of causal, where full was said"),
+    "off by one": (
+        Case(),
+        {"mask": causal(1)},
+        "the mask is wrong: each query sees one key more after it, where causal was said",
+    ),
+    "after": (
+        Case(mask="sliding_window:9:3", alibi=True),
+        {"mask": sliding_window(9, 2)},
+        "the mask is wrong: each query sees one key less after it",
+    ),
+    "window": (Case(mask="window:9"), {"mask": sliding_window(8)}, "the mask is wrong: each query sees one key less before it"),
+    "sign": (Case(mask="window:9"), {"mask": sliding_window(0, 9)}, "the mask is wrong: q_pos - k_pos has the other sign"),
+    "key_mask": (Case(key_mask=True, documents=3), {"key_mask": None}, "the mask is wrong: key_mask is not looked at"),
+    "extents": (Case(key_mask=True, documents=3), {"extents": None}, "the mask is wrong: extents is not looked at"),
+}
+
 OF_ONE_KEY_HEAD = "own part", "rank 1 lost", "rank 0 twice"
 
 
@@ -138,6 +158,71 @@ def test_a_planted_mistake_is_named(case: Case, mistake: str):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_nothing_is_said_of_what_is_right(case: Case):
     assert diagnose(evidence(case, lambda case, given, result: result)) == []
+
+
+@pytest.mark.parametrize("mistake", MASKS)
+def test_another_mask_is_named(mistake: str):
+    case, changed, words = MASKS[mistake]
+    said = diagnose(evidence(replace(case, length=61, head_dim=16), lambda c, i, r: again(c, r, **changed)))
+    assert len(said) == 1 and said[0].startswith(words), said
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_a_layout_that_is_taken_for_contiguous_is_named(layout: str):
+    case = Case(length=61, head_dim=16, layout=layout)
+    held = np.concatenate([list(case.plan(RANKS).positions(rank)) for rank in range(RANKS)])
+    held = held[held < case.length]
+
+    def contiguous(case: Case, given: Arrays, result: Arrays) -> Arrays:
+        cotangents = ORACLES["attention"].given(case).cotangents
+        arrays: dict[str, Any] = {name: given[name][:, held] for name in "qkv"}
+        shards = again(case, result, **arrays, dout=cotangents["out"][:, held], dlse=cotangents["lse"][:, held])
+        return {name: x[:, np.argsort(held)] for name, x in shards.items() if name in result}
+
+    said = diagnose(evidence(case, contiguous))
+    assert len(said) == 1 and f"shards are taken for contiguous ones and are {layout}" in said[0], said
+
+
+def test_padding_that_counts_as_keys_is_named():
+    padded = lambda x: np.concatenate([x, np.zeros_like(x[:, :2])], 1)
+    plant = lambda c, i, r: {n: x[:, :61] for n, x in again(c, r, **_padded(c, i, padded)).items() if n in r}
+    said = diagnose(evidence(Case(length=61, head_dim=16, mask="full", layout="contiguous"), plant))
+    assert said == ["padding is attended to: hide the keys whose positions are not below length, 2 here"]
+
+
+def _padded(case: Case, given: Arrays, padded: Callable[[Any], Any]) -> dict[str, Any]:
+    cotangents = ORACLES["attention"].given(case).cotangents
+    arrays = {name: padded(given[name]) for name in "qkv"}
+    return arrays | {"dout": padded(cotangents["out"]), "dlse": padded(cotangents["lse"])}
+
+
+def test_a_gradient_in_another_order_is_named():
+    exchanged = lambda x: x.swapaxes(1, 3).reshape(x.shape)
+    said = diagnose(evidence(CASES["plain"], lambda c, i, r: r | {"dk": exchanged(r["dk"])}, ranks=1))
+    assert len(said) == 1 and said[0].startswith("dk holds the right numbers in another order"), said
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_softmax_of_16_bits_is_named_and_no_scale(dtype: str):
+    """As q @ k.T gives it where nobody asks for more: its scale is right, and 1.001 times it would fit the noise better."""
+    keep = rounding(dtype)
+
+    def narrow(case: Case, given: Arrays, result: Arrays) -> Arrays:
+        k, v = (keep(given[name]).repeat(2, 2) for name in "kv")
+        scores = keep(keep(np.einsum("bshd,bthd->bsht", given["q"], k)) * case.factor)
+        seen = np.tri(case.length, dtype=bool)[:, None]
+        p = keep(np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0))
+        lse = keep(np.log(p.sum(-1)) + scores.max(-1))
+        return result | {"out": keep(np.einsum("bsht,bthd->bshd", keep(p / keep(p.sum(-1, keepdims=True))), v)), "lse": lse}
+
+    said = diagnose(evidence(Case(length=61, head_dim=16, dtype=dtype), narrow))
+    assert len(said) == 1 and said[0].startswith(f"the softmax is computed in {dtype}"), said
+
+
+def test_noise_above_the_bound_is_no_other_scale():
+    noise = 3e-3 * np.random.default_rng(0).standard_normal((1, 61, 4, 16))
+    said = diagnose(evidence(Case(length=61, head_dim=16, dtype="bfloat16"), lambda c, i, r: r | {"out": r["out"] + noise}))
+    assert said == ["no known mistake explains the error of out"]
 
 
 def test_two_lost_gradients_are_both_named():

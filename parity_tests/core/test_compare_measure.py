@@ -95,6 +95,25 @@ def test_a_module_that_does_not_exist_is_said():
         user.load("no_such_module:f")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mymodule.py:f", "there is no module 'mymodule.py': write mymodule, as import does"),
+        ("./mymodule.py:f", "write the name of a module, as import does, and no path"),
+        ("../mymodule:f", "write the name of a module, as import does, and no path"),
+        ("some/mymodule:f", "write the name of a module, as import does, and no path"),
+    ],
+)
+def test_a_file_in_place_of_a_module_is_said(text: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        user.load(text)
+
+
+def test_a_function_of_one_framework_that_runs_in_both_is_said():
+    with pytest.raises(ValueError, match="needs group, which ring_attention has in PyTorch only: write torch:mymodule:f"):
+        user.taken(lambda q, k, v, group: q, "mymodule:f", {"axis_name": "seq"}, Case())
+
+
 def test_padding_is_refused_for_a_function_that_takes_no_length():
     with pytest.raises(ValueError, match="takes no length, and 7 tokens are padded to 8 in zigzag"):
         user.check_length("m:f", {}, Case(length=7), 8)

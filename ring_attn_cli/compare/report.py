@@ -59,7 +59,8 @@ def _table(title: str, results: list[Result]) -> Table:
     for name in (*OF_ARRAY, "ms", "MiB"):
         drawn.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        who, cost = (result.variant, TITLES[result.framework], str(result.ranks)), _cost(result)
+        variant = result.variant.removeprefix(f"{result.framework}:")  # the next column says it
+        who, cost = (variant, TITLES[result.framework], str(result.ranks)), _cost(result)
         for number, quantity in enumerate(shown(result.quantities)):
             first = number == 0
             drawn.add_row(*(who if first else ("", "", "")), *_cells(quantity), *(cost if first else ("", "")))

@@ -15,13 +15,20 @@ from .cases import Case
 Offered = dict[str, Any]
 """Arguments of ring_attention by name."""
 
+ONE_FRAMEWORK = {"group": ("torch", "PyTorch"), "axis_name": ("jax", "JAX")}
+"""Arguments of ring_attention that are there in one framework only: which, and its title."""
+
 
 def load(text: str) -> Callable[..., Any]:
     """The function that ``module:function`` names; ValueError where there is none."""
     module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"cannot read {module!r}: write the name of a module, as import does, and no path")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if module.endswith(".py"):
+            raise ValueError(f"there is no module {module!r}: write {module.removesuffix('.py')}, as import does") from error
         if error.name != module.split(".")[0] and error.name != module:
             raise ValueError(f"{module} imports {error.name}, which is not installed") from error
         if module.endswith(".py"):
@@ -53,6 +60,12 @@ def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case)
     others = [p for p in parameters if p not in first and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [p.name for p in others if p.default is p.empty and p.name not in offered]
     if unknown:
+        other = next((each for each in unknown if each in ONE_FRAMEWORK), None)
+        if other is not None:
+            framework, title = ONE_FRAMEWORK[other]
+            raise ValueError(
+                f"{text} needs {other}, which ring_attention has in {title} only: write {framework}:{text}, or give it a default"
+            )
         raise ValueError(
             f"{text} needs {', '.join(unknown)}, and only arguments of ring_attention are passed ({', '.join(offered)}): give "
             "it a default"

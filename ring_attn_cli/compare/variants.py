@@ -217,7 +217,7 @@ def _of_user(name: str, before: list[Variant]) -> Variant:
     framework, _, rest = name.partition(":")
     where, text = ((framework,), rest) if framework in FRAMEWORKS and ":" in rest else (FRAMEWORKS, name)
     module, _, function = text.partition(":")
-    if not (module and function) or ":" in function:
+    if not (module and function) or ":" in function or (framework in FRAMEWORKS and where == FRAMEWORKS):
         raise ValueError(f"cannot read {name!r}: write module:function, or jax:module:function or torch:module:function")
     calls = {each: f"{HERE}.{each}_calls:user" for each in where}
     # The first function for JAX alone and the first for PyTorch alone are two of one thing, and so on.

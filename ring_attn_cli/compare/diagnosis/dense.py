@@ -44,13 +44,13 @@ class Dense:
             self.kept = drawn * rescale(case.dropout_rate)
 
     def forward(self, scale: float, seen: np.ndarray | None = None, reads: np.ndarray | None = None) -> Forward:
-        """With this scale, of the keys ``seen`` [s t] alone, where query head h reads key head ``reads[h]``."""
+        """With this scale, where query head h reads key head ``reads[h]`` and queries see ``seen`` [s t], or as the case says."""
         reads = self.reads if reads is None else reads
         scores, steepness = scale * (self.q @ self.k[reads].swapaxes(1, 2)), np.ones(1)
         if self.case.softcap is not None:
             bounded = np.tanh(scores / self.case.softcap)
             scores, steepness = self.case.softcap * bounded, 1 - bounded * bounded
-        scores = np.where(self.seen if seen is None else self.seen & seen, scores + self.bias, -np.inf)
+        scores = np.where(self.seen if seen is None else seen, scores + self.bias, -np.inf)
         sinks = self.sinks[:, None, None]
         top = np.maximum(scores.max(-1, keepdims=True), sinks)
         top = np.where(np.isneginf(top), 0, top)

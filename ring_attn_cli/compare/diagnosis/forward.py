@@ -12,11 +12,8 @@ from ring_attn_core.reference.tolerance import bound, relative_error
 
 from ..measure import first
 from ..oracles import by_name
-from .dense import Dense
 from .evidence import Evidence, Hypothesis
-
-ROWS = 96
-"""Queries that a hypothesis about the forward is tried on: the last ones, which see most."""
+from .masks import wrong_mask
 
 
 def not_finite(evidence: Evidence) -> str | None:
@@ -33,10 +30,10 @@ def own_keys(evidence: Evidence) -> str | None:
     """Each rank attends to the keys that it holds, and k and v never travel."""
     if evidence.plan.ranks == 1 or "out" not in evidence.missed:
         return None
-    dense, rows = _last_rows(evidence)
+    dense, rows = evidence.last_rows
     ranks = evidence.rank_of
-    own = ranks[rows.start : rows.stop, None] == ranks
-    before, after = (_distance(evidence, dense.forward(evidence.case.factor, seen).out, rows) for seen in (None, own))
+    own = dense.seen & (ranks[rows.start : rows.stop, None] == ranks)
+    before, after = (evidence.distance(dense.forward(evidence.case.factor, seen).out, rows) for seen in (None, own))
     if not evidence.explained("out", before, after):
         return None
     return "every rank attends to its own keys only: out is that of each shard alone, so k and v do not travel around the ring"
@@ -46,9 +43,9 @@ def wrong_scale(evidence: Evidence) -> str | None:
     """q . k is multiplied by another number."""
     if "out" not in evidence.missed:
         return None
-    dense, rows = _last_rows(evidence)
+    dense, rows = evidence.last_rows
     right = evidence.case.factor
-    distance = lambda power: _distance(evidence, dense.forward(right * math.exp(power)).out, rows)
+    distance = lambda power: evidence.distance(dense.forward(right * math.exp(power)).out, rows)
     powers = np.linspace(-math.log(64), math.log(64), 33)
     near = int(np.argmin([distance(power) for power in powers]))
     low, high = powers[max(near - 1, 0)], powers[min(near + 1, len(powers) - 1)]
@@ -87,7 +84,7 @@ def heads(evidence: Evidence) -> str | None:
         )
     if evidence.case.kv_heads == 1:
         return None
-    dense, rows = _last_rows(evidence)
+    dense, rows = evidence.last_rows
     read = [dense.forward(evidence.case.factor, reads=np.full(dense.heads, g)).out for g in range(evidence.case.kv_heads)]
     mine = evidence.got["out"][0, rows.start : rows.stop]
     errors = np.array([[relative_error(mine[:, h], out[:, h]) for out in read] for h in range(dense.heads)])
@@ -135,6 +132,24 @@ def narrow_dtype(evidence: Evidence) -> str | None:
     return None
 
 
+def narrow_state(evidence: Evidence) -> str | None:
+    """Inputs of 16 bits, and scores, sums or lse of 16 bits too."""
+    dtype = evidence.case.dtype
+    if dtype not in ("bfloat16", "float16") or "lse" not in evidence.missed:
+        return None
+    right, keep = evidence.truth.exact["lse"], rounding(dtype)
+    got = first(evidence.got["lse"], right).astype(np.float32)
+    usual = relative_error(keep(right.astype(np.float32)), right)
+    if not np.array_equal(keep(got), got) or relative_error(got, right) > 8 * usual:
+        return None
+    if "out" in evidence.missed and evidence.error("out") > 8 * evidence.truth.bounds["out"]:
+        return None
+    return (
+        f"the softmax is computed in {dtype}: every value of lse is a {dtype} number. Scores, exponentials, sums and lse belong "
+        "in float32, whatever the inputs are"
+    )
+
+
 def base_two(evidence: Evidence) -> str | None:
     """lse in base 2, as kernels carry it."""
     if "lse" not in evidence.missed:
@@ -147,17 +162,6 @@ def base_two(evidence: Evidence) -> str | None:
     if evidence.explained("lse", evidence.error("lse"), relative_error(got - offset, right)):
         return f"lse is {offset:+.6g} off everywhere, while out is right: the running maximum or a constant is missing in it"
     return None
-
-
-def _last_rows(evidence: Evidence) -> tuple[Dense, range]:
-    length = evidence.case.length
-    rows = range(max(length - ROWS, 0), length)
-    return Dense(evidence.case, evidence.given.arrays, rows, evidence.case.heads), rows
-
-
-def _distance(evidence: Evidence, out: np.ndarray, rows: range) -> float:
-    """The relative error of what was measured, were ``out`` the truth of these rows."""
-    return relative_error(evidence.got["out"][0, rows.start : rows.stop], out)
 
 
 def _least(distance: Callable[[float], float], low: float, high: float) -> float:
@@ -173,5 +177,5 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum() / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300))
 
 
-HYPOTHESES: tuple[Hypothesis, ...] = (not_finite, own_keys, wrong_scale, heads, narrow_dtype)
+HYPOTHESES: tuple[Hypothesis, ...] = (not_finite, own_keys, wrong_scale, heads, wrong_mask, narrow_dtype, narrow_state)
 """In the order in which they are tried; the first that holds is said."""
