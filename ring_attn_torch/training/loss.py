@@ -15,7 +15,7 @@ from ring_attn_core.problem.checks import check_number
 
 from ..layers.attention import ring_of
 from ..ring.agreement import Call, agree_on
-from ..ring.groups import is_dtensor, ranks_of
+from ..ring.groups import Group, is_dtensor, ranks_of
 from .chunked import Labels, sum_of_hidden, sum_of_logits
 
 
@@ -60,6 +60,11 @@ def loss(
     tokens = Labels(labels.flatten().long(), ignore_index, chunk)  # unsigned ones have no place for ignore_index
     flat = logits.flatten(0, -2)
     part = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
+    return over_ranks(part, labels, ring, ignore_index, reduction)
+
+
+def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str) -> Tensor:
+    """The mean, or sum, over the labels of all ranks of ``ring``; ``part``: the sum over this rank's, 0-d, with a gradient."""
     total = torch.stack([part.detach(), _count(labels, ignore_index).to(part.dtype)])
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)

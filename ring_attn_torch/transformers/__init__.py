@@ -5,7 +5,12 @@ import ring_attn_torch.transformers as ring
 model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="ring")
 with ring.sequence_parallel(model):             # whole input_ids and labels, the same on every rank
     model(input_ids=ids, labels=ids).loss.backward()
+ring.RingTrainer(model=model, args=args, train_dataset=rows).train()  # or this, on its own
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -14,7 +19,19 @@ from .masks import NAME, ring_mask
 from .parallel import sequence_parallel
 from .settings import enable
 
+if TYPE_CHECKING:
+    from .trainer import RingTrainer, RingTraining
+
 AttentionInterface.register(NAME, ring_attention_forward)
 AttentionMaskInterface.register(NAME, ring_mask)
 
-__all__ = ["enable", "sequence_parallel"]
+__all__ = ["RingTrainer", "RingTraining", "enable", "sequence_parallel"]
+
+
+def __getattr__(name: str) -> Any:
+    """The Trainer is imported by who asks for it: transformers' own takes seconds."""
+    if name in ("RingTrainer", "RingTraining"):
+        from . import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,18 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ..data.gather import gather
-from ..layers.recompute import recomputed
 from ..training.loss import loss as loss_of
+from ..training.loss import over_ranks
+from .accelerates import AcceleratesHooks
+from .checkpointing import Checkpointing
+from .head import Head
 from .inputs import Shards, sharded
 from .masks import current, during
 from .models import check_model, hugging_face_model, rotary_by_length
 from .settings import attending, ring_of_model
 from .whole import Ring
 
-_inside: WeakSet[nn.Module] = WeakSet()
-FUNCTION = "_gradient_checkpointing_func"
-"""Where transformers keeps how a layer computes its forward again."""
+_inside: WeakKeyDictionary[nn.Module, Calls] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -34,6 +35,7 @@ def sequence_parallel(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str | None = None,
     gather_logits: bool = False,
+    loss_chunk: int | None = None,
 ) -> Iterator[nn.Module]:
     """Inside this ``with``, ``model(...)`` takes whole sequences, the same on every rank, and each rank computes a shard of them.
 
@@ -57,9 +59,15 @@ def sequence_parallel(
         logits (of a model without them last_hidden_state): this rank's shard in layout order, with what pads it at the end of the
             sequence; or with ``gather_logits`` whole, in natural order. Hidden states are shards.
 
-    The cache is off. Layers under gradient checkpointing keep attention's (out, lse), so that the ring runs once. Attention's
-    dropout is the same for any number of ranks; other dropout draws from each rank's own generator, which should differ.
-    Leaving restores the model: its attention, hooks and checkpointing.
+    ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of so many tokens of a rank at a
+    time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does: [tokens, vocab] is never held. For models whose logits
+    are their head's, a matrix, and no more.
+
+    The cache is off. Layers under activation checkpointing keep attention's (out, lse), so that the ring runs once; after
+    ``activation_checkpointing_enable(offload=True)`` in host memory, as their inputs. accelerate's hooks for context parallelism,
+    which take masks away, are taken off meanwhile. Attention's dropout is the same for any number of ranks; other dropout draws
+    from each rank's own generator, which should differ.
+    Leaving restores the model: its attention, hooks, head and checkpointing.
 
     Raises ValueError, the same on every rank and before anything is sent round the ring, for models and arguments that cannot be
     split, by name, and for batches that the ranks do not share, which are compared at every call.
@@ -68,15 +76,17 @@ def sequence_parallel(
     check_model(model)
     if inside in _inside:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
-    ring = ring_of_model(inside, group, layout)
+    if gather_logits and loss_chunk is not None:
+        raise ValueError("gather_logits=True asks for logits and loss_chunk for none: pass one of them")
+    calls = Calls(inside, ring_of_model(inside, group, layout), gather_logits, loss_chunk)
     with ExitStack() as stack:
-        _inside.add(inside)
-        stack.callback(_inside.discard, inside)
+        _inside[inside] = calls
+        stack.callback(_inside.pop, inside, None)
         stack.enter_context(attending(inside))
         for module in rotary_by_length(inside):
             stack.enter_context(_told_the_longest(module))
-        calls = _Calls(inside, ring, gather_logits)
         stack.callback(calls.checkpointing.restore)
+        stack.callback(calls.accelerates.restore)
         for handle in (
             model.register_forward_pre_hook(calls.enter, with_kwargs=True),
             model.register_forward_hook(calls.leave, always_call=True),
@@ -85,35 +95,57 @@ def sequence_parallel(
         yield model
 
 
+def calls_of(model: nn.Module) -> Calls:
+    """Return what happens round each call of ``model``, for which sequence_parallel is on."""
+    return _inside[hugging_face_model(model)]
+
+
 class _Call(NamedTuple):
-    """A call that the model is in the middle of."""
+    """A call that the model is in the middle of; where ``summed`` its head makes the sum of the losses instead of logits."""
 
     shards: Shards
     scope: ExitStack
+    summed: bool
 
 
-class _Calls:
+class Calls:
     """What happens before and after each call of a model."""
 
-    def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool) -> None:
+    def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool, loss_chunk: int | None) -> None:
         self.model, self.ring, self.gather_logits = model, ring, gather_logits
+        self.head = None if loss_chunk is None else Head(model, loss_chunk)
         self.open: list[_Call] = []
-        self.checkpointing = _Checkpointing(model)
+        self.checkpointing = Checkpointing(model)
+        self.accelerates = AcceleratesHooks(model)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Inside this ``with`` logits are whole."""
+        before, self.gather_logits = self.gather_logits, True
+        try:
+            yield
+        finally:
+            self.gather_logits = before
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Shard the arguments."""
         shards = sharded(self.model, self.ring, args, kwargs)
         self.checkpointing.keep_attention()
+        self.accelerates.take_off()
         scope = ExitStack()
         scope.enter_context(during(shards.whole))
-        self.open.append(_Call(shards, scope))
+        summed = False
+        if self.head is not None and shards.labels is not None and not self.gather_logits:
+            scope.enter_context(self.head.summing(shards.labels, shards.ignore_index))
+            summed = True
+        self.open.append(_Call(shards, scope, summed))
         return (), shards.kwargs
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
         """Add the loss, and gather where that is wanted; without an output, after an error, only end the call."""
         if not self.open:
             return None
-        shards, scope = self.open.pop()
+        shards, scope, summed = self.open.pop()
         scope.close()
         if output is None:
             return None
@@ -122,42 +154,24 @@ class _Calls:
         result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
         added = {}
         if shards.labels is not None:
-            added["loss"] = self._loss(result, shards.labels, shards)
-        if self.gather_logits:
+            added["loss"] = self._loss(result, shards.labels, shards, summed)
+        if summed:
+            result = None
+        elif self.gather_logits:
             result = gather(result, group=self.ring.group, layout=self.ring.layout, length=shards.whole.length)
         if fields is None:
             return result if isinstance(output, Tensor) else (*added.values(), result, *output[1:])
         return type(output)(**{**fields, **added, **({name: result} if name else {})})
 
-    def _loss(self, logits: Tensor, labels: Tensor, shards: Shards) -> Tensor:
-        """The mean over the labels of all ranks, or their sum over ``num_items_in_batch``."""
+    def _loss(self, result: Tensor, labels: Tensor, shards: Shards, summed: bool) -> Tensor:
+        """The mean over the labels of all ranks, or their sum over ``num_items_in_batch``; ``result``: logits, or its sum."""
         count = shards.count
-        how = {"group": self.ring.group, "ignore_index": shards.ignore_index}
-        if count is None:
-            return loss_of(logits, labels, **how)
-        total = loss_of(logits, labels, reduction="sum", **how)
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-
-class _Checkpointing:
-    """The layers of a model that can compute their forward again, and how they did before ``keep_attention``."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        self.before: list[tuple[nn.Module, Any]] = []
-
-    def keep_attention(self) -> None:
-        """Let them keep attention's (out, lse). Called before each call, since a Trainer sets checkpointing on its own time."""
-        for layer in self.layers:
-            function = layer.__dict__.get(FUNCTION, recomputed)
-            if function is not recomputed:
-                self.before.append((layer, function))
-                setattr(layer, FUNCTION, recomputed)
-
-    def restore(self) -> None:
-        """Let them do as they were told last."""
-        for layer, function in self.before:
-            setattr(layer, FUNCTION, function)
+        reduction = "mean" if count is None else "sum"
+        if summed:
+            total = over_ranks(result.reshape(()), labels, self.ring.group, shards.ignore_index, reduction)
+        else:
+            total = loss_of(result, labels, reduction=reduction, group=self.ring.group, ignore_index=shards.ignore_index)
+        return total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
 @contextmanager

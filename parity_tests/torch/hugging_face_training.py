@@ -1,0 +1,180 @@
+"""Runs of transformers' Trainer: packed rows with uneven labels, on one process and on rings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import ring_attn_torch.transformers as hf
+
+from .hugging_face import VOCAB, make
+
+TOKENS, ROWS = 37, 30
+
+
+class Rows(Dataset):
+    """Rows of two packed documents each; of row i every token has a label with a chance of 1 - (i mod 5) / 6."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(row)
+        first = int(torch.randint(5, TOKENS - 5, (1,), generator=generator))
+        position_ids = torch.cat([torch.arange(first), torch.arange(TOKENS - first)])
+        start = torch.randint(3, VOCAB, (2,), generator=generator)
+        input_ids = 3 + (start[(torch.arange(TOKENS) >= first).long()] + position_ids) % (VOCAB - 3)
+        left_out = torch.rand(TOKENS, generator=generator) < (row % 5) / 6
+        return {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "labels": input_ids.masked_fill(left_out | (position_ids == 0), -100),
+        }
+
+
+class Run(NamedTuple):
+    """A run of a Trainer: ``rows`` in a batch of one process; ``checkpointing``: kwargs of activation checkpointing."""
+
+    steps: int
+    folder: str
+    rows: int = 2
+    settings: tuple[tuple[str, Any], ...] = ()
+    trainer: tuple[tuple[str, Any], ...] = ()
+    model: str = "llama"
+    lora: bool = False
+    evaluated: bool = False
+    killed_after: int = 0
+    resumed: bool = False
+
+
+class Result(NamedTuple):
+    """What a run leaves on a rank."""
+
+    weights: dict[str, np.ndarray]
+    logs: list[dict[str, float]]
+    metrics: dict[str, float]
+    logits: np.ndarray | None
+    labels: np.ndarray | None
+
+
+class Killed(Exception):
+    """Ends a run in the middle of a step."""
+
+
+class Kill(TrainerCallback):
+    """Ends a run after ``steps`` steps, in the next one."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.steps:
+            raise Killed
+
+
+@contextmanager
+def launched(rank: int, ranks: int) -> Iterator[None]:
+    """Inside this ``with`` accelerate finds what torchrun says of this process, and knows nothing of other runs."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-not-found]
+
+    def forget() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    forget()
+    try:
+        with patch.dict(os.environ, {name: str(x) for name, x in said.items()} if ranks > 1 else {}):
+            yield
+    finally:
+        forget()
+
+
+def argmax(logits: Tensor, labels: Tensor) -> Tensor:
+    """What the metrics want of logits."""
+    return logits.argmax(-1)
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    """How many of the tokens with a label are the likeliest."""
+    guessed, wanted = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((guessed == wanted)[wanted != -100].mean())}
+
+
+def model_of(run: Run) -> Any:
+    model = make(run.model, "float32", "sdpa")
+    if not run.lora:
+        return model
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> Result:
+    """Train as ``run`` says: on a ring of ``group``'s ranks where there is one, else with transformers' own Trainer."""
+    torch.set_grad_enabled(True)
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    with launched(rank, ranks):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            output_dir=run.folder,
+            **{
+                "max_steps": run.steps,
+                "per_device_train_batch_size": run.rows,
+                "per_device_eval_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "learning_rate": 3e-3,
+                "logging_steps": 1,
+                "use_cpu": True,
+                "save_strategy": "no",
+                "report_to": [],
+                "disable_tqdm": True,
+                "ddp_find_unused_parameters": False,
+                "log_level": "error",
+            }
+            | dict(run.settings),
+        )
+        trainer = (kind or (Trainer if group is None else hf.RingTrainer))(
+            model=model_of(run),
+            args=arguments,
+            train_dataset=Rows(),
+            eval_dataset=Rows(),
+            compute_metrics=metrics,
+            callbacks=[Kill(run.killed_after)] if run.killed_after else [],
+            **dict(run.trainer),
+        )
+        trainer.pop_callback(next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
+        return _result(run, trainer)
+
+
+def _result(run: Run, trainer: Trainer) -> Result:
+    try:
+        trainer.train(resume_from_checkpoint=run.resumed or None)
+    except Killed:
+        return Result({}, [], {}, None, None)
+    measured, logits, labels = {}, None, None
+    if run.evaluated:
+        told = trainer.evaluate()
+        measured = {name: told[name] for name in ("eval_loss", "eval_accuracy")}
+        logits, labels, told = trainer.predict(Rows())  # type: ignore[misc]
+        assert {f"test_{name}" for name in ("loss", "accuracy")} <= set(told)
+    logs = [
+        {name: float(entry[name]) for name in ("loss", "grad_norm")} for entry in trainer.state.log_history if "loss" in entry
+    ]
+    weights = {name: p.detach().numpy().copy() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return Result(weights, logs, measured, logits, labels)  # type: ignore[arg-type]
+
+
+def all_trained(group: Any, runs: list[Run]) -> list[Result]:
+    """What a process of the pool runs."""
+    return [trained(run, group) for run in runs]

@@ -1,0 +1,152 @@
+"""transformers' Trainer where the ranks of a ring share every row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import Trainer
+
+from .models import hugging_face_model
+from .parallel import calls_of, sequence_parallel
+from .settings import ring_of_model
+from .trainer_arguments import check_arguments, check_group, check_trainer
+from .whole import Ring
+
+Base: Any = Trainer if TYPE_CHECKING else object
+"""A mixin has no base of its own; type checkers are told of the class that comes after it."""
+
+
+class RingTraining(Base):
+    """What makes a Trainer share rows: put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
+
+    It takes what the Trainer takes, and ``group``, ``layout``, ``loss_chunk`` as :func:`sequence_parallel`. Without ``group`` the
+    ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` where that has one, else what ``enable`` was told, else
+    all ranks. Rings of consecutive ranks stand side by side: each has its own rows, as data parallel ranks do.
+
+    Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
+    counted in rings. Losses, gradients and their norm are those of as many processes as there are rings: the loss is divided by
+    the labels of all rings and of all accumulated batches. ``evaluate`` and ``predict`` return whole logits and labels in natural
+    order, with metrics of the whole batch, on every rank. trl's SFTTrainer trains with its plain loss, and leaves out its metrics
+    of entropy and accuracy, which want logits.
+
+    Raises ValueError, by name, for arguments that it cannot honour.
+    """
+
+    ring: Ring
+
+    def __init__(
+        self,
+        *args: Any,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        layout: str | None = None,
+        loss_chunk: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._asked = group, layout, loss_chunk
+        self._scope: ExitStack | None = None
+        super().__init__(*args, **kwargs)
+        check_trainer(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, one that hands every rank of a ring the same rows."""
+        check_arguments(self.args)
+        if self.args.accelerator_config.dispatch_batches is None:
+            self.args.accelerator_config.dispatch_batches = False  # one rank would read all rows, and hand each rank its own
+        super().create_accelerator_and_postprocess()
+        accelerator, (group, layout, _) = self.accelerator, self._asked
+        config = accelerator.parallelism_config
+        axis = accelerator.torch_device_mesh["cp"] if config is not None and config.cp_enabled else None
+        self.ring = ring_of_model(hugging_face_model(self.model), axis if group is None else group, layout)
+        check_group(self.ring, config)
+        if axis is not None:
+            accelerator._prepare_cp = lambda *prepared: prepared  # or it would hang its own context parallelism on the model
+        elif self.ring.ranks > 1:
+            shape = self.args.world_size // self.ring.ranks, self.ring.ranks
+            mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+            accelerator._prepare_device_mesh = lambda: mesh  # by which it hands out rows
+
+    @contextmanager
+    def _on_the_ring(self) -> Iterator[None]:
+        """Inside this ``with`` the model computes shards; entered again, as an evaluation amid training does, it does nothing."""
+        if self._scope is not None:
+            yield
+            return
+        _, _, loss_chunk = self._asked
+        with ExitStack() as self._scope:
+            try:
+                ring = self.ring
+                self._scope.enter_context(sequence_parallel(self.model, ring.group, ring.layout, loss_chunk=loss_chunk))
+                yield
+            finally:
+                self._scope = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as the Trainer does."""
+        with self._on_the_ring():
+            return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict, as the Trainer does, each row once."""
+        with self._on_the_ring():
+            self.gather_function = self._gather_rows
+            return super().evaluation_loop(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss that is logged: of the mean over all ranks every ring counts once."""
+        return super().training_step(*args, **kwargs) / self.ring.ranks
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss times the ranks of the ring, of whose gradients' sum the mean over all ranks is taken."""
+        loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+        if not (self.model_accepts_loss_kwargs and num_items_in_batch is not None and self.args.world_size > 1):
+            loss = loss * self.ring.ranks  # otherwise the Trainer has multiplied by all ranks, and divided by all labels
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return the loss and, but for ``prediction_loss_only``, whole logits and labels."""
+        with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
+            loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        return None if loss is None else loss / self.ring.ranks, logits, labels
+
+    def _gather_rows(self, data: Any) -> Any:
+        """The rows of all rings, each once; in the last batch without those that only fill it."""
+        rings = self.args.world_size // self.ring.ranks
+        if rings == 1:
+            return data
+        from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
+
+        state = self.accelerator.gradient_state
+        left = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        once = lambda x: x.unflatten(0, (rings, self.ring.ranks, -1))[:, 0].flatten(0, 1)[:left]
+        return recursively_apply(once, self.accelerator.gather(data))
+
+    def get_cp_size(self) -> int:
+        """Return how many ranks share a row."""
+        return self.ring.ranks
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Return this rank's part of the operations on whole rows."""
+        return super().floating_point_ops(inputs) / self.ring.ranks
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of every ring once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.ring.ranks
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Leave the rows whole: accelerate's own context parallelism would split them."""
+        return nullcontext, inputs
+
+
+class RingTrainer(RingTraining, Trainer):
+    """transformers' Trainer where the ranks of a ring share every row: see :class:`RingTraining`."""
