@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import ring_attn_torch.transformers as hf
+from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, relative_error
 from ring_attn_torch import gather, sum_gradients
 
 VOCAB, LENGTH = 48, 26
@@ -171,12 +173,17 @@ Outcome = dict[str, np.ndarray]
 """logits, loss and every gradient by the name of its parameter."""
 
 
-@lru_cache(maxsize=64)
-def truth(case: Case) -> Outcome:
-    """Of eager attention on one process; of packed documents each by itself."""
-    model, given = make(case.model, case.dtype), batch(case)
-    labels = given.pop("labels", None)
-    with computing(case.dtype):
+@lru_cache(maxsize=256)
+def truth(case: Case, order: int = 0) -> Outcome:
+    """Of eager attention on one process; of packed documents each by itself.
+
+    ``order``: 0 for the order in which sums are made there. Others permute the keys of every layer, and the rows of the batch.
+    """
+    flipped = lambda name, x: x.flip(-2 if name == "position_ids" else 0) if order else x
+    model = make(case.model, case.dtype, "permuted" if order else "eager")
+    given = {name: flipped(name, x) for name, x in batch(case).items()}
+    given.pop("labels", None)
+    with computing(case.dtype), permuted_by(order):
         if case.kind == "packed":
             parts = []
             for start, tokens in zip(STARTS, DOCUMENTS, strict=True):
@@ -185,9 +192,42 @@ def truth(case: Case) -> Outcome:
             result = torch.cat(parts, 1)
         else:
             result = result_of(model(**given, **without_cache(model)))
-        total = objective(result, labels, case)
+        result = flipped("", result)
+        total = objective(result, batch(case).get("labels"), case)
         total.backward()
     return outcome(model, result, total, case)
+
+
+@lru_cache(maxsize=64)
+def rounding_of(case: Case) -> float:
+    """The bound of a relative error: twice the worst by which eager attention differs from itself in other orders of its sums."""
+    pairs = [(truth(case, order)[name], x) for order in (1, 2) for name, x in truth(case).items()]
+    return 2 * max(relative_error(other, x) for other, x in pairs) + 2 * UNIT_ROUNDOFF[case.dtype]
+
+
+_order = [0]
+
+
+@contextmanager
+def permuted_by(order: int) -> Iterator[None]:
+    """Inside this ``with`` the attention that is called "permuted" reads keys in another order."""
+    before, _order[0] = _order[0], order
+    try:
+        yield
+    finally:
+        _order[0] = before
+
+
+def permuted_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
+    """The model's own eager attention over keys in another order."""
+    order = torch.randperm(key.shape[2], generator=torch.Generator().manual_seed(_order[0]))
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    mask = None if mask is None else mask[..., order]
+    return eager(module, query, key[:, :, order], value[:, :, order], mask, **others)
+
+
+AttentionInterface.register("permuted", permuted_attention)
+AttentionMaskInterface.register("permuted", AttentionMaskInterface()["eager"])
 
 
 def without_cache(model: Any) -> dict[str, Any]:

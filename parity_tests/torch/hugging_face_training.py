@@ -99,10 +99,6 @@ def launched(rank: int, ranks: int) -> Iterator[None]:
         forget()
 
 
-def argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """What the metrics want of logits."""
-    return logits.argmax(-1)
-
 
 def metrics(prediction: Any) -> dict[str, float]:
     """How many of the tokens with a label are the likeliest."""

@@ -119,15 +119,12 @@ class RingTraining(Base):
 
     def _gather_rows(self, data: Any) -> Any:
         """The rows of all rings, each once; in the last batch without those that only fill it."""
-        rings = self.args.world_size // self.ring.ranks
-        if rings == 1:
-            return data
         from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
 
-        state = self.accelerator.gradient_state
+        rings, state = self.args.world_size // self.ring.ranks, self.accelerator.gradient_state
         left = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        once = lambda x: x.unflatten(0, (rings, self.ring.ranks, -1))[:, 0].flatten(0, 1)[:left]
-        return recursively_apply(once, self.accelerator.gather(data))
+        once = lambda x: (x if rings == 1 else x.unflatten(0, (rings, self.ring.ranks, -1))[:, 0].flatten(0, 1))[:left]
+        return recursively_apply(once, data if rings == 1 else self.accelerator.gather(data))
 
     def get_cp_size(self) -> int:
         """Return how many ranks share a row."""
