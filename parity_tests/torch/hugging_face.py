@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, relative_error
 from ring_attn_torch import gather, sum_gradients
+
+from .permuted import permuted_by
 
 VOCAB, LENGTH = 48, 26
 SMALL: dict[str, Any] = {
@@ -76,6 +77,8 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gemma3_images": ("Gemma3Config", "Gemma3ForConditionalGeneration", {}),
 }
+KINDS = dict.fromkeys(CLASSES, ("plain", "padded", "holes", "packed"))
+KINDS |= {"dynamic": ("plain",), "longrope": ("plain",), "gemma3_images": ("plain", "padded")}
 TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY_VISION |= {"image_size": 28, "patch_size": 14}
 
@@ -173,7 +176,7 @@ Outcome = dict[str, np.ndarray]
 """logits, loss and every gradient by the name of its parameter."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def truth(case: Case, order: int = 0) -> Outcome:
     """Of eager attention on one process; of packed documents each by itself.
 
@@ -198,36 +201,15 @@ def truth(case: Case, order: int = 0) -> Outcome:
     return outcome(model, result, total, case)
 
 
+ORDERS = (1, 2, 3, 4)
+
+
 @lru_cache(maxsize=64)
-def rounding_of(case: Case) -> float:
-    """The bound of a relative error: twice the worst by which eager attention differs from itself in other orders of its sums."""
-    pairs = [(truth(case, order)[name], x) for order in (1, 2) for name, x in truth(case).items()]
-    return 2 * max(relative_error(other, x) for other, x in pairs) + 2 * UNIT_ROUNDOFF[case.dtype]
-
-
-_order = [0]
-
-
-@contextmanager
-def permuted_by(order: int) -> Iterator[None]:
-    """Inside this ``with`` the attention that is called "permuted" reads keys in another order."""
-    before, _order[0] = _order[0], order
-    try:
-        yield
-    finally:
-        _order[0] = before
-
-
-def permuted_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
-    """The model's own eager attention over keys in another order."""
-    order = torch.randperm(key.shape[2], generator=torch.Generator().manual_seed(_order[0]))
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    mask = None if mask is None else mask[..., order]
-    return eager(module, query, key[:, :, order], value[:, :, order], mask, **others)
-
-
-AttentionInterface.register("permuted", permuted_attention)
-AttentionMaskInterface.register("permuted", AttentionMaskInterface()["eager"])
+def rounding_of(model: str, dtype: str = "float64") -> float:
+    """The bound of a model's relative errors: twice the worst by which eager attention differs from itself in other ORDERS."""
+    cases = [Case(model, kind, dtype=dtype) for kind in KINDS[model]]
+    pairs = [(truth(case, order)[name], x) for case in cases for name, x in truth(case).items() for order in ORDERS]
+    return 2 * max(relative_error(other, x) for other, x in pairs) + 2 * UNIT_ROUNDOFF[dtype]
 
 
 def without_cache(model: Any) -> dict[str, Any]:

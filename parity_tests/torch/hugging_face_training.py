@@ -99,7 +99,6 @@ def launched(rank: int, ranks: int) -> Iterator[None]:
         forget()
 
 
-
 def metrics(prediction: Any) -> dict[str, float]:
     """How many of the tokens with a label are the likeliest."""
     guessed, wanted = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]

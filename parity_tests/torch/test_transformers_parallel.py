@@ -28,7 +28,7 @@ LLAMA = Case("llama")
 def near(got: dict[str, np.ndarray], case: Case = LLAMA, names: tuple[str, ...] = ()) -> None:
     want = truth(case)
     for name in names or want:
-        assert relative_error(got[name], want[name]) <= rounding_of(case), name
+        assert relative_error(got[name], want[name]) <= rounding_of(case.model), name
 
 
 def gradients(model: Any, group: Any) -> dict[str, np.ndarray]:
@@ -58,8 +58,8 @@ def test_logits_are_shards_in_layout_order_or_whole(four: Any):
     shards = to_layout(torch.from_numpy(want), "striped", 4).chunk(4, 1)
     for (shard, whole, hidden), own in zip(outcomes, shards, strict=True):
         present = own.abs().sum(-1) > 0  # what pads a shard means nothing
-        assert relative_error(shard[present], own[present].numpy()) < rounding_of(LLAMA)
-        assert relative_error(whole, want) < rounding_of(LLAMA)
+        assert relative_error(shard[present], own[present].numpy()) < rounding_of("llama")
+        assert relative_error(whole, want) < rounding_of("llama")
         assert hidden == shard.shape[1]
 
 
@@ -76,8 +76,8 @@ def both_logits(group: Any) -> list[Any]:
 def test_num_items_in_batch_takes_the_place_of_the_number_of_labels(four: Any):
     labels = int((batch(LLAMA)["labels"][:, 1:] != -100).sum())
     for half, shifted in four(2, counted_otherwise, 2 * labels):
-        assert abs(half - float(truth(LLAMA)["loss"]) / 2) < rounding_of(LLAMA)
-        assert abs(shifted - float(truth(LLAMA)["loss"])) < rounding_of(LLAMA)
+        assert abs(half - float(truth(LLAMA)["loss"]) / 2) < rounding_of("llama")
+        assert abs(shifted - float(truth(LLAMA)["loss"])) < rounding_of("llama")
 
 
 def counted_otherwise(group: Any, count: int) -> list[float]:
@@ -92,7 +92,7 @@ def test_embeddings_may_be_given_and_cu_seq_lens_say_what_position_ids_say(four:
     packed = truth(Case("llama", "packed"))["logits"].reshape(2, LENGTH, -1)
     for got, row in four(2, from_embeddings):
         near({"loss": got["loss"], "model.embed_tokens.weight": got["embeddings"]}, names=("loss", "model.embed_tokens.weight"))
-        assert relative_error(row[0], packed[0]) < rounding_of(LLAMA)
+        assert relative_error(row[0], packed[0]) < rounding_of("llama")
 
 
 def from_embeddings(group: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -113,7 +113,7 @@ def from_embeddings(group: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 def test_dropout_of_attention_is_the_same_on_any_number_of_ranks(four: Any):
     losses = [loss for ranks in (1, 2, 4) for loss in four(ranks, dropped)]
-    assert max(abs(loss - losses[0]) for loss in losses) < rounding_of(LLAMA)
+    assert max(abs(loss - losses[0]) for loss in losses) < rounding_of("llama")
     assert abs(losses[0] - float(truth(LLAMA)["loss"])) > 1e-3
 
 
@@ -232,7 +232,7 @@ def test_lora_gets_the_gradients_of_one_device(four: Any):
     want = four(1, adapted, "eager")[0]
     for got in four(4, adapted, "ring"):
         assert got.keys() == want.keys()
-        assert max(relative_error(got[name], want[name]) for name in want) < rounding_of(LLAMA)
+        assert max(relative_error(got[name], want[name]) for name in want) < rounding_of("llama")
 
 
 def adapted(group: Any, implementation: str) -> dict[str, np.ndarray]:

@@ -51,4 +51,8 @@ def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, 
         assert np.array_equal(got.labels, np.stack([Rows()[row]["labels"] for row in range(ROWS)]))
         assert len(resumed.logs) == steps
         near(resumed, got)
-        print("XXX", max(np.abs(resumed.weights[name] - x).max() for name, x in got.weights.items()), max(np.abs(one.weights[name] - x).max() for name, x in got.weights.items()))
+        print(
+            "XXX",
+            max(np.abs(resumed.weights[name] - x).max() for name, x in got.weights.items()),
+            max(np.abs(one.weights[name] - x).max() for name, x in got.weights.items()),
+        )
