@@ -25,7 +25,7 @@ VOCAB, LENGTH = 48, 26
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 40,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
@@ -51,7 +51,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
-        {**HEADS, "attention_chunk_size": 7, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+        {**HEADS, "attention_chunk_size": 7, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 40}
         | {"no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 3, "attn_scale": 0.4},
     ),
     "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {"local_attention": 6, "global_attn_every_n_layers": 2}),

@@ -42,7 +42,7 @@ class Rows(Dataset):
 
 
 class Run(NamedTuple):
-    """A run of a Trainer: ``rows`` in a batch of one process; ``checkpointing``: kwargs of activation checkpointing."""
+    """A run of a Trainer: ``rows`` in a batch of one process; ``settings``: TrainingArguments, or how many ranks have "cp"."""
 
     steps: int
     folder: str
@@ -54,6 +54,15 @@ class Run(NamedTuple):
     evaluated: bool = False
     killed_after: int = 0
     resumed: bool = False
+
+
+@contextmanager
+def on_cpus() -> Iterator[None]:
+    """Inside this ``with`` accelerate takes a ParallelismConfig on CPUs too, where it knows DDP alone."""
+    from accelerate import ParallelismConfig  # type: ignore[import-not-found]
+
+    with patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None):
+        yield
 
 
 class Result(NamedTuple):
@@ -119,8 +128,13 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
     """Train as ``run`` says: on a ring of ``group``'s ranks where there is one, else with transformers' own Trainer."""
     torch.set_grad_enabled(True)
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-    with launched(rank, ranks):
+    settings = dict(run.settings)
+    with launched(rank, ranks), on_cpus():
         torch.manual_seed(0)
+        if cp := settings.pop("cp", None):
+            from accelerate import ParallelismConfig  # type: ignore[import-not-found]
+
+            settings["parallelism_config"] = ParallelismConfig(cp_size=cp, dp_shard_size=ranks // cp)
         arguments = TrainingArguments(
             output_dir=run.folder,
             **{
@@ -137,7 +151,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
                 "ddp_find_unused_parameters": False,
                 "log_level": "error",
             }
-            | dict(run.settings),
+            | settings,
         )
         trainer = (kind or (Trainer if group is None else hf.RingTrainer))(
             model=model_of(run),

@@ -1,4 +1,4 @@
-"""Eager attention of transformers' models that makes its sums in other orders: what is only rounding shows as their difference."""
+"""Eager attention of transformers' models with its sums in other orders: what is only rounding shows as their difference."""
 
 from __future__ import annotations
 

@@ -11,6 +11,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import torch
+
+import ring_attn_torch.transformers as hf
+
+from .hugging_face import make
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, trained
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
@@ -56,3 +61,80 @@ def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, 
             max(np.abs(resumed.weights[name] - x).max() for name, x in got.weights.items()),
             max(np.abs(one.weights[name] - x).max() for name, x in got.weights.items()),
         )
+
+
+def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any, tmp_path: Path):
+    """Of two ranks each, with the loss in chunks and layers that wait on the host; and by accelerate's mesh with a cp axis."""
+    one = trained(Run(5, str(tmp_path / "one"), evaluated=True))
+    offloading = (
+        ("activation_checkpointing", True),
+        ("activation_checkpointing_kwargs", {"offload": True, "use_reentrant": False}),
+    )
+    settings = {"rows": 1, "evaluated": True}
+    runs = [
+        Run(5, str(tmp_path / "rings"), settings=offloading, trainer=(("loss_chunk", 5),), **settings),
+        Run(5, str(tmp_path / "mesh"), settings=(("cp", 2),), **settings),
+    ]
+    for results in four(4, all_trained, runs):
+        for got in results:
+            near(got, one)
+            assert got.metrics["eval_accuracy"] == one.metrics["eval_accuracy"]
+            assert abs(got.metrics["eval_loss"] - one.metrics["eval_loss"]) < 1e-2  # the last batch counts as a whole one
+            assert got.logits is not None
+            assert one.logits is not None
+            assert np.abs(got.logits - one.logits).max() < 10 * NEAR * np.abs(one.logits).max()
+
+
+def test_a_model_trained_with_lora_is_saved_and_comes_back(four: Any, tmp_path: Path):
+    pytest.importorskip("peft")
+    one = trained(Run(4, str(tmp_path / "one"), lora=True))
+    saving = (("save_strategy", "steps"), ("save_steps", 4))
+    for (got,) in four(4, all_trained, [Run(4, str(tmp_path / "four"), lora=True, settings=saving)]):
+        near(got, one)
+    back = saved_adapter(str(tmp_path / "four" / "checkpoint-4"))
+    assert {name: x for name, x in got.weights.items() if not np.array_equal(back[name], x)} == {}
+
+
+def saved_adapter(folder: str) -> dict[str, np.ndarray]:
+    from peft import PeftModel  # type: ignore[import-not-found]
+
+    model = PeftModel.from_pretrained(make("llama", "float32"), folder, is_trainable=True)
+    assert model.get_base_model().config._attn_implementation == "eager"
+    return {name: p.detach().numpy() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_model_trained_under_fsdp2_is_saved_and_comes_back(four: Any, tmp_path: Path):
+    want = four(4, sharded_and_saved, str(tmp_path))
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert model.config._attn_implementation == "sdpa"
+    assert "ring" not in (tmp_path / "config.json").read_text()
+    saved = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    for weights in want:
+        assert weights.keys() == saved.keys()
+        assert all(np.array_equal(saved[name], x) for name, x in weights.items())
+        assert not all(np.array_equal(p.detach().numpy(), saved[n]) for n, p in make("llama", "float32").named_parameters())
+
+
+def sharded_and_saved(group: Any, folder: str) -> dict[str, np.ndarray]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_grad_enabled(True)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = make("llama", "float32")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with hf.sequence_parallel(model, group):
+        for row in range(2):
+            (model(**{name: x[None] for name, x in Rows()[row].items()}).loss * group.size()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if group.rank() == 0:
+            model.save_pretrained(folder, state_dict=whole)
+    return {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
