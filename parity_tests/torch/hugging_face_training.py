@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -42,11 +43,12 @@ class Rows(Dataset):
 
 
 class Run(NamedTuple):
-    """A run of a Trainer: ``rows`` in a batch of one process; ``settings``: TrainingArguments, or how many ranks have "cp"."""
+    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0 for all; ``settings``: of TrainingArguments, or cp."""
 
     steps: int
     folder: str
     rows: int = 2
+    ring: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
     trainer: tuple[tuple[str, Any], ...] = ()
     model: str = "llama"
@@ -129,6 +131,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
     torch.set_grad_enabled(True)
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     settings = dict(run.settings)
+    rings = [dist.new_group(range(i, i + run.ring)) for i in range(0, ranks, run.ring)] if run.ring else []
     with launched(rank, ranks), on_cpus():
         torch.manual_seed(0)
         if cp := settings.pop("cp", None):
@@ -143,6 +146,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
                 "per_device_eval_batch_size": 4,
                 "gradient_accumulation_steps": 2,
                 "learning_rate": 3e-3,
+                "adam_epsilon": 1e-4,  # a smaller one makes steps of gradients that are rounding and nothing else
                 "logging_steps": 1,
                 "use_cpu": True,
                 "save_strategy": "no",
@@ -160,7 +164,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
             eval_dataset=Rows(),
             compute_metrics=metrics,
             callbacks=[Kill(run.killed_after)] if run.killed_after else [],
-            **dict(run.trainer),
+            **dict(run.trainer) | ({"group": rings[rank // run.ring]} if run.ring else {}),
         )
         trainer.pop_callback(next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
         return _result(run, trainer)
