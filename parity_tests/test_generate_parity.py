@@ -40,4 +40,6 @@ def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
     draw = sampling.draw
     words = {"low": np.uint32(draw.low), "high": np.uint32(draw.high)}
     theirs = sample_in_torch(torch.tensor(logits), draw, *map(torch.tensor, at))
-    assert sample_in_jax(jax.numpy.asarray(logits), draw._replace(**words), *map(jax.numpy.asarray, at)).tolist() == theirs.tolist()
+    assert (
+        sample_in_jax(jax.numpy.asarray(logits), draw._replace(**words), *map(jax.numpy.asarray, at)).tolist() == theirs.tolist()
+    )

@@ -98,12 +98,12 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
     with jax.enable_x64(True):
         model = model_of("features")
         placed = stepper.Placed.of(model)
-        kinds = placed.programs.step._cache_size()
+        kinds = placed.compiled.step._cache_size()
         got = model.generate(
             PROMPTS, NEW - 1, stop=stop, on_token=lambda *x: came.append(x), progress=lambda now, total: done.append((now, total))
         )
         again = model.generate(PROMPTS, NEW - 2, stop=stop)
-        assert placed.programs.step._cache_size() == kinds + 1  # for two stop ids instead of none
+        assert placed.compiled.step._cache_size() == kinds + 1  # for two stop ids instead of none
     assert got == again
     for new, all_of_them in zip(got, free, strict=True):
         ends = [i for i, token in enumerate(all_of_them) if token in stop]
@@ -160,7 +160,8 @@ def test_what_does_not_fit_is_refused(changes, message):
 
 def test_models_that_generate_no_text_are_refused():
     for mask, message in BLIND:
-        blind = RingTransformer(**made("grouped", "float32") | {"mask": mask}, rngs=nnx.Rngs(0))
+        sizes: dict[str, Any] = made("grouped", "float32") | {"mask": mask}
+        blind = RingTransformer(**sizes, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match=message):
             blind.generate(PROMPTS, 1)
     with pytest.raises(ValueError, match="chunk=20 and ALiBi"):
@@ -183,7 +184,7 @@ def test_models_that_generate_no_text_are_refused():
         ([[0.5]], {}, "ids must be integers"),
         ([[1]], {"window": 3}, "layer 0 sees 6 tokens before it, and the cache keeps 3"),
         ([[1]], {"mesh": mesh_of(1)}, "the model's ring is 2 ranks along 'seq', and the cache's 1"),
-        ([[1]], {"dtype": "bfloat16"}, "k and v are float32, and a cache of bfloat16 takes bfloat16"),
+        ([[1]], {"dtype": "bfloat16"}, "the cache keeps bfloat16, and the model computes in float32"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused(ids, options, message):
@@ -198,7 +199,7 @@ def test_a_step_that_does_not_fit_is_refused(ids, options, message):
 def test_tokens_are_those_that_the_reference_draws(sampling):
     logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
     logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
-    requests, positions = np.arange(40) * 3, np.arange(40) ** 2
+    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
     draw = sampling.draw._replace(low=np.uint32(sampling.draw.low), high=np.uint32(sampling.draw.high))
     with jax.enable_x64(True):
         got = sample(jnp.asarray(logits), draw, jnp.asarray(requests), jnp.asarray(positions))

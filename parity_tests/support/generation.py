@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ring_attn_core import Band, full
-from ring_attn_core.model.sampling import Sampling
 from ring_attn_core.reference.tolerance import bound, relative_error
+from ring_attn_core.sampling import Sampling
 
 from .models import TRANSFORMER, VOCAB, Arrays, transformer_weights
 

@@ -155,9 +155,10 @@ def test_float8_keeps_a_cache_that_generates():
 
 def errors_on_rank(group: Group) -> list[str]:
     model = model_of("features", group)
-    calls = [lambda c=changes: model.generate(**call(**c)) for changes, _ in BAD.values()]
+    calls: list[Any] = [lambda c=changes: model.generate(**call(**c)) for changes, _ in BAD.values()]
     for mask, _ in BLIND:
-        blind = RingTransformer(**made("grouped") | {"mask": mask}, group=group)
+        sizes: dict[str, Any] = made("grouped") | {"mask": mask}
+        blind = RingTransformer(**sizes, group=group)
         calls.append(lambda blind=blind: blind.generate(PROMPTS, 1))
     slow = model_of("alibi", group)
     calls.append(lambda: slow.generate(PROMPTS, 1, chunk=20))
@@ -205,7 +206,7 @@ def test_ranks_that_are_asked_for_different_things_all_hear_of_it(gloo):
         (None, [[1]], {"window": 3}, "layer 0 sees 6 tokens before it, and the cache keeps 3"),
         (None, [[1]], {"window": 6}, "layer 1 sees all tokens before it, and the cache keeps 6"),
         (CacheSizes(2, 4, 8), [[1]], {}, "make it with KVCache.make"),
-        (None, [[1]], {"dtype": "bfloat16"}, "k and v are float64, and a cache of bfloat16 takes bfloat16"),
+        (None, [[1]], {"dtype": "bfloat16"}, "the cache keeps bfloat16, and the model computes in float64"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_and_the_cache_is_as_it_was(sizes, ids, options, message):
@@ -227,7 +228,7 @@ def split_on_rank(group: Group) -> str:
     from torch.distributed.fsdp import fully_shard
 
     model = model_of("grouped", group)
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"is a DTensor, split over ranks by FSDP"):
         model.generate(PROMPTS, 1)
     return "it is"
@@ -237,7 +238,7 @@ def split_on_rank(group: Group) -> str:
 def test_tokens_are_those_that_the_reference_draws(sampling):
     logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
     logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
-    requests, positions = np.arange(40) * 3, np.arange(40) ** 2
+    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
     got = sample(torch.tensor(logits), sampling.draw, torch.tensor(requests), torch.tensor(positions))
     expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
     assert got.tolist() == expected

@@ -10,10 +10,11 @@ from hashlib import blake2b
 from typing import Any
 
 from ..cache.placement import held
+from ..cache.spec import FP8
 from ..layouts import padded_local
 from ..mistakes import in_words, is_integer
+from ..sampling import Sampling
 from .config import TransformerConfig
-from .sampling import Sampling
 
 SLOTS = 64
 """A cache of a call has a multiple of so many slots a rank, for another call to be served by the same compiled step."""
@@ -26,7 +27,7 @@ Progress = Callable[[int, int], object]
 class Generation:
     """``prompts`` as tuples of ints, ``new``: the most new tokens of each, ``stop``: ids that end a request.
 
-    ``chunk``: the most tokens of a prompt in one prefill, None for all. ``cache_dtype``: None, or the name of the cache's dtype.
+    ``chunk``: the most tokens of a prompt in one prefill, None for all. ``cache_dtype``: the name of the cache's dtype.
     """
 
     config: TransformerConfig
@@ -35,13 +36,13 @@ class Generation:
     sampling: Sampling
     stop: tuple[int, ...]
     chunk: int | None
-    cache_dtype: str | None
+    cache_dtype: str
 
     @classmethod
-    def of(cls, config: TransformerConfig, prompts: Any, new: Any, **options: Any) -> Generation:
+    def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
         """Return the record of what a user passed; ValueError for what does not fit.
 
-        ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
+        ``dtype``: in which the model computes. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
         """
         windows_of(config)
         rows = _rows(prompts)
@@ -64,10 +65,9 @@ class Generation:
                 f"chunk={chunk} and ALiBi: what is cached lies in no order that ALiBi could count in, so prompts are prefilled "
                 "whole. Leave chunk out"
             )
-        dtypes = (config.compute_dtype or config.param_dtype, "float8_e4m3fn")
-        if kept not in (None, *dtypes):
-            raise ValueError(f"cache_dtype must be one of {', '.join(dtypes)}, or None for {dtypes[0]}, got {in_words(kept)}")
-        return cls(config, rows, int(new), Sampling(**options), stop, chunk if chunk is None else int(chunk), kept)
+        if kept not in (None, dtype, FP8):
+            raise ValueError(f"cache_dtype must be one of {dtype}, {FP8}, or None for {dtype}, got {in_words(kept)}")
+        return cls(config, rows, int(new), Sampling(**options), stop, chunk if chunk is None else int(chunk), kept or dtype)
 
     @property
     def lengths(self) -> list[int]:
@@ -157,7 +157,9 @@ def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
     """ValueError for ids that a vocabulary does not have."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         strange = next(x for x in ids if not 0 <= x < vocab)
-        raise ValueError(f"{whose} {strange}, and a vocabulary of {vocab} has 0 to {vocab - 1}: encode with the model's tokenizer")
+        raise ValueError(
+            f"{whose} {strange}, and a vocabulary of {vocab} has 0 to {vocab - 1}: encode with the model's tokenizer"
+        )
 
 
 def bucket(tokens: int) -> int:

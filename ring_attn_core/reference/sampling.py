@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dropout import WORD, seed_words
-from ..model.sampling import Sampling, words
+from ..sampling import Sampling, words
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:

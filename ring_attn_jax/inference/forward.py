@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
@@ -55,7 +55,7 @@ def decode_step(
     over devices, ids outside the vocabulary (traced ones give NaN). Whether there is room, ``cache.check_room`` sees before.
     """
     _check(model, ids, cache)
-    return _on_ring(_decoded, model, cache, ids, valid)
+    return _on_ring(decoded, model, cache, (ids, valid))
 
 
 def prefill_prompts(
@@ -79,28 +79,29 @@ def prefill_prompts(
     given = ids.shape[1] if lengths is None else lengths
     known = isinstance(given, int | list | tuple)
 
-    def prompted(model: Any, cache: KVCache, ids: jax.Array, *lengths: jax.Array) -> tuple[jax.Array, KVCache]:
-        hidden, cache = last_hidden(model, cache, ids, given if known else lengths[0], fresh)
+    def prompted(model: Any, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
+        ids, lengths = new
+        hidden, cache = last_hidden(model, cache, ids, given if known else lengths, fresh)
         return logits_of(model, hidden), cache
 
-    return _on_ring(prompted, model, cache, ids, *(() if known else (given,)))
+    return _on_ring(prompted, model, cache, (ids, None if known else given))
 
 
-def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, *arrays: Any) -> Any:
-    """``function(model, cache, *arrays)``, of a model with a mesh inside a shard_map over it."""
+def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+    """``function(model, cache, new)``, of a model with a mesh inside a shard_map over it; ``new`` is the same on every rank."""
     from flax import nnx
 
     if not isinstance(model.where, Where):
-        return function(model, cache, *arrays)
+        return function(model, cache, new)
     graph, state = nnx.split(model)
     where, same = model.where, PartitionSpec()
 
-    def inside(state: Any, cache: KVCache, *arrays: Any) -> Any:
-        return function(inside_shard_map(nnx.merge(graph, state), where.axis_name), cache, *arrays)
+    def inside(state: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+        return function(inside_shard_map(nnx.merge(graph, state), where.axis_name), cache, new)
 
-    specs = same, cache.specs, *(same for _ in arrays)
+    specs = same, cache.specs, same
     ring = jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=(same, cache.specs))
-    return ring(state, cache, *arrays)
+    return ring(state, cache, new)
 
 
 def inside_shard_map(model: Any, axis_name: str) -> Any:
@@ -112,7 +113,9 @@ def inside_shard_map(model: Any, axis_name: str) -> Any:
     return model
 
 
-def _decoded(model: Any, cache: KVCache, ids: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, KVCache]:
+def decoded(model: Any, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
+    """``decode_step`` inside shard_map; ``new``: the ids, and which of them are tokens."""
+    ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
@@ -179,6 +182,11 @@ def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
     return x @ model.head_weight.T.astype(x.dtype)
 
 
+def computes_in(model: Any) -> str:
+    """The name of the dtype of a model's activations, whatever its weights have been cast to."""
+    return str(model.compute_dtype or model.embed.embedding[...].dtype)
+
+
 def check_model(model: Any) -> None:
     """ValueError for what is no RingTransformer, or one whose weights or layers cannot be decoded with."""
     from flax import nnx
@@ -193,16 +201,16 @@ def check_model(model: Any) -> None:
         )
     for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         sharding = getattr(p.get_value(), "sharding", None)
-        if sharding is not None and not isinstance(p.get_value(), jax.core.Tracer) and not sharding.is_fully_replicated:
+        if sharding is not None and not isinstance(p.get_value(), Tracer) and not sharding.is_fully_replicated:
             raise ValueError(
-                f"{'.'.join(map(str, path))} is sharded over devices, and generation computes with whole weights on every device: "
+                f"{'.'.join(map(str, path))} is sharded over devices, and generation needs whole weights on every device: "
                 "put the model's state on jax.NamedSharding(mesh, jax.P()), or load it so with load_weights"
             )
 
 
 def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model)
-    checks.check_model(cache.spec, model.config, windows_of(model.config))
+    checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     where = model.where
     axis, ranks = (where.axis_name, where.ranks) if isinstance(where, Where) else (where, ring_size(where))
     if (axis, ranks) != (cache.axis_name, cache.spec.ranks):

@@ -12,16 +12,16 @@ import numpy as np
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, bucket, local_tokens
 
 from .cache import KVCache
-from .forward import check_model
+from .forward import check_model, computes_in
 from .stepper import Placed, Stepper
 
 
 def generated(
     model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of``, by name."""
+    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of`` but the model's, by name."""
     check_model(model)
-    asked = Generation.of(model.config, **arguments)
+    asked = Generation.of(model.config, computes_in(model), **arguments)
     for name, function in (("on_token", on_token), ("progress", progress)):
         if function is not None and not callable(function):
             raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
@@ -29,9 +29,8 @@ def generated(
     placed = Placed.of(model)
     layout, ranks = model.blocks[0].attention.options.layout, placed.mesh.shape[placed.axis_name]
     shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(asked)]
-    kept = asked.cache_dtype or str(model.compute_dtype or model.embed.embedding[...].dtype)
     sizes, where = asked.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
-    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=kept, **where)
+    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, **where)
     hidden, cache = _prefilled(placed, cache, asked, progress)
     stepper = Stepper(placed, cache, asked)
     stepper.begin(hidden)
@@ -52,7 +51,7 @@ def _prefilled(placed: Placed, cache: KVCache, asked: Generation, progress: Prog
         ends = np.asarray([start < n <= start + max(lengths) for n in asked.lengths])
         chunk = placed.put((ids, np.asarray(lengths, np.int32), ends))
         equal = tokens if set(lengths) == {tokens} else None  # one of another length would be compiled for itself
-        hidden, cache = placed.programs.prefill(placed.weights, cache, hidden, chunk, fresh=not start, equal=equal)
+        hidden, cache = placed.compiled.prefill(placed.weights, cache, hidden, chunk, fresh=not start, equal=equal)
         done += sum(lengths)
         if progress is not None:
             hidden.block_until_ready()  # or it would say what has been asked for, and not what has been done

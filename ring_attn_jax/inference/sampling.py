@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.model.sampling import Draw, words
+from ring_attn_core.sampling import Draw, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
@@ -16,7 +16,7 @@ from ..attend.tiles import accumulation_dtype
 def sample(logits: jax.Array, draw: Draw, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """int32 [b]: the tokens of ``requests`` [b] at ``positions`` [b], of logits [b vocab], as ``draw`` says.
 
-    What :mod:`ring_attn_core.model.sampling` describes, in float32 (float64 for float64).
+    What :mod:`ring_attn_core.sampling` describes, in float32 (float64 for float64).
     """
     if draw.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)

@@ -15,7 +15,7 @@ from ring_attn_core.model.generation import Generation
 
 from ..sharded import Where
 from .cache import KVCache
-from .forward import _decoded, inside_shard_map, last_hidden, logits_of
+from .forward import decoded, inside_shard_map, last_hidden, logits_of
 from .sampling import sample
 
 Read = Callable[[], list[int]]
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
 
     mesh: Mesh
     axis_name: str
-    programs: Programs
+    compiled: Programs
     weights: tuple[jax.Array, ...]
 
     @classmethod
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
         if isinstance(model.where, Where):
             mesh, axis_name = model.where.mesh, model.where.axis_name
             if not isinstance(mesh, Mesh):
-                raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a jax.sharding.Mesh")
+                raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
         else:
             axis_name = model.where
             mesh = _alone(axis_name, next(iter(leaves[0].devices())))
@@ -53,7 +53,7 @@ class Placed(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _alone(axis_name: str, device: jax.Device) -> Mesh:
+def _alone(axis_name: str, device: Any) -> Mesh:
     return jax.make_mesh((1,), (axis_name,), axis_types=(AxisType.Auto,), devices=[device])
 
 
@@ -77,42 +77,38 @@ def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
         """``chunk``: ids, lengths and which requests end in it; ``equal``: the length of all of them, if it is one."""
 
-        def on_rank(weights: Any, cache: KVCache, hidden: Any, chunk: Any) -> Any:
-            ids, lengths, ends = chunk
+        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
+            hidden, (ids, lengths, ends) = given
             last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh)
             return jnp.where(ends[:, None], last, hidden), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, hidden, chunk)
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, chunk))
 
     @jax.jit
     def first(weights: Any, cache: KVCache, hidden: jax.Array, draw: Any, stop: jax.Array) -> Any:
-        def on_rank(weights: Any, cache: KVCache, hidden: Any, draw: Any, stop: Any) -> Any:
+        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
+            hidden, draw, stop = given
             new = _drawn(logits_of(model_of(weights), hidden), cache, draw)
             return (new, _ends(new, stop)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, hidden, draw, stop)[0]
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, draw, stop))[0]
 
     @partial(jax.jit, donate_argnames="cache")
     def step(weights: Any, cache: KVCache, newest: Any, draw: Any, stop: jax.Array) -> Any:
-        def on_rank(weights: Any, cache: KVCache, newest: Any, draw: Any, stop: Any) -> Any:
-            tokens, finished = newest
-            logits, cache = _decoded(model_of(weights), cache, tokens[:, None], ~finished[:, None])
+        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
+            (tokens, finished), draw, stop = given
+            logits, cache = decoded(model_of(weights), cache, (tokens[:, None], ~finished[:, None]))
             new = _drawn(logits[:, 0], cache, draw)
             return (new, finished | _ends(new, stop)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, newest, draw, stop)
+        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, draw, stop))
 
     return Programs(prefill, first, step)
 
 
 def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
-    """``on_rank(weights, cache, ...)`` -> (what is the same on all ranks, cache), on whole arrays."""
-
-    def mapped(*arguments: Any) -> Any:
-        specs = SAME, cache.specs, *(SAME for _ in arguments[2:])
-        return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=(SAME, cache.specs))(*arguments)
-
-    return mapped
+    """``on_rank(weights, cache, given)`` -> (what is the same on all ranks, cache), on whole arrays."""
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 
 def _drawn(logits: jax.Array, cache: KVCache, draw: Any) -> jax.Array:
@@ -139,12 +135,12 @@ class Stepper:
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts."""
-        self.newest = self._placed.programs.first(self._placed.weights, self.cache, hidden, self._draw, self._stop)
+        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._draw, self._stop)
 
     def step(self) -> None:
         """Put the newest token of every request that goes on into the cache, and draw the next one."""
         given = self._placed.weights, self.cache, self.newest, self._draw, self._stop
-        self.newest, self.cache = self._placed.programs.step(*given)
+        self.newest, self.cache = self._placed.compiled.step(*given)
 
     def read(self) -> Read:
         """Have the newest tokens sent to the host; what is returned waits for them."""

@@ -35,8 +35,8 @@ class Generates:
 
         ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` of the ``top_k``
         most probable tokens, and of these from the fewest whose probabilities sum to ``top_p``. What is drawn is a function of
-        the logits, ``seed``, the prompt's number and the token's position: the same on any ring, in either framework, and whatever
-        the other prompts are.
+        the logits, ``seed``, the prompt's number and the position: the same on any ring, in either framework, and whatever
+        other prompts there are.
 
         ``on_token(request, token)`` is called as tokens come. ``chunk``: the most tokens of a prompt in one
         prefill, so that activations are there for no more; None: all. ``progress(done, total)``: called after each chunk with

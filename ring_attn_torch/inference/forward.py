@@ -15,6 +15,7 @@ from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
 
+from ..arguments import dtype_name
 from ..attend.tiles import accumulation_dtype
 from ..data.layout import to_layout
 from ..ring.agreement import Call, agree_on
@@ -90,15 +91,16 @@ def prefill_prompts(
         return logits_of(model, summed(hidden, cache)), cache
 
 
-def last_hidden(
-    model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False
-) -> Tensor:
+def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False) -> Tensor:
     """[batch, dim]: the last block's output for the last token of each request, 0 where it has none or another rank holds it."""
     _agree("prefill_prompts", model, ids, cache)
     options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
     ranks = ranks_of(cache.ring)
     step = cache.prefill_step(
-        padded_local(options.layout, ranks, ids.shape[1]), options.layout, ids.shape[1] if lengths is None else lengths, fresh=fresh
+        padded_local(options.layout, ranks, ids.shape[1]),
+        options.layout,
+        ids.shape[1] if lengths is None else lengths,
+        fresh=fresh,
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
@@ -150,6 +152,11 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     return F.linear(x, model.head_weight.to(x.dtype))
 
 
+def computes_in(model: Any) -> str:
+    """The name of the dtype of a model's activations, whatever its weights have been cast to."""
+    return dtype_name(model.compute_dtype or model.embed.weight.dtype)
+
+
 def check_model(model: Any) -> None:
     """ValueError for what is no RingTransformer, or one whose weights or layers cannot be decoded with."""
     if not isinstance(getattr(model, "config", None), TransformerConfig):
@@ -158,7 +165,7 @@ def check_model(model: Any) -> None:
     for name, p in model.named_parameters():
         if is_dtensor(p):
             raise ValueError(
-                f"{name} is a DTensor, split over ranks by FSDP or tensor parallelism, and generation computes with whole weights "
+                f"{name} is a DTensor, split over ranks by FSDP or tensor parallelism, and generation needs whole weights "
                 "on every rank: load them into a model that is not split, with save_weights and load_weights"
             )
 
@@ -172,7 +179,7 @@ def _agree(call: str, model: Any, ids: Any, cache: Any) -> None:
 
 def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model)
-    checks.check_model(cache.spec, model.config, windows_of(model.config))
+    checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     ranks = ranks_of(ring_of(model.blocks[0].attention.group))
     if ranks != cache.spec.ranks:
         raise ValueError(f"the model's ring has {ranks} ranks, and the cache {cache.spec.ranks}: make both with one group")

@@ -12,7 +12,7 @@ from ring_attn_core.model.generation import Answers, Generation, OnToken, Progre
 from ..ring.agreement import refuse, tell
 from ..ring.groups import ranks_of
 from .cache import KVCache
-from .forward import check_model, last_hidden
+from .forward import check_model, computes_in, last_hidden
 from .merge import ring_of
 from .stepper import Stepper
 
@@ -20,12 +20,12 @@ from .stepper import Stepper
 def generated(
     model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of``, by name."""
+    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of`` but the model's, by name."""
     group = model.blocks[0].attention.group
     ring, device = ring_of(group), model.embed.weight.device
     try:
         check_model(model)
-        asked = Generation.of(model.config, **arguments)
+        asked = Generation.of(model.config, computes_in(model), **arguments)
         for name, function in (("on_token", on_token), ("progress", progress)):
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
@@ -36,9 +36,8 @@ def generated(
         _agree(tell("RingTransformer.generate", asked.fingerprint(), ring))
     layout, ranks = model.blocks[0].attention.options.layout, ranks_of(ring)
     shards = [local_tokens(layout, ranks, lengths) for _, lengths in asked.chunks()]
-    kept = asked.cache_dtype or model.compute_dtype or model.embed.weight.dtype
     sizes = asked.cache(layout, ranks, shards)
-    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=kept, group=group, device=device)
+    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, group=group, device=device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.no_grad(), on_device:
         stepper = Stepper(model, cache, asked)

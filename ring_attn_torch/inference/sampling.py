@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_attn_core.model.sampling import Draw, words
+from ring_attn_core.sampling import Draw, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
@@ -14,7 +14,7 @@ from ..attend.tiles import accumulation_dtype
 def sample(logits: Tensor, draw: Draw, requests: Tensor, positions: Tensor) -> Tensor:
     """int64 [b]: the tokens of ``requests`` [b] at ``positions`` [b], of logits [b vocab], as ``draw`` says.
 
-    What :mod:`ring_attn_core.model.sampling` describes, in float32 (float64 for float64).
+    What :mod:`ring_attn_core.sampling` describes, in float32 (float64 for float64).
     """
     if draw.temperature is None:
         return logits.argmax(-1)

@@ -11,12 +11,12 @@ logits the lower token id counts as the higher one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..dropout import Multiply, philox2x32, philox4x32, seed_words
-from ..mistakes import in_words, is_integer
-from .checks import is_number
+from .dropout import Multiply, philox2x32, philox4x32, seed_words
+from .mistakes import in_words, is_integer
 
 DOMAIN = 1
 """A word of the counter that is 0 for dropout: with the same seed these are other numbers."""
@@ -46,13 +46,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_number(self.temperature) or self.temperature < 0:
+        if not _is_finite(self.temperature) or self.temperature < 0:
             raise ValueError(
                 "temperature must be a number of at least 0, 0 for the most probable token, got " + in_words(self.temperature)
             )
         if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be an int of at least 1, or None for all tokens, got {in_words(self.top_k)}")
-        if self.top_p is not None and (not is_number(self.top_p) or not 0 < self.top_p <= 1):
+        if self.top_p is not None and (not _is_finite(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be a number above 0 and at most 1, or None for all tokens, got {in_words(self.top_p)}")
         if not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
@@ -75,3 +75,7 @@ def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]
     return philox2x32((token, token * 0), key, *philox)[0]
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
