@@ -46,6 +46,7 @@ PUBLIC = {
     "Block.__call__",
     "plan",
     "compare",
+    "generate",
 }
 """What users call with keywords; each hands records on."""
 
