@@ -37,9 +37,10 @@ def test_both_frameworks_generate_the_same_text(gloo, ranks):
 def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
     logits = np.random.default_rng(2).standard_normal((16, 5000)).astype(np.float32) * 4
     at = np.arange(16), np.arange(16) + 1000
-    draw = sampling.draw
-    words = {"low": np.uint32(draw.low), "high": np.uint32(draw.high)}
-    theirs = sample_in_torch(torch.tensor(logits), draw, *map(torch.tensor, at))
+    choice = sampling.choice
+    words = {"low": np.uint32(choice.low), "high": np.uint32(choice.high)}
+    theirs = sample_in_torch(torch.tensor(logits), choice, *map(torch.tensor, at))
     assert (
-        sample_in_jax(jax.numpy.asarray(logits), draw._replace(**words), *map(jax.numpy.asarray, at)).tolist() == theirs.tolist()
+        sample_in_jax(jax.numpy.asarray(logits), choice._replace(**words), *map(jax.numpy.asarray, at)).tolist()
+        == theirs.tolist()
     )

@@ -22,7 +22,7 @@ DOMAIN = 1
 """A word of the counter that is 0 for dropout: with the same seed these are other numbers."""
 
 
-class Draw(NamedTuple):
+class Choice(NamedTuple):
     """What sampling computes with, a number each, None where it does not apply: ``temperature`` None takes the highest logit."""
 
     temperature: Any
@@ -58,12 +58,12 @@ class Sampling:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
     @property
-    def draw(self) -> Draw:
+    def choice(self) -> Choice:
         """Return the numbers that a framework computes with."""
         low, high = seed_words(int(self.seed))
         if not self.temperature:
-            return Draw(None, None, None, low, high)
-        return Draw(float(self.temperature), self.top_k, None if self.top_p == 1 else self.top_p, low, high)
+            return Choice(None, None, None, low, high)
+        return Choice(float(self.temperature), self.top_k, None if self.top_p == 1 else self.top_p, low, high)
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:

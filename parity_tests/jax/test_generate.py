@@ -200,8 +200,8 @@ def test_tokens_are_those_that_the_reference_draws(sampling):
     logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
     logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
     requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
-    draw = sampling.draw._replace(low=np.uint32(sampling.draw.low), high=np.uint32(sampling.draw.high))
+    choice = sampling.choice._replace(low=np.uint32(sampling.choice.low), high=np.uint32(sampling.choice.high))
     with jax.enable_x64(True):
-        got = sample(jnp.asarray(logits), draw, jnp.asarray(requests), jnp.asarray(positions))
+        got = sample(jnp.asarray(logits), choice, jnp.asarray(requests), jnp.asarray(positions))
     expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
     assert got.tolist() == expected

@@ -239,7 +239,7 @@ def test_tokens_are_those_that_the_reference_draws(sampling):
     logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
     logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
     requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
-    got = sample(torch.tensor(logits), sampling.draw, torch.tensor(requests), torch.tensor(positions))
+    got = sample(torch.tensor(logits), sampling.choice, torch.tensor(requests), torch.tensor(positions))
     expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
     assert got.tolist() == expected
 
@@ -248,7 +248,7 @@ def test_tokens_are_those_that_the_reference_draws(sampling):
 def test_tokens_are_drawn_as_often_as_they_are_probable(sampling):
     logits, draws = np.random.default_rng(1).standard_normal(12) * 2, 20_000
     many = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
-    got = sample(many, sampling.draw, torch.arange(draws) % 7, torch.arange(draws) // 7)
+    got = sample(many, sampling.choice, torch.arange(draws) % 7, torch.arange(draws) // 7)
     p = reference.probabilities(logits, sampling)
     counts = np.bincount(got.numpy(), minlength=12)
     assert not counts[p == 0].any()

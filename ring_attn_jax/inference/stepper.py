@@ -85,23 +85,23 @@ def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
         return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, chunk))
 
     @jax.jit
-    def first(weights: Any, cache: KVCache, hidden: jax.Array, draw: Any, stop: jax.Array) -> Any:
+    def first(weights: Any, cache: KVCache, hidden: jax.Array, choice: Any, stop: jax.Array) -> Any:
         def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            hidden, draw, stop = given
-            new = _drawn(logits_of(model_of(weights), hidden), cache, draw)
+            hidden, choice, stop = given
+            new = _drawn(logits_of(model_of(weights), hidden), cache, choice)
             return (new, _ends(new, stop)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, draw, stop))[0]
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, choice, stop))[0]
 
     @partial(jax.jit, donate_argnames="cache")
-    def step(weights: Any, cache: KVCache, newest: Any, draw: Any, stop: jax.Array) -> Any:
+    def step(weights: Any, cache: KVCache, newest: Any, choice: Any, stop: jax.Array) -> Any:
         def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            (tokens, finished), draw, stop = given
+            (tokens, finished), choice, stop = given
             logits, cache = decoded(model_of(weights), cache, (tokens[:, None], ~finished[:, None]))
-            new = _drawn(logits[:, 0], cache, draw)
+            new = _drawn(logits[:, 0], cache, choice)
             return (new, finished | _ends(new, stop)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, draw, stop))
+        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, choice, stop))
 
     return Programs(prefill, first, step)
 
@@ -111,8 +111,8 @@ def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable
     return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 
-def _drawn(logits: jax.Array, cache: KVCache, draw: Any) -> jax.Array:
-    return sample(logits, draw, jnp.arange(len(logits)), cache.lengths)
+def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
+    return sample(logits, choice, jnp.arange(len(logits)), cache.lengths)
 
 
 def _ends(tokens: jax.Array, stop: jax.Array) -> jax.Array:
@@ -124,22 +124,22 @@ class Stepper:
 
     def __init__(self, placed: Placed, cache: KVCache, asked: Generation) -> None:
         self._placed, self.cache = placed, cache
-        draw = asked.sampling.draw
+        choice = asked.sampling.choice
         number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x)))
-        draw = draw._replace(low=np.uint32(draw.low), high=np.uint32(draw.high), temperature=number(draw.temperature))
-        draw = draw._replace(top_k=number(draw.top_k), top_p=number(draw.top_p))
-        self._draw, self._stop = placed.put(draw), placed.put(np.asarray(asked.stop, np.int32))
+        choice = choice._replace(low=np.uint32(choice.low), high=np.uint32(choice.high), temperature=number(choice.temperature))
+        choice = choice._replace(top_k=number(choice.top_k), top_p=number(choice.top_p))
+        self._choice, self._stop = placed.put(choice), placed.put(np.asarray(asked.stop, np.int32))
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
         """Whether the host looks at tokens while the device computes the next ones."""
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts."""
-        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._draw, self._stop)
+        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._choice, self._stop)
 
     def step(self) -> None:
         """Put the newest token of every request that goes on into the cache, and draw the next one."""
-        given = self._placed.weights, self.cache, self.newest, self._draw, self._stop
+        given = self._placed.weights, self.cache, self.newest, self._choice, self._stop
         self.newest, self.cache = self._placed.compiled.step(*given)
 
     def read(self) -> Read:

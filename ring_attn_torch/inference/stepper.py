@@ -28,7 +28,7 @@ class Stepper:
     """
 
     def __init__(self, model: Any, cache: KVCache, asked: Generation) -> None:
-        self._model, self._cache, self._draw = model, cache, asked.sampling.draw
+        self._model, self._cache, self._choice = model, cache, asked.sampling.choice
         device = cache.counts.device
         self.tokens = torch.zeros(cache.spec.batch, dtype=torch.int64, device=device)
         self.finished = torch.zeros(cache.spec.batch, dtype=torch.bool, device=device)
@@ -94,7 +94,7 @@ class Stepper:
         self._take(logits[:, 0])
 
     def _take(self, logits: Tensor) -> None:
-        new = sample(logits, self._draw, self._requests, self._cache.lengths)
+        new = sample(logits, self._choice, self._requests, self._cache.lengths)
         if ranks_of(self._cache.ring) > 1:
             dist.broadcast(new, group=self._cache.ring, group_src=0)
         self.tokens.copy_(new)
