@@ -98,7 +98,7 @@ def test_a_module_that_does_not_exist_is_said():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("mymodule.py:f", "there is no module 'mymodule.py': write mymodule, as import does"),
+        ("mymodule.py:f", "mymodule.py:f names a file: write the module's name, mymodule:f"),
         ("./mymodule.py:f", "write the name of a module, as import does, and no path"),
         ("../mymodule:f", "write the name of a module, as import does, and no path"),
         ("some/mymodule:f", "write the name of a module, as import does, and no path"),

@@ -171,5 +171,5 @@ REST = [
     everything(3, layout="striped", heads=3, kv_heads=1, softcap=5.0),
     everything(4, dtype="bfloat16"),
     everything(2, ONE_REQUEST, window=4, room=12, capacity=None, layout="contiguous"),
-    everything(4, window=11, room=12, capacity=None, layout="striped", sinks=True),
+    everything(4, window=11, room=16, capacity=None, layout="striped", sinks=True),
 ]

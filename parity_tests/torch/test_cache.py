@@ -136,6 +136,7 @@ def test_no_gradient_is_promised():
         ({"lengths": ([3, 4], [4, 3])}, r"disagree on lengths: \[3, 4\] on rank 0, \[4, 3\] on rank 1"),
         ({"cached": (2, 1)}, r"disagree on cached lengths: \[2, 2\] on rank 0, \[1, 1\] on rank 1"),
         ({"tokens": (2, 4)}, "disagree on tokens: 2 on rank 0, 4 on rank 1"),
+        ({"new": ("float32", "bfloat16")}, "rank 1: k and v are bfloat16, and a cache of float32 takes float32"),
     ],
 )
 def test_ranks_that_disagree_all_raise_the_same(gloo, mine, message):
@@ -151,6 +152,7 @@ def disagreeing_on_rank(group: Group, mine: dict[str, Any]) -> None:
     if "cached" in mine:
         cache.ledger.know([[mine["cached"], 0]] * 2, [2, 2])  # as if the ranks had made other steps
     cache.prefill_step(mine.get("tokens", 4), "contiguous", mine.get("lengths", [1, 1]))
+    appended(cache, dtype=getattr(torch, mine["new"]))
 
 
 def test_a_step_does_not_wait_for_the_device_and_the_host_asks_only_where_bounds_are_not_enough():

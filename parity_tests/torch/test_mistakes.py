@@ -34,8 +34,25 @@ def test_one_ranks_ids_outside_the_vocabulary_are_everybodys_error(gloo):
         assert str(outcome).startswith(f"rank 1: ids hold {VOCAB}")
 
 
-def called_on_rank(group: Any, token: int) -> None:
+def called_on_rank(group: Any, token: float) -> None:
     RingTransformer(**TRANSFORMER, layout="contiguous", group=group)(torch.full((1, 4), token))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 23), (1, 4)])
+def test_one_ranks_x_of_another_shape_is_everybodys_error(gloo, shape):
+    for outcome in gloo.outcomes(2, attends_on_rank, PerRank((1, 4, 24), shape)):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith(f"rank 1: x must be [batch, tokens, 24], got {list(shape)}")
+
+
+def attends_on_rank(group: Any, shape: tuple[int, ...]) -> None:
+    RingAttention(24, 4, layout="contiguous", group=group)(torch.ones(shape))
+
+
+def test_one_ranks_ids_that_are_no_integers_are_everybodys_error(gloo):
+    for outcome in gloo.outcomes(2, called_on_rank, PerRank(1, 0.5)):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith("rank 1: ids must be integers [batch, tokens], got torch.float32 [1, 4]")
 
 
 @pytest.mark.parametrize("backend", ["flash", "flash4", "cudnn"])

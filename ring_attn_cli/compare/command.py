@@ -72,9 +72,10 @@ def compare(
         names = [*(variants or []), *(variant or [])]
         sweep = asked(names, _listed("ranks", ranks, int), framework, repeats, patience, **of_case, **listed)
         check_files(json, png)
-        with Console(stderr=True).status("") as status:
+        stderr = Console(stderr=True, highlight=False)
+        with stderr.status("") as status:
             try:
-                comparison = found(sweep, lambda words: status.update(words))
+                comparison = found(sweep, status.update if stderr.is_terminal else stderr.print)
             except Failure as failure:
                 raise ValueError(str(failure)) from None
         written(comparison, json, png)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
@@ -52,8 +53,8 @@ def asked(names: Sequence[str], ranks: Any, framework: str, repeats: int, patien
         check_ranks(ring)
     if repeats < 1:
         raise ValueError(f"--repeats counts runs that are timed, at least 1, got {repeats}")
-    if patience <= 0:
-        raise ValueError(f"--patience is in seconds, more than 0, got {patience}")
+    if not 0 < patience < math.inf:
+        raise ValueError(f"--patience is in seconds, more than 0 and finite, got {patience}")
     frameworks = tuple(part.strip() for part in framework.split(",") if part.strip())
     if not frameworks or not {*frameworks} <= {*FRAMEWORKS} or len({*frameworks}) < len(frameworks):
         raise ValueError(f"unknown framework {framework!r}: choose {', '.join(FRAMEWORKS)}, or both with a comma between them")

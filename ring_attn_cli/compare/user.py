@@ -27,8 +27,6 @@ def load(text: str) -> Callable[..., Any]:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if module.endswith(".py"):
-            raise ValueError(f"there is no module {module!r}: write {module.removesuffix('.py')}, as import does") from error
         if error.name != module.split(".")[0] and error.name != module:
             raise ValueError(f"{module} imports {error.name}, which is not installed") from error
         if module.endswith(".py"):

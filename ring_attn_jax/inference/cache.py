@@ -132,7 +132,8 @@ class KVCache(Requests):
         It continues what the cache has of the request. ``lengths``: how many tokens of the chunk are the request's, ints, one for
         each or one for all, or int32 [requests], the same on every rank; the rest is padding at its end. None: all. ``rows``: of
         which requests; None: all. ``fresh``: they are empty, so that nothing is asked of the cache; nobody looks whether they
-        are.
+        are. With a window the chunk is as long as its longest of the ints, or as all that the shards hold where ``lengths`` is an
+        array, and must fit into the cache's room unless it is ``fresh``.
 
         Raises ValueError for what does not fit; whether there is room, :meth:`check_room` sees, before and outside of jit.
         """

@@ -163,7 +163,7 @@ class KVCache(Requests):
         told = told if isinstance(told, int | None) else tuple(told)
         arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
         device = self.counts.device
-        agree_on(Call("KVCache.prefill_step", device.type, arguments), self.ring, check)
+        agree_on(Call("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
         which = self._rows(of, rows is None)
         cached = self._held(which["rows"])
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
@@ -174,11 +174,17 @@ class KVCache(Requests):
     def append(self, layer: int, k: Tensor, v: Tensor, step: Step) -> KVCache:
         """Write the new tokens' k [requests, tokens, kv_heads, head_dim] and v of a layer; each rank writes what it holds.
 
-        Raises ValueError for other shapes and dtypes, and for a step that was made before the cache has changed.
+        Raises ValueError for other shapes and dtypes, and for a step that was made before the cache has changed: on every rank,
+        where one of them has not made such a call before.
         """
-        self.check_step(layer, step)
         shapes, dtypes = (tuple(k.shape), tuple(v.shape)), (dtype_name(k.dtype), dtype_name(v.dtype))
-        checks.check_new(self.spec, (len(step.chunk), step.tokens), shapes, dtypes)
+
+        def check() -> None:
+            self.check_step(layer, step)
+            checks.check_new(self.spec, (len(step.chunk), step.tokens), shapes, dtypes)
+
+        arguments = ("layer", layer), ("shapes of k and v", shapes), ("dtypes", dtypes)
+        agree_on(Call("KVCache.append", self.counts.device.type, arguments), self.ring, check)
         if layer not in self.scaled:
             of_first(self.k_scale[layer], self.v_scale[layer], (k, v), step, self.ring)
             self.scaled.add(layer)

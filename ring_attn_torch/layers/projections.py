@@ -13,6 +13,7 @@ from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.problem.options import Options
 
 from ..data.layout import positions as positions_of
+from ..ring.agreement import refuse
 from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
 from .parts import Linear, RMSNorm
 from .rotary import RotaryEmbedding
@@ -41,12 +42,13 @@ class Projections(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [b s heads head_dim] of x [b s dim], k and v [b t kv_heads head_dim] of context [b t dim] (None: of x).
 
-        q and k are normed and turned, each by its positions, None for those of the layout. ValueError for an x or a context of
-        another shape than the layer takes.
+        q and k are normed and turned, each by its positions, None for those of the layout. ValueError, told to the other ranks,
+        for an x or a context of another shape than the layer takes.
         """
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
-                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+                error = ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+                refuse(error, ring_of(self.group), given.device.type)
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
         q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)

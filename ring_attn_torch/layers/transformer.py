@@ -248,7 +248,8 @@ class RingTransformer(Generates, nn.Module):
         if rows is not None:
             ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
+            error = ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
+            refuse(error, ring_of(attention.group), ids.device.type)
         ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes no bytes
         if ids.device.type == "cpu" and unwatched([ids]):
             check_ids(ids, self.config.vocab, attention)

@@ -40,11 +40,15 @@ class _Unknown(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of another function than ring_attention, and which ``arguments`` of it all ranks must pass alike, by name."""
+    """A call of another function than ring_attention, and which ``arguments`` of it all ranks must pass alike, by name.
+
+    ``each_time``: its arguments are seldom the same twice, so it is compared at every call and never remembered.
+    """
 
     call: str
     device: str
     arguments: tuple[tuple[str, Any], ...]
+    each_time: bool = False
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the ranks compare."""
@@ -88,10 +92,12 @@ def agree(problem: Problem | Call, group: Group, error: Exception | None = None,
     objection of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names
     the ranks that did not come within the group's timeout.
     """
+    each_time = isinstance(problem, Call) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
         if error is not None:
             raise error
-        _seen_alone.add(problem)
+        if not each_time:
+            _seen_alone.add(problem)
         return
     history = _history(group)
     call = history.next_call()
@@ -99,13 +105,14 @@ def agree(problem: Problem | Call, group: Group, error: Exception | None = None,
         return
     patience = GRACE if error else timeout(group, problem.device)
     _conclude(_exchange(_verdict(problem, error), call, group, patience, history.told), error)
-    history.agreed.add(problem)
+    if not each_time:
+        history.agreed.add(problem)
 
 
 def agree_on(call: Call, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, and return once every rank of ``group`` has done so at the same call; else raise as ``agree`` does.
 
-    A call that every rank has made before is not asked about. Under torch.compile nobody is asked.
+    A call that every rank has made before is not asked about, but for one of ``each_time``. Under torch.compile nobody is asked.
     """
     error = None
     try:
