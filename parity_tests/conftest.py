@@ -47,6 +47,7 @@ WITH = {
     "parity_tests/test_parity.py": "parity_tests/jax/test_ring.py",
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
     "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
+    "parity_tests/test_generate_parity.py": "parity_tests/jax/test_generate.py",
     "parity_tests/torch/test_transformers_parallel.py": "parity_tests/torch/test_transformers_models.py",
     "parity_tests/torch/test_transformers_refusals.py": "parity_tests/torch/test_transformers_models.py",
     "parity_tests/torch/test_transformers_memory.py": "parity_tests/torch/test_transformers_models.py",

@@ -22,9 +22,12 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from .compare.command import compare  # noqa: E402
+from .generate.command import generate  # noqa: E402
 
 app = typer.Typer(
-    help="Exact ring attention: run the demo, train, look at a plan, compare.", no_args_is_help=True, add_completion=False
+    help="Exact ring attention: run the demo, train, generate, look at a plan, compare.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -143,6 +146,7 @@ def doctor(
 
 
 app.command()(compare)
+app.command()(generate)
 
 
 def console(plain: bool = False) -> Console:

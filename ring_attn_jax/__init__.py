@@ -20,6 +20,7 @@ from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .inference.cache import KVCache
 from .inference.decode import tree_attention_decode
+from .inference.forward import decode_step, prefill_prompts
 from .inference.merge import merge_ring
 from .inference.prefill import prefill
 from .layers.adapters import attention_fn
@@ -65,6 +66,7 @@ __all__ = [
     "causal",
     "check_ranks",
     "count_labels",
+    "decode_step",
     "dilated_attention",
     "dilated_attention_fn",
     "document_extents",
@@ -80,6 +82,7 @@ __all__ = [
     "merge_ring",
     "positions",
     "prefill",
+    "prefill_prompts",
     "prefix_extents",
     "ring_attention",
     "save_llama",

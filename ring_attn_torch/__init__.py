@@ -16,6 +16,7 @@ from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .inference.cache import KVCache
 from .inference.decode import tree_attention_decode
+from .inference.forward import decode_step, prefill_prompts
 from .inference.merge import merge_ring
 from .inference.prefill import prefill
 from .layers.attention import RingAttention
@@ -62,6 +63,7 @@ __all__ = [
     "check_every_call",
     "check_ranks",
     "count_labels",
+    "decode_step",
     "dilated_attention",
     "document_extents",
     "from_layout",
@@ -76,6 +78,7 @@ __all__ = [
     "merge_ring",
     "positions",
     "prefill",
+    "prefill_prompts",
     "prefix_extents",
     "ring_attention",
     "save_llama",

@@ -129,6 +129,11 @@ def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Ba
     return Vendor(problem.options.backend) if problem.options.backend in VENDORS else Blockwise()
 
 
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The name of a dtype, as a config has it: "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def refuse_transforms(tensors: Iterable[Any]) -> None:
     """NotImplementedError for dual numbers, whose tangents a custom op would drop without a word, and under torch.func.grad."""
     if torch.compiler.is_compiling():

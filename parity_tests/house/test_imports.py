@@ -36,8 +36,9 @@ HOUSE = (
 
 ROOMS = (
     ("transformers",),
-    ("inference", "training"),
+    ("training",),
     ("layers",),
+    ("inference",),
     ("variants",),
     ("sharded",),
     ("data",),

@@ -39,12 +39,14 @@ PUBLIC = {
     "DilatedRingAttention.__init__",
     "dilated_attention_fn",
     "KVCache.make",
+    "Generates.generate",
     "prefill",
     "ring_attention_forward",
     "Block.forward",
     "Block.__call__",
     "plan",
     "compare",
+    "generate",
 }
 """What users call with keywords; each hands records on."""
 
@@ -57,6 +59,7 @@ FORWARDED = {
     "exact": "the fields of Features",
     "plain": "the fields of Features",
     "CacheSpec.of": "the fields of CacheSpec",
+    "Generation.of": "what RingTransformer.generate was given",
     "the_call": "the fields of Call",
     "run": "the fields of compare's Case",
     "asked": "the fields of compare's Case",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..mistakes import in_words, is_integer
-from .spec import FP8, CacheSpec
+from .spec import FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
@@ -141,3 +141,26 @@ def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> Cach
     part = -(-tokens // spec.ranks)
     needed = max(count + part for row in counts for count in row)
     return replace(spec, slots=max(spec.slots, -(-needed // spec.page) * spec.page))
+
+
+def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
+    """ValueError for a cache that is not for this model, or whose window forgets what a layer sees.
+
+    ``sizes``: the model's config; ``dtype``: in which it computes; ``windows``: how many tokens before itself a query of
+    each layer sees, None for all.
+    """
+    expected = CacheSizes.of(sizes)
+    if spec.sizes != expected:
+        raise ValueError(
+            f"the cache is for {spec.sizes}, and the model has {expected}: make it with KVCache.make(model.config, ...)"
+        )
+    if spec.dtype not in (dtype, FP8):
+        raise ValueError(
+            f"the cache keeps {spec.dtype}, and the model computes in {dtype}: make it with dtype={dtype!r} or {FP8!r}"
+        )
+    for layer, window in enumerate(windows):
+        if spec.window is not None and (window is None or window > spec.window):
+            seen = "all tokens before it" if window is None else f"{window} tokens before it"
+            raise ValueError(
+                f"layer {layer} sees {seen}, and the cache keeps {spec.window}: make it without window, or for the widest layer"
+            )

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..layouts import check_ranks, named, padded_local
+from ..runs import Run
 
 
 def place(counts: Sequence[int], tokens: int) -> list[int]:
@@ -54,6 +55,11 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
 
     Raises ValueError where the layout cannot cut shards of ``local`` tokens.
     """
+    return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]
+
+
+def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
+    """The runs of every rank; ValueError as ``positions`` raises it."""
     check_ranks(ranks)
     runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:
@@ -61,7 +67,7 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
             f"{layout} over {ranks} ranks needs an even number of tokens a rank, got {local}: shard with to_layout, which pads "
             f"to {padded_local(layout, ranks, local * ranks)} a rank"
         )
-    return [[position for run in of_rank for position in run.positions()] for of_rank in runs]
+    return runs
 
 
 def owners(layout: str, ranks: int, local: int) -> list[int]:
@@ -72,4 +78,4 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
     """Return how many of the first ``length`` tokens of a chunk each rank holds: they come first in its shard."""
-    return [sum(p < length for p in shard) for shard in positions(layout, ranks, local)]
+    return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

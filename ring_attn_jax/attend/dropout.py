@@ -64,18 +64,18 @@ def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
     """uint32 [batch, heads]: the key by which dropout draws for each; once a call, for it is half of what drawing compiles to."""
     b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = draw.head + jnp.arange(heads, dtype=jnp.uint32)[None]
-    return stream((draw.low, draw.high), b, h, _multiply, jnp.uint32)
+    return stream((draw.low, draw.high), b, h, multiply, jnp.uint32)
 
 
 def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
     word = lambda x: x.astype(jnp.uint32)
     (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
-    words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply, jnp.uint32)
+    words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply, jnp.uint32)
     return number(jnp.where(which == 0, *words), turn) >= threshold(rate)
 
 
-def _multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
+def multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
     """Upper and lower 32 bits of the product, by halves: there is no 64-bit integer without x64."""
     low, high = a & 0xFFFF, a >> 16
     c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)

@@ -24,6 +24,7 @@ from .activations import Caller, caller
 from .attention import RingAttention
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
+from .generation import Generates
 from .parts import Linear, RMSNorm, dtype_name, look_up, product, resharded
 from .projections import layout_positions
 
@@ -104,7 +105,7 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class RingTransformer(nnx.Module):
+class RingTransformer(Generates, nnx.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.

@@ -62,17 +62,17 @@ def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
     low, high, first_batch, first_head = draw.unbind()
     b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
     h = first_head + torch.arange(heads, device=draw.device) & WORD
-    return stream((low, high), b, h, _multiply)
+    return stream((low, high), b, h, multiply)
 
 
 def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
     (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
-    words = philox2x32((of_q, of_k), streams[:, :, None, None], _multiply)
+    words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply)
     return number(torch.where(which == 0, *words), turn) >= threshold(rate)
 
 
-def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     """Upper and lower 32 bits of the product, in int64, where it wraps to the right bits."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

@@ -14,7 +14,7 @@ from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 
-from ..layers.parts import dtype_name
+from ..arguments import dtype_name
 from ..ring.agreement import Call, agree_on, refuse
 from ..ring.groups import group_name, group_of, rank_in, ranks_of
 from .requests import Lengths, Requests, Rows, capturing, empty

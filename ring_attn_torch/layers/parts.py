@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import dtype_name as dtype_name
+
 
 class Linear(nn.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
@@ -35,8 +37,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
-
-
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a dtype, as a config has it: "bfloat16" of torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")

@@ -26,6 +26,7 @@ from .activations import Caller, caller
 from .attention import RingAttention, ring_of
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
+from .generation import Generates
 from .parts import Linear, RMSNorm, dtype_name
 
 
@@ -96,7 +97,7 @@ class Block(nn.Module):
         return self.forward(x, positions, length, **masks, dropout_seed=seed, dropout_offset=offset)
 
 
-class RingTransformer(nn.Module):
+class RingTransformer(Generates, nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.

@@ -1,0 +1,73 @@
+"""Generation on a GPU: tokens of replayed CUDA graphs are those of eager steps, and the same in JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ring_attn_torch import RingTransformer, to_numpy
+from ring_attn_torch.inference import stepper
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES: dict[str, Any] = {"vocab": 300, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "windows": (33, None)}
+PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(0, 300, n)] for i, n in enumerate((5, 301, 64))]
+ASKED: list[dict[str, Any]] = [{}, {"chunk": 100}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 3}]
+
+
+def made() -> RingTransformer:
+    torch.manual_seed(0)
+    model = RingTransformer(**SIZES, sinks=True, softcap=20.0, param_dtype="float32", compute_dtype="bfloat16")
+    return model.cuda()
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_a_replayed_step_draws_what_eager_steps_draw(asked, monkeypatch):
+    model = made()
+    captured = model.generate(PROMPTS, 40, **asked)
+    stop = [captured[0][6], captured[1][9]]
+    ended = model.generate(PROMPTS, 40, **asked, stop=stop)
+
+    class Eager(stepper.Stepper):
+        def step(self) -> None:
+            self._compute()
+            self._steps += 1
+
+    monkeypatch.setattr("ring_attn_torch.inference.generate.Stepper", Eager)
+    assert model.generate(PROMPTS, 40, **asked) == captured
+    assert model.generate(PROMPTS, 40, **asked, stop=stop) == ended
+    for new, all_of_them in zip(ended, captured, strict=True):
+        assert new == all_of_them[: len(new)]
+
+
+def test_a_step_keeps_the_host_from_nothing_but_its_tokens():
+    """Between two tokens the host asks the device for nothing: an unexpected synchronization raises here."""
+    model, came = made(), []
+
+    def on_token(request: int, token: int) -> None:
+        came.append(token)
+        torch.cuda.set_sync_debug_mode("error" if len(came) > 6 else "default")
+
+    try:
+        model.generate(PROMPTS, 12, on_token=on_token)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(came) == 36
+
+
+def test_jax_generates_the_same_text_in_float32():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU")
+    from flax import nnx
+
+    from ring_attn_jax import RingTransformer as InJax
+    from ring_attn_jax import from_numpy
+
+    torch.manual_seed(0)
+    model = RingTransformer(**SIZES).cuda()
+    other = from_numpy(InJax(**SIZES, rngs=nnx.Rngs(0)), to_numpy(model))
+    with jax.default_matmul_precision("highest"):
+        assert other.generate(PROMPTS, 24) == model.generate(PROMPTS, 24)

@@ -1,0 +1,207 @@
+"""Generation in JAX: every token is the one that the whole forward says, on any ring, however prompts are cut."""
+
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ring_attn_core.reference import sampling as reference
+from ring_attn_jax import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
+from ring_attn_jax.inference import stepper
+from ring_attn_jax.inference.sampling import sample
+
+from ..support.generation import (
+    BAD,
+    BLIND,
+    DRAWN,
+    FIRST,
+    MANY,
+    NEW,
+    PROMPTS,
+    SECOND,
+    VALID,
+    Logits,
+    call,
+    check_greedy,
+    check_logits,
+    given_to_steps,
+    made,
+    tokens_of_story,
+    weights_of,
+)
+from .ring import mesh_of
+
+
+@lru_cache(maxsize=16)
+def model_of(name: str, ranks: int | None = None, dtype: str = "float64") -> RingTransformer:
+    mesh = None if ranks is None else mesh_of(ranks)
+    return from_numpy(RingTransformer(**made(name, dtype), mesh=mesh, rngs=nnx.Rngs(0)), weights_of(name))
+
+
+@cache
+def whole(name: str, dtype: str = "float64", padded: int = 128) -> Any:
+    """``logits_of(ids)``: the whole forward of one device, [tokens, vocab]; later tokens change nothing, so all are as long."""
+    graph, state = nnx.split(model_of(name, 1, dtype))
+    forward = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))
+
+    def logits_of(ids: Any) -> np.ndarray:
+        row = np.zeros((1, padded), np.int32)
+        row[0, : len(ids)] = ids
+        return np.asarray(forward(state, row))[0, : len(ids)]
+
+    return logits_of
+
+
+def answers(name: str, ranks: int | None, chunk: int | None = None, new: int = NEW) -> list[list[int]]:
+    with jax.enable_x64(True):
+        return model_of(name, ranks).generate(PROMPTS, new, chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunk"),
+    [
+        ("features", None, None),
+        ("features", 2, 16),
+        pytest.param("features", 4, None, marks=pytest.mark.exhaustive),
+        *(pytest.param("features", ranks, 8, marks=pytest.mark.full) for ranks in (1, 4)),
+        *(pytest.param(name, 2, 8, marks=pytest.mark.full) for name in ("grouped", "windows")),
+        pytest.param("alibi", 2, None, marks=pytest.mark.full),
+    ],
+)
+def test_every_greedy_token_is_the_whole_forwards(name, ranks, chunk):
+    got = answers(name, ranks, chunk)
+    with jax.enable_x64(True):
+        check_greedy(got, whole(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_512_greedy_tokens_are_the_whole_forwards(ranks):
+    got = answers("features", ranks, 16, MANY)
+    with jax.enable_x64(True):
+        check_greedy(got, whole("features", padded=640))
+
+
+def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_request():
+    free = answers("features", None)
+    stop = [free[0][4], free[1][7]]
+    came: list[tuple[int, int]] = []
+    done: list[tuple[int, int]] = []
+    with jax.enable_x64(True):
+        model = model_of("features")
+        placed = stepper.Placed.of(model)
+        kinds = placed.compiled.step._cache_size()
+        got = model.generate(
+            PROMPTS, NEW - 1, stop=stop, on_token=lambda *x: came.append(x), progress=lambda now, total: done.append((now, total))
+        )
+        again = model.generate(PROMPTS, NEW - 2, stop=stop)
+        assert placed.compiled.step._cache_size() == kinds + 1  # for two stop ids instead of none
+    assert got == again
+    for new, all_of_them in zip(got, free, strict=True):
+        ends = [i for i, token in enumerate(all_of_them) if token in stop]
+        assert new == all_of_them[: ends[0] + 1 if ends else NEW - 1]
+    assert [[token for request, token in came if request == row] for row in range(3)] == got
+    assert done == [(25, 25)]
+
+
+def story(name: str, ranks: int, garbage: int) -> Logits:
+    """The story of logits; ``garbage``: the id that stands where there is no token."""
+    model = model_of(name, ranks, "float32")
+    kept = KVCache.make(model.config, 3, 48, dtype="float32", mesh=mesh_of(ranks))
+    tokens, got, starts = tokens_of_story(), Logits([], []), np.zeros(3, int)
+    graph, state = nnx.split(model)
+    merged = lambda state: nnx.merge(graph, state)
+    prefilled = jax.jit(lambda state, *x, fresh: prefill_prompts(merged(state), *x, fresh=fresh), static_argnames="fresh")
+    stepped = jax.jit(lambda state, ids, kept, valid: decode_step(merged(state), ids, kept, valid=valid))
+    for lengths in (np.array(FIRST), np.array(SECOND)):
+        ids = np.full((3, 8), garbage, np.int32)
+        for row, (start, n) in enumerate(zip(starts, lengths, strict=True)):
+            ids[row, :n] = tokens[row, start : start + n]
+        logits, kept = prefilled(state, jnp.asarray(ids), kept, jnp.asarray(lengths, jnp.int32), fresh=not starts.any())
+        got.chunks.append(np.asarray(logits))
+        starts = starts + lengths
+    for ids, valid in zip(given_to_steps(), VALID, strict=True):
+        logits, kept = stepped(state, jnp.asarray(np.where(valid, ids, garbage)), kept, jnp.asarray(valid))
+        got.steps.append(np.asarray(logits))
+    assert kept.lengths.tolist() == (starts + VALID.sum((0, 2))).tolist()
+    return got
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param("features", 2, marks=pytest.mark.exhaustive),
+        *(pytest.param("features", ranks, marks=pytest.mark.full) for ranks in (1, 4)),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in ("grouped", "windows")),
+    ],
+)
+def test_logits_of_chunks_and_steps_are_the_whole_forwards_whatever_stands_where_no_token_is(name, ranks):
+    got, other = (story(name, ranks, garbage) for garbage in (0, 17))
+    with jax.enable_x64(True):
+        truth = np.stack([whole(name)(row) for row in tokens_of_story()])
+    check_logits(got, truth, np.stack([whole(name, "float32")(row) for row in tokens_of_story()]))
+    for valid, steps, others in zip(VALID, got.steps, other.steps, strict=True):
+        np.testing.assert_array_equal(steps[valid], others[valid])
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused(changes, message):
+    with jax.enable_x64(True), pytest.raises(ValueError, match=message):
+        model_of("features").generate(**call(**changes))
+
+
+def test_models_that_generate_no_text_are_refused():
+    for mask, message in BLIND:
+        sizes: dict[str, Any] = made("grouped", "float32") | {"mask": mask}
+        blind = RingTransformer(**sizes, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=message):
+            blind.generate(PROMPTS, 1)
+    with pytest.raises(ValueError, match="chunk=20 and ALiBi"):
+        model_of("alibi", None, "float32").generate(PROMPTS, 1, chunk=20)
+    where = {"mesh": jax.make_mesh((1, 2), ("seq", "heads"), devices=jax.devices()[:2]), "head_axis": "heads"}
+    with pytest.raises(ValueError, match="head_axis='heads' splits heads over devices"):
+        RingTransformer(**made("features", "float32"), **where, rngs=nnx.Rngs(0)).generate(PROMPTS, 1)
+    split = RingTransformer(**made("features", "float32"), mesh=mesh_of(2), rngs=nnx.Rngs(0))
+    sharding = jax.NamedSharding(mesh_of(2), jax.P(None, "seq"))
+    split.embed.embedding.set_value(jax.device_put(split.embed.embedding.get_value(), sharding))
+    with pytest.raises(ValueError, match=r"embed.embedding is sharded over devices"):
+        split.generate(PROMPTS, 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([[1], [2]], {}, r"ids must be \[1, tokens\], a row for every request of the cache, got \[2, 1\]"),
+        ([[31]], {}, "ids hold 31, and a vocabulary of 31"),
+        ([[0.5]], {}, "ids must be integers"),
+        ([[1]], {"window": 3}, "layer 0 sees 6 tokens before it, and the cache keeps 3"),
+        ([[1]], {"mesh": mesh_of(1)}, "the model's ring is 2 ranks along 'seq', and the cache's 1"),
+        ([[1]], {"dtype": "bfloat16"}, "the cache keeps bfloat16, and the model computes in float32"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(ids, options, message):
+    model = model_of("features", 2, "float32")
+    kept = KVCache.make(model.config, 1, 24, **{"dtype": "float32", "mesh": mesh_of(2)} | options)
+    for function in (decode_step, prefill_prompts):
+        with pytest.raises(ValueError, match=message):
+            function(model, jnp.asarray(ids), kept)
+
+
+@pytest.mark.parametrize("sampling", DRAWN, ids=str)
+def test_tokens_are_those_that_the_reference_draws(sampling):
+    logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
+    logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
+    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
+    choice = sampling.choice._replace(low=np.uint32(sampling.choice.low), high=np.uint32(sampling.choice.high))
+    with jax.enable_x64(True):
+        got = sample(jnp.asarray(logits), choice, jnp.asarray(requests), jnp.asarray(positions))
+    expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
+    assert got.tolist() == expected

@@ -1,0 +1,119 @@
+"""Models and prompts to generate with, and what must come out: in numpy, for both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ring_attn_core import Band, full
+from ring_attn_core.reference.tolerance import bound, relative_error
+from ring_attn_core.sampling import Sampling
+
+from .models import TRANSFORMER, VOCAB, Arrays, transformer_weights
+
+CASES: dict[str, dict[str, Any]] = {
+    "features": {"windows": (6, None), "softcap": 3.0, "sinks": True, "tied": False, "qk_norm": True, "qkv_bias": True},
+    "grouped": {"rotaries": (100.0, None), "kv_heads": 1},
+    "windows": {"windows": (5, 9), "sinks": True},
+    "alibi": {"alibi": True, "rotary_base": None},
+}
+"""The first has everything that a cache in chunks can do; of the third every layer forgets."""
+
+PROMPTS = [[5, 9, 2], [int(x) for x in np.random.default_rng(8).integers(0, VOCAB, 21)], [7]]
+NEW, MANY = 64, 512
+
+FIRST = 7, 2, 4
+"""Tokens of each request in the first chunk of the story of logits; 5, 6 and 0 more follow, then drafted tokens one by one."""
+SECOND = 5, 6, 0
+VALID = np.array([[[1, 1, 1], [0, 1, 0], [1, 0, 1]], [[0, 0, 1], [1, 1, 0], [1, 1, 1]]], bool)
+"""Of two steps of three tokens, which are tokens."""
+
+
+DRAWN = [Sampling(), Sampling(0.7, seed=-3), Sampling(1.0, 5), Sampling(2.0, None, 0.8, 2**62), Sampling(1.5, 9, 0.6, 1)]
+
+
+def made(name: str, dtype: str = "float64") -> dict[str, Any]:
+    """The arguments of the model of a case."""
+    return TRANSFORMER | CASES[name] | {"param_dtype": dtype}
+
+
+def weights_of(name: str) -> Arrays:
+    """Its weights, twice as large as those that layers learn with, so that tokens depend on each other."""
+    return {n: w * (2 if w.ndim > 1 else 1) for n, w in transformer_weights(**CASES[name]).items()}
+
+
+def check_greedy(answers: Sequence[Sequence[int]], logits_of: Callable[[list[int]], np.ndarray], prompts: Any = PROMPTS) -> None:
+    """Assert that every new token is the most probable one after all tokens before it; ``logits_of(ids)``: [tokens, vocab]."""
+    for prompt, new in zip(prompts, answers, strict=True):
+        logits = logits_of([*prompt, *new])
+        assert list(new) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+class Logits(NamedTuple):
+    """Of a framework's story: [requests, vocab] after each chunk, [requests, 3, vocab] of each step."""
+
+    chunks: list[np.ndarray]
+    steps: list[np.ndarray]
+
+
+def tokens_of_story() -> np.ndarray:
+    """[requests, tokens]: what the requests of the story are made of."""
+    return np.random.default_rng(9).integers(0, VOCAB, (3, 24)).astype(np.int32)
+
+
+def given_to_steps() -> list[np.ndarray]:
+    """[requests, 3] of each step: the next tokens where VALID says so, and 0 elsewhere."""
+    tokens, at, steps = tokens_of_story(), np.add(FIRST, SECOND), []
+    for valid in VALID:
+        ids = np.zeros((3, 3), np.int32)
+        for row in range(3):
+            ids[row, valid[row]] = tokens[row, at[row] : at[row] + valid[row].sum()]
+        at = at + valid.sum(1)
+        steps.append(ids)
+    return steps
+
+
+def check_logits(got: Logits, truth: np.ndarray, plain: np.ndarray) -> None:
+    """Assert the bound of float32 for the story's logits; ``truth`` and ``plain`` [requests, tokens, vocab]: the whole forward's
+    in float64 and in float32."""
+    pairs, at = [], np.zeros(3, int)
+    for lengths, logits in zip((FIRST, SECOND), got.chunks, strict=True):
+        at = at + lengths
+        pairs += [(logits[row], row, at[row] - 1) for row in range(3) if lengths[row]]
+    for valid, logits in zip(VALID, got.steps, strict=True):
+        pairs += [(logits[row][valid[row]][i], row, at[row] + i) for row in range(3) for i in range(valid[row].sum())]
+        at = at + valid.sum(1)
+    mine, exact, naive = (np.stack(x) for x in zip(*((g, truth[r, p], plain[r, p]) for g, r, p in pairs), strict=True))
+    assert relative_error(mine, exact) <= bound(naive, exact, "float32")
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({"prompts": []}, "prompts must be a list of lists of token ids, at least one"),
+    "one prompt as it is": ({"prompts": [1, 2]}, r"prompts\[0\] must be a list of token ids, got 1: for one prompt pass \[ids\]"),
+    "an empty prompt": ({"prompts": [[1], []]}, "prompt 1 is empty"),
+    "a float": ({"prompts": [[1.5]]}, r"prompts\[0\] must hold token ids, ints, and has 1.5"),
+    "another vocabulary": ({"prompts": [[1, VOCAB]]}, f"prompt 0 holds {VOCAB}, and a vocabulary of {VOCAB} has 0 to"),
+    "a negative id": ({"prompts": [[-1]]}, "prompt 0 holds -1"),
+    "no new token": ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
+    "temperature": ({"temperature": -0.5}, "temperature must be a number of at least 0"),
+    "top_k": ({"top_k": 0}, "top_k must be an int of at least 1"),
+    "top_p": ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1"),
+    "top_p above": ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1"),
+    "seed": ({"seed": 2**63}, "seed must be an int that fits in 64 bits"),
+    "stop": ({"stop": [VOCAB]}, f"stop holds {VOCAB}"),
+    "stop as text": ({"stop": "."}, "stop must be token ids"),
+    "chunk": ({"chunk": 0}, "chunk must be an int of at least 1"),
+    "cache": ({"cache_dtype": "int8"}, "cache_dtype must be one of float64, float8_e4m3fn"),
+    "no function": ({"on_token": 3}, "on_token must be a function or None"),
+}
+"""Arguments of generate that are refused, and what the error says."""
+
+BLIND: tuple[tuple[Band, str], ...] = ((full(), "layer 0 has the mask"), (Band(-1, 3), "layer 0 has the mask"))
+"""Masks by which no text is generated."""
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """Arguments of generate."""
+    return {"prompts": PROMPTS, "max_new_tokens": 3} | changes

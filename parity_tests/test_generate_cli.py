@@ -1,0 +1,109 @@
+"""``ring-attn generate`` writes the same text from the same weights in both frameworks, on one rank and on two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "safetensors", "rich", "typer"):
+    pytest.importorskip(package)
+
+import torch  # noqa: E402
+
+from ring_attn_cli.generate.settings import Settings  # noqa: E402
+from ring_attn_cli.generate.text import Text  # noqa: E402
+from ring_attn_torch import RingTransformer, save_llama, save_weights  # noqa: E402
+
+PROMPT = "Ein Märchen, "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights as ``ring-attn train`` leaves them, the same as a Llama, and a prompt."""
+    place = tmp_path_factory.mktemp("generate")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "hidden": 24, "windows": (9, 9), "param_dtype": "float64"}
+    model = RingTransformer(256, 16, 2, **sizes)
+    save_weights(model, place / "weights")
+    save_llama(model, place / "llama")
+    (place / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    return place
+
+
+def generate(folder: Path, *options: str, weights: str = "weights") -> subprocess.CompletedProcess[str]:
+    given = ["generate", "--weights", str(folder / weights), "--prompt-file", str(folder / "prompt.txt"), *options]
+    return subprocess.run(
+        [sys.executable, "-m", "ring_attn_cli.main", *given], capture_output=True, check=False, encoding="utf-8"
+    )
+
+
+def expected(folder: Path, **arguments: Any) -> str:
+    from ring_attn_torch import load_weights
+
+    new = load_weights(folder / "weights").generate([list(PROMPT.encode())], 12, **arguments)[0]
+    return bytes(new).decode(errors="replace") + "\n"
+
+
+def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
+    done = generate(folder, "--max-new-tokens", "12", "--ranks", "2", "--chunk", "8", "--temperature", "1", "--top-k", "50")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected(folder, temperature=1.0, top_k=50)
+    assert "weights on 2 x cpu" in done.stderr
+    assert f"{len(PROMPT.encode())} of {len(PROMPT.encode())} tokens" in done.stderr
+    assert "12 tokens, " in done.stderr
+    for options, message in (
+        (("--top-p", "2"), "top_p must be a number above 0"),
+        (("--framework", "numpy"), "unknown framework"),
+    ):
+        refused = generate(folder, *options)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines()[-1].startswith("ring-attn: ")
+        assert message in refused.stderr
+
+
+@pytest.mark.exhaustive
+def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces(folder):
+    pytest.importorskip("jax")
+    drawn = "--max-new-tokens", "12", "--framework", "jax", "--ranks", "2", "--temperature", "1", "--seed", "3"
+    done = generate(folder, *drawn, weights="llama")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected(folder, temperature=1.0, seed=3)
+
+
+def test_what_cannot_begin_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="is no folder with a config"):
+        Settings(weights=tmp_path, prompt=folder / "prompt.txt")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        Text(Settings(weights=folder / "weights", prompt=tmp_path / "empty.txt"))
+    (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
+    with pytest.raises(ValueError, match="is no text in UTF-8"):
+        Text(Settings(weights=folder / "weights", prompt=tmp_path / "latin.txt"))
+    with pytest.raises(ValueError, match="--ranks must be at least 1"):
+        Settings(weights=folder / "weights", prompt=folder / "prompt.txt", ranks=0)
+
+
+def test_characters_of_several_tokens_come_whole(folder, tmp_path):
+    text = Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt"))
+    assert text.ids == list(PROMPT.encode())
+    assert [text.add(x) for x in "aä€".encode()] == ["a", "", "ä", "", "", "€"]
+    assert text.add(300) == "" and text.add(0xC3) == "" and text.end() == "\ufffd"
+
+
+def test_a_tokenizer_beside_the_weights_is_used(folder, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([PROMPT] * 4, trainer)
+    made.save(str(path))
+    text = Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt", tokenizer=path))
+    assert 1 < len(text.ids) < len(PROMPT.encode())
+    assert "".join(text.add(x) for x in [*text.ids, *text.ids]) == PROMPT * 2

@@ -1,0 +1,46 @@
+"""Both frameworks generate the same text from the same weights, greedy and drawn, on one device and on a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+from ring_attn_jax.inference.sampling import sample as sample_in_jax  # noqa: E402
+from ring_attn_torch.inference.sampling import sample as sample_in_torch  # noqa: E402
+
+from .jax import test_generate as in_jax  # noqa: E402
+from .support.generation import DRAWN, PROMPTS  # noqa: E402
+from .torch import test_generate as in_torch  # noqa: E402
+
+ASKED: list[dict[str, Any]] = [{"max_new_tokens": 63}, {"max_new_tokens": 60, "temperature": 1.2, "top_k": 20, "seed": 4}]
+
+
+def generated_on_rank(group: Any) -> list[list[list[int]]]:
+    model = in_torch.model_of("features", group)
+    return [model.generate(PROMPTS, **asked) for asked in ASKED]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_both_frameworks_generate_the_same_text(gloo, ranks):
+    with jax.enable_x64(True):
+        model = in_jax.model_of("features", None if ranks == 1 else ranks)
+        ours = [model.generate(PROMPTS, chunk=16 if ranks == 2 else None, **asked) for asked in ASKED]
+    assert gloo(ranks, generated_on_rank) == [ours] * ranks
+
+
+@pytest.mark.parametrize("sampling", DRAWN[1:], ids=str)
+def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
+    logits = np.random.default_rng(2).standard_normal((16, 5000)).astype(np.float32) * 4
+    at = np.arange(16), np.arange(16) + 1000
+    choice = sampling.choice
+    words = {"low": np.uint32(choice.low), "high": np.uint32(choice.high)}
+    theirs = sample_in_torch(torch.tensor(logits), choice, *map(torch.tensor, at))
+    assert (
+        sample_in_jax(jax.numpy.asarray(logits), choice._replace(**words), *map(jax.numpy.asarray, at)).tolist()
+        == theirs.tolist()
+    )

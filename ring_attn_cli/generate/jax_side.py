@@ -1,0 +1,38 @@
+"""Generation in JAX, in this process. Imported only where JAX is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from ring_attn_jax import load_llama, load_weights
+
+from .settings import Settings
+
+
+def run(settings: Settings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
+    """Generate on accelerators where there are enough for all ranks, else on so many of jax's CPU devices."""
+    jax.config.update("jax_num_cpu_devices", settings.ranks)
+    dtypes = [settings.dtype, *(settings.config.get(name) for name in ("param_dtype", "compute_dtype", "dtype", "torch_dtype"))]
+    if "float64" in dtypes:
+        jax.config.update("jax_enable_x64", True)
+    devices = jax.devices() if len(jax.devices()) >= settings.ranks else jax.devices("cpu")
+    if len(devices) < settings.ranks:
+        raise ValueError(f"--ranks {settings.ranks}, and jax has {len(devices)} devices: pass fewer")
+    mesh = jax.make_mesh((settings.ranks,), ("seq",), axis_types=(AxisType.Auto,), devices=devices[: settings.ranks])
+    load = load_llama if settings.llama else load_weights
+    model = load(settings.weights, dtype=settings.dtype, mesh=mesh)
+    weights = sum(x.size for x in jax.tree.leaves(_state(model)))
+    tell("loaded", f"{weights:,} weights on {settings.ranks} x {devices[0].device_kind}")
+    on_token = lambda request, token: tell("token", token)
+    progress = lambda done, total: tell("prefilled", (done, total))
+    model.generate([ids], **settings.arguments, on_token=on_token, progress=progress)
+
+
+def _state(model: Any) -> Any:
+    from flax import nnx
+
+    return nnx.state(model, nnx.Param)

@@ -1,0 +1,92 @@
+"""A generation from the command to its exit: who computes, and what whoever started it sees."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..processes import Crews
+from .settings import Settings
+from .text import Text
+
+NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors")}
+PATIENCE = 1800.0
+"""Seconds without a word after which it is given up: a chunk of a long prompt, or compiling a large model."""
+
+
+def run(settings: Settings) -> None:
+    """Write what comes after the prompt to stdout, and how it goes to stderr.
+
+    Raises ValueError for what it cannot begin with, processes' Failure where a process fails, and ModuleNotFoundError.
+    """
+    for package in NEEDS[settings.framework]:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"no module named {package}", name=package)
+    text = Text(settings)
+    with Watch(text, Console(stderr=True, highlight=False)) as watch:
+        if settings.framework == "jax":
+            from . import jax_side
+
+            jax_side.run(settings, text.ids, watch)
+            return
+        with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
+            members = [(rank, settings, text.ids, str(Path(place, "store"))) for rank in range(settings.ranks)]
+            crews.start("PyTorch", "ring_attn_cli.generate.torch_side", members)
+            for message in crews.messages():
+                if message.kind == "mistake":
+                    raise ValueError(message.data)
+                watch(message.kind, message.data)
+
+
+class Watch:
+    """A bar while the prompt is read, then the text as it comes, then how long it took. Use as a context."""
+
+    def __init__(self, text: Text, console: Console) -> None:
+        self._text, self._console = text, console
+        columns = TextColumn("prompt"), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task(f"{len(text.ids):,} tokens", total=len(text.ids))
+        self._began = self._first = time.monotonic()
+        self._tokens = 0
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._progress.stop()
+        if self._tokens:
+            self._write(self._text.end() + "\n")
+        if kind is None and self._tokens > 1:
+            seconds = time.monotonic() - self._first
+            speed = (self._tokens - 1) / max(seconds, 1e-9)
+            self._console.print(f"{self._tokens:,} tokens, {speed:,.1f} tokens/s, {1000 / speed:,.1f} ms a token")
+
+    def __call__(self, kind: str, what: Any) -> None:
+        """Show what is reported."""
+        if kind == "loaded":
+            self._console.print(escape(what))
+            self._began = time.monotonic()
+            self._progress.start()
+        elif kind == "prefilled":
+            done, total = what
+            speed = done / max(time.monotonic() - self._began, 1e-9)
+            words = f"{done:,} of {total:,} tokens, {speed:,.0f} tokens/s"
+            self._progress.update(self._task, completed=done, description=words)
+            if done == total:
+                self._progress.stop()
+        elif kind == "token":
+            self._first = self._first if self._tokens else time.monotonic()
+            self._tokens += 1
+            self._write(self._text.add(what))
+
+    def _write(self, words: str) -> None:
+        sys.stdout.write(words)
+        sys.stdout.flush()

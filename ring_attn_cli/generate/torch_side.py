@@ -1,0 +1,37 @@
+"""Generation in PyTorch: what one rank does. Imported only where PyTorch is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ring_attn_torch import load_llama, load_weights
+
+from ..processes import Report
+from ..train.torch_side import backend_of, device_of
+from .settings import Settings
+
+
+def work(report: Report, rank: int, settings: Settings, ids: list[int], store: str) -> None:
+    """What a process that the command started does: one rank; the first reports for all."""
+    device = device_of(rank, settings.ranks)
+    if device.type == "cpu" and settings.ranks > 1:
+        torch.set_num_threads(1)
+    dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=settings.ranks)
+    told: dict[str, Any] = {}
+    if rank == 0:
+        told["on_token"] = lambda request, token: report("token", token)
+        told["progress"] = lambda done, total: report("prefilled", (done, total))
+    try:
+        with device:
+            load = load_llama if settings.llama else load_weights
+            model = load(settings.weights, dtype=settings.dtype, group=dist.group.WORLD)
+        if rank == 0:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+            report("loaded", f"{sum(p.numel() for p in model.parameters()):,} weights on {settings.ranks} x {name}")
+        model.generate([ids], **settings.arguments, **told)
+    except ValueError as mistake:  # the same on every rank
+        report("mistake", str(mistake))
+    dist.destroy_process_group()

@@ -1,0 +1,192 @@
+"""A call of ``generate`` as one record: what is asked, what is refused of it, how prompts are cut into chunks and how much of a
+cache they take. Integers only, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from ..cache.placement import held
+from ..cache.spec import FP8
+from ..layouts import padded_local
+from ..mistakes import in_words, is_integer
+from ..sampling import Sampling
+from .config import TransformerConfig
+
+SLOTS = 64
+"""A cache of a call has a multiple of so many slots a rank, for another call to be served by the same compiled step."""
+
+OnToken = Callable[[int, int], object]
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """``prompts`` as tuples of ints, ``new``: the most new tokens of each, ``stop``: ids that end a request.
+
+    ``chunk``: the most tokens of a prompt in one prefill, None for all. ``cache_dtype``: the name of the cache's dtype.
+    """
+
+    config: TransformerConfig
+    prompts: tuple[tuple[int, ...], ...]
+    new: int
+    sampling: Sampling
+    stop: tuple[int, ...]
+    chunk: int | None
+    cache_dtype: str
+
+    @classmethod
+    def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
+        """Return the record of what a user passed; ValueError for what does not fit.
+
+        ``dtype``: in which the model computes. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
+        """
+        windows_of(config)
+        rows = _rows(prompts)
+        for row, ids in enumerate(rows):
+            if not ids:
+                raise ValueError(f"prompt {row} is empty: begin it with a token, such as the tokenizer's id for a beginning")
+            check_ids(ids, config.vocab, f"prompt {row} holds")
+        if not is_integer(new) or new < 1:
+            raise ValueError(f"max_new_tokens must be an int of at least 1, got {in_words(new)}")
+        stop, chunk, kept = options.pop("stop"), options.pop("chunk"), options.pop("cache_dtype")
+        stop = (stop,) if is_integer(stop) else tuple(stop) if isinstance(stop, Sequence | set | frozenset) else stop
+        if not isinstance(stop, tuple) or not all(map(is_integer, stop)):
+            raise ValueError(f"stop must be token ids, ints, at which a request ends, got {in_words(stop)}")
+        stop = tuple(sorted({int(x) for x in stop}))
+        check_ids(stop, config.vocab, "stop holds")
+        if chunk is not None and (not is_integer(chunk) or chunk < 1):
+            raise ValueError(f"chunk must be an int of at least 1, tokens of a prompt in one prefill, got {in_words(chunk)}")
+        if config.alibi and chunk is not None and chunk < max(map(len, rows)):
+            raise ValueError(
+                f"chunk={chunk} and ALiBi: what is cached lies in no order that ALiBi could count in, so prompts are prefilled "
+                "whole. Leave chunk out"
+            )
+        if kept not in (None, dtype, FP8):
+            raise ValueError(f"cache_dtype must be one of {dtype}, {FP8}, or None for {dtype}, got {in_words(kept)}")
+        return cls(config, rows, int(new), Sampling(**options), stop, chunk if chunk is None else int(chunk), kept or dtype)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return how many tokens every prompt has."""
+        return list(map(len, self.prompts))
+
+    @property
+    def total(self) -> int:
+        """Return how many tokens all prompts have."""
+        return sum(self.lengths)
+
+    def chunks(self) -> list[tuple[int, list[int]]]:
+        """Where every chunk begins, and how many tokens of each prompt are in it."""
+        longest = max(self.lengths)
+        size = min(self.chunk or longest, longest)
+        return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
+
+    def ids(self, start: int, tokens: int) -> list[list[int]]:
+        """The ids of all prompts from ``start`` on, [requests][tokens]; 0 where there is none."""
+        rows = (list(ids[start : start + tokens]) for ids in self.prompts)
+        return [row + [0] * (tokens - len(row)) for row in rows]
+
+    def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
+        """How large a cache the call needs: ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
+
+        ``shards``: tokens of a rank in each chunk. Where every layer has a window only what the widest sees is kept, if that is
+        less. A layout may leave more of a short prompt with one rank than with others, so the chunks are counted.
+        """
+        slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
+        windows = windows_of(self.config)
+        if None not in windows:
+            window = max(1, *windows)  # type: ignore[type-var]  # none of them is None
+            room = max(shards) * ranks
+            if window + room < slots:
+                return {"capacity": _rounded(window + room), "window": window, "room": room}
+        return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
+
+    def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
+        """How many slots the rank that holds most of a request needs for it. The last new token is cached nowhere."""
+        counts = [0] * ranks
+        for (_, lengths), local in zip(self.chunks(), shards, strict=True):
+            counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
+        return max(*counts, -(-(sum(counts) + self.new - 1) // ranks))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what every rank must have in common, by name, as JSON carries it."""
+        digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
+        sampling = {name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        asked = {"prompts": digest, "max_new_tokens": self.new, "stop": list(self.stop), "chunk": self.chunk}
+        return asked | {"cache_dtype": self.cache_dtype} | sampling
+
+
+class Answers:
+    """The new tokens of every request so far; ``on_token(request, token)`` is called for each as it comes."""
+
+    def __init__(self, asked: Generation, on_token: OnToken | None) -> None:
+        self._stop, self._on_token = frozenset(asked.stop), on_token
+        self.tokens: list[list[int]] = [[] for _ in asked.prompts]
+        self._open = set(range(len(asked.prompts)))
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        """Take the next token of every request, and of those that have ended nothing. Returns whether all have ended."""
+        for request in sorted(self._open):
+            token = tokens[request]
+            self.tokens[request].append(token)
+            if token in self._stop:
+                self._open.remove(request)
+            if self._on_token is not None:
+                self._on_token(request, token)
+        return not self._open
+
+
+@lru_cache(maxsize=64)
+def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
+    """How many tokens before itself a query of each layer sees, None for all; ValueError for a mask that sees others."""
+    masks = [config.attention(layer).mask for layer in range(config.depth)]
+    for layer, mask in enumerate(masks):
+        if mask.lo != 0 or (mask.hi is not None and mask.hi < 0):
+            raise ValueError(
+                f"layer {layer} has the mask {mask}, and text is generated where a token sees itself and tokens before it: make "
+                "the model with mask=causal() or sliding_window(before)"
+            )
+    return tuple(mask.hi for mask in masks)
+
+
+def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
+    """ValueError for ids that a vocabulary does not have."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        strange = next(x for x in ids if not 0 <= x < vocab)
+        raise ValueError(
+            f"{whose} {strange}, and a vocabulary of {vocab} has 0 to {vocab - 1}: encode with the model's tokenizer"
+        )
+
+
+def bucket(tokens: int) -> int:
+    """``tokens`` rounded up to one of eight sizes between powers of two, so that few programs are compiled: at most 1/8 more."""
+    step = max(1, 2 ** (tokens.bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
+    """Tokens of a rank in a chunk of so many tokens of each prompt."""
+    return padded_local(layout, ranks, max(lengths))
+
+
+def _rounded(slots: int) -> int:
+    return -(-slots // SLOTS) * SLOTS
+
+
+def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
+    """Lists, tuples or arrays of ints as tuples; ValueError for anything else."""
+    plain = lambda x: x.tolist() if hasattr(x, "tolist") else list(x) if isinstance(x, list | tuple) else x
+    rows = [plain(row) for row in plain(prompts)] if isinstance(plain(prompts), list) else None
+    if not rows:
+        raise ValueError(f"prompts must be a list of lists of token ids, at least one, got {in_words(prompts)}")
+    for i, row in enumerate(rows):
+        if not isinstance(row, list):
+            raise ValueError(f"prompts[{i}] must be a list of token ids, got {in_words(row)}: for one prompt pass [ids]")
+        if not all(type(x) is int or is_integer(x) for x in row):
+            strange = next(x for x in row if not is_integer(x))
+            raise ValueError(f"prompts[{i}] must hold token ids, ints, and has {in_words(strange)}")
+    return tuple(tuple(map(int, row)) for row in rows)

@@ -1,0 +1,81 @@
+"""How the next token is drawn from its logits: the most probable one, or one at random, the same wherever it is drawn.
+
+    score_i = (logit_i - max logit) / temperature
+    kept    = the top_k highest scores; of these the fewest, from the highest on, whose probabilities sum to top_p at least
+    token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
+
+gumbel_i is a pure function of (seed, request, position, token), by the counter-based generators of :mod:`ring_attn_core.dropout`:
+all ranks and both frameworks draw the same token, and a request draws the same ones whatever else is in the batch. Of equal
+logits the lower token id counts as the higher one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .dropout import Multiply, philox2x32, philox4x32, seed_words
+from .mistakes import in_words, is_integer
+
+DOMAIN = 1
+"""A word of the counter that is 0 for dropout: with the same seed these are other numbers."""
+
+
+class Choice(NamedTuple):
+    """What sampling computes with, a number each, None where it does not apply: ``temperature`` None takes the highest logit."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    low: Any
+    high: Any
+    """The two words of the seed."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """``temperature`` 0: the most probable token. ``top_k``, ``top_p``: only the most probable ones; None: all of them.
+
+    Raises ValueError for numbers outside their range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_finite(self.temperature) or self.temperature < 0:
+            raise ValueError(
+                "temperature must be a number of at least 0, 0 for the most probable token, got " + in_words(self.temperature)
+            )
+        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
+            raise ValueError(f"top_k must be an int of at least 1, or None for all tokens, got {in_words(self.top_k)}")
+        if self.top_p is not None and (not _is_finite(self.top_p) or not 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must be a number above 0 and at most 1, or None for all tokens, got {in_words(self.top_p)}")
+        if not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
+
+    @property
+    def choice(self) -> Choice:
+        """Return the numbers that a framework computes with."""
+        low, high = seed_words(int(self.seed))
+        if not self.temperature:
+            return Choice(None, None, None, low, high)
+        return Choice(float(self.temperature), self.top_k, None if self.top_p == 1 else self.top_p, low, high)
+
+
+def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
+    """32 random bits for each token that may stand at a position of a request; ``philox``: what multiplies, and makes words.
+
+    Integers that broadcast, below 2^32. A request and position draw by one word: of n such pairs some two share theirs with a
+    chance of n^2 / 2^33.
+    """
+    nothing = request * 0
+    key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]
+    return philox2x32((token, token * 0), key, *philox)[0]
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)

@@ -1,0 +1,229 @@
+"""New tokens and prompts through a RingTransformer, its keys and values in a cache that is spread over the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from ring_attn_core.cache import checks
+from ring_attn_core.layouts import padded_local
+from ring_attn_core.model.alibi import alibi_slopes
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.generation import check_ids, windows_of
+
+from ..attend.tiles import accumulation_dtype
+from ..axes import ring_size
+from ..data.extents import on_host
+from ..data.layout import to_layout
+from ..sharded import Where
+from .cache import KVCache
+from .decode import tree_attention_decode
+from .prefill import prefill
+from .requests import Lengths
+from .step import Step
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, int, dict[str, Any]], jax.Array]
+"""Attention of q, k, v of a layer, whose number and features follow."""
+
+
+def decode_step(
+    model: Any,
+    ids: Int[Array, "batch tokens"],
+    cache: KVCache,
+    *,
+    valid: Bool[Array, "batch tokens"] | None = None,
+) -> tuple[Float[Array, "batch tokens vocab"], KVCache]:
+    """The logits of a few more tokens of every request, which continue what the cache has of it, and the cache with them.
+
+    ``model``: a RingTransformer; one without ``mesh`` is called inside ``jax.shard_map`` over its axis, ids the same on every
+    rank, and the logits are too. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or float8,
+    without a window or with one that is as wide as the widest of the layers. ``valid``: which of them are tokens; of others,
+    anywhere in a row, the logits mean nothing, and the cache takes none of them. All ranks compute the same logits, each with its
+    part of the cache; dropout is off. Call it inside jax.jit, with the cache donated.
+
+    What the model gives at these positions for the whole sequence, to the rounding of another order of sums. Raises ValueError
+    for what does not fit: another cache, masks that are neither causal nor a window before the token, weights that are split
+    over devices, ids outside the vocabulary (traced ones give NaN). Whether there is room, ``cache.check_room`` sees before.
+    """
+    _check(model, ids, cache)
+    return _on_ring(decoded, model, cache, (ids, valid))
+
+
+def prefill_prompts(
+    model: Any,
+    ids: Int[Array, "batch tokens"],
+    cache: KVCache,
+    lengths: Lengths | None = None,
+    *,
+    fresh: bool = False,
+) -> tuple[Float[Array, "batch vocab"], KVCache]:
+    """The logits of the last token of a chunk of every request, on every rank, and the cache with the chunk.
+
+    ``ids``: the chunk in natural order, whole and the same on every rank, which shards it in the model's layout. It continues
+    what the cache has of each request, so a prompt may come in several. ``lengths``: how many tokens of it are the request's, the
+    rest is padding at the end; None: all. Logits of a request that gets none mean nothing. ``fresh``: as in
+    ``KVCache.prefill_step``.
+
+    Raises what :func:`decode_step` raises, and for a model with ALiBi without ``fresh``.
+    """
+    _check(model, ids, cache)
+    given = ids.shape[1] if lengths is None else lengths
+    known = isinstance(given, int | list | tuple)
+
+    def prompted(model: Any, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
+        ids, lengths = new
+        hidden, cache = last_hidden(model, cache, ids, given if known else lengths, fresh)
+        return logits_of(model, hidden), cache
+
+    return _on_ring(prompted, model, cache, (ids, None if known else given))
+
+
+def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+    """``function(model, cache, new)``, of a model with a mesh inside a shard_map over it; ``new`` is the same on every rank."""
+    from flax import nnx
+
+    if not isinstance(model.where, Where):
+        return function(model, cache, new)
+    graph, state = nnx.split(model)
+    where, same = model.where, PartitionSpec()
+
+    def inside(state: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+        return function(inside_shard_map(nnx.merge(graph, state), where.axis_name), cache, new)
+
+    specs = same, cache.specs, same
+    ring = jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=(same, cache.specs))
+    return ring(state, cache, new)
+
+
+def inside_shard_map(model: Any, axis_name: str) -> Any:
+    """The model as one that was made without a mesh: its layers take what a rank has. Changes it."""
+    model.where = axis_name
+    for block in model.blocks:
+        block.attention.where = axis_name
+        block.mlp.where = None
+    return model
+
+
+def decoded(model: Any, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
+    """``decode_step`` inside shard_map; ``new``: the ids, and which of them are tokens."""
+    ids, valid = new
+    step = cache.step(ids.shape[1], valid=valid)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
+        nonlocal cache
+        cache = cache.append(layer, k, v, step)
+        part = cache.part(layer, step)._asdict()
+        backend = features.pop("backend")
+        features |= {"backend": backend if backend in ("blockwise", "triton") else "auto", "axis_name": cache.axis_name}
+        return tree_attention_decode(q, **part, q_positions=step.positions, **features)
+
+    hidden = _through(model, ids, step, attend)
+    return logits_of(model, hidden), cache.advance(step)
+
+
+def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool) -> tuple[jax.Array, KVCache]:
+    """[batch, dim]: the last block's output for the last token of each request, 0 where it has none; inside shard_map."""
+    options, axis = model.blocks[0].attention.options, cache.axis_name
+    ranks = cache.spec.ranks
+    local = padded_local(options.layout, ranks, ids.shape[1])
+    step = cache.prefill_step(local, options.layout, lengths, fresh=fresh)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
+        nonlocal cache
+        out, cache = prefill(q, k, v, cache, layer, step, **features, strategy=options.strategy)
+        return out
+
+    whole = to_layout(ids, options.layout, ranks)
+    mine = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * local, local, 1)
+    hidden = _through(model, mine, step, attend)
+    here = (step.positions == step.lengths[:, None] - 1) & (step.positions >= 0)
+    last = jnp.take_along_axis(hidden, here.argmax(1)[:, None, None], 1)[:, 0]
+    return lax.psum(jnp.where(here.any(1)[:, None], last, 0), axis), cache.advance(step)
+
+
+def _through(model: Any, ids: jax.Array, step: Step, attend: Attend) -> jax.Array:
+    """The blocks' output [b s dim] for the tokens ``ids`` [b s] at the step's positions."""
+    weight = model.embed.embedding[...]
+    x = weight.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    x = x.astype(model.compute_dtype or weight.dtype)
+    for layer, block in enumerate(model.blocks):
+        attention = block.attention
+        q, k, v = attention.projected(block.attention_norm(x), step.positions)
+        out = attend(q, k, v, layer, _features(attention, q))
+        x = x + attention.o(out.reshape(*x.shape[:2], -1))
+        x = x + block.mlp(block.mlp_norm(x))
+    return x
+
+
+def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
+    """What else the layer's attention is, as ``prefill`` and ``tree_attention_decode`` take it."""
+    config = attention.config
+    return {
+        "window": config.mask.hi,
+        "softcap": config.softcap,
+        "sinks": None if attention.sinks is None else attention.sinks[...],
+        "alibi_slopes": jnp.asarray(alibi_slopes(config.heads), accumulation_dtype(q.dtype)) if config.alibi else None,
+        "backend": attention.options.backend,
+    }
+
+
+def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
+    """[..., vocab] of the last block's output [..., dim]."""
+    x = model.norm(hidden)
+    return x @ model.head_weight.T.astype(x.dtype)
+
+
+def computes_in(model: Any) -> str:
+    """The name of the dtype of a model's activations, whatever its weights have been cast to."""
+    return str(model.compute_dtype or model.embed.embedding[...].dtype)
+
+
+def check_model(model: Any) -> None:
+    """ValueError for what is no RingTransformer, or one whose weights or layers cannot be decoded with."""
+    from flax import nnx
+
+    if not isinstance(getattr(model, "config", None), TransformerConfig):
+        raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
+    windows_of(model.config)
+    if isinstance(model.where, Where) and model.where.head_axis is not None:
+        raise ValueError(
+            f"head_axis={model.where.head_axis!r} splits heads over devices (tensor parallelism), and generation computes with "
+            "whole weights on every device: make the model without it, with save_weights and load_weights"
+        )
+    for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        sharding = getattr(p.get_value(), "sharding", None)
+        if sharding is not None and not isinstance(p.get_value(), Tracer) and not sharding.is_fully_replicated:
+            raise ValueError(
+                f"{'.'.join(map(str, path))} is sharded over devices, and generation needs whole weights on every device: "
+                "put the model's state on jax.NamedSharding(mesh, jax.P()), or load it so with load_weights"
+            )
+
+
+def _check(model: Any, ids: Any, cache: KVCache) -> None:
+    check_model(model)
+    checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
+    where = model.where
+    axis, ranks = (where.axis_name, where.ranks) if isinstance(where, Where) else (where, ring_size(where))
+    if (axis, ranks) != (cache.axis_name, cache.spec.ranks):
+        raise ValueError(
+            f"the model's ring is {ranks} ranks along {axis!r}, and the cache's {cache.spec.ranks} along {cache.axis_name!r}: "
+            "make both with one mesh and axis_name"
+        )
+    shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
+    if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"
+        raise ValueError(f"ids must be integers [requests, tokens], the same on every rank, got {got}")
+    if shape[0] != cache.spec.batch or not shape[1]:
+        raise ValueError(f"ids must be [{cache.spec.batch}, tokens], a row for every request of the cache, got {list(shape)}")
+    known = on_host(ids)
+    if known is not None:
+        check_ids([int(known.min()), int(known.max())], model.config.vocab, "ids hold")

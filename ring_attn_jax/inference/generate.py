@@ -1,0 +1,87 @@
+"""Text from prompts: prefill in chunks, then a step for every new token."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any
+
+import jax
+import numpy as np
+
+from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, bucket, local_tokens
+
+from .cache import KVCache
+from .forward import check_model, computes_in
+from .stepper import Placed, Stepper
+
+
+def generated(
+    model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
+) -> list[list[int]]:
+    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of`` but the model's, by name."""
+    check_model(model)
+    asked = Generation.of(model.config, computes_in(model), **arguments)
+    for name, function in (("on_token", on_token), ("progress", progress)):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
+    _agree(asked)
+    placed = Placed.of(model)
+    layout, ranks = model.blocks[0].attention.options.layout, placed.mesh.shape[placed.axis_name]
+    shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(asked)]
+    sizes, where = asked.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
+    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, **where)
+    hidden, cache = _prefilled(placed, cache, asked, progress)
+    stepper = Stepper(placed, cache, asked)
+    stepper.begin(hidden)
+    return _answered(stepper, asked, on_token)
+
+
+def _chunks(asked: Generation) -> list[tuple[int, list[int], int]]:
+    """Where every chunk begins, how many tokens of each prompt are in it, and how many it has with padding."""
+    return [(start, lengths, bucket(max(lengths))) for start, lengths in asked.chunks()]
+
+
+def _prefilled(placed: Placed, cache: KVCache, asked: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
+    """The hidden states of the prompts' last tokens, and their keys in the cache."""
+    dtype = asked.config.compute_dtype or asked.config.param_dtype
+    hidden, done = placed.put(np.zeros((len(asked.prompts), asked.config.dim), dtype)), 0
+    for start, lengths, tokens in _chunks(asked):
+        ids = np.asarray(asked.ids(start, tokens), np.int32)
+        ends = np.asarray([start < n <= start + max(lengths) for n in asked.lengths])
+        chunk = placed.put((ids, np.asarray(lengths, np.int32), ends))
+        equal = tokens if set(lengths) == {tokens} else None  # one of another length would be compiled for itself
+        hidden, cache = placed.compiled.prefill(placed.weights, cache, hidden, chunk, fresh=not start, equal=equal)
+        done += sum(lengths)
+        if progress is not None:
+            hidden.block_until_ready()  # or it would say what has been asked for, and not what has been done
+            progress(done, asked.total)
+    return hidden, cache
+
+
+def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
+    answers = Answers(asked, on_token)
+    for number in range(1, asked.new + 1):
+        read, more = stepper.read(), number < asked.new
+        if more and stepper.ahead:
+            stepper.step()
+        if answers.take(read()):
+            break
+        if more and not stepper.ahead:
+            stepper.step()
+    return answers.tokens
+
+
+def _agree(asked: Generation) -> None:
+    """ValueError in every process of a program where they were asked for different things."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    digest = blake2b(json.dumps(asked.fingerprint()).encode(), digest_size=16).digest()
+    told = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    others = [process for process, each in enumerate(told) if not np.array_equal(each, told[0])]
+    if others:
+        raise ValueError(
+            f"process {others[0]} was given other prompts or arguments than process 0: pass the same to generate in every process"
+        )

@@ -1,0 +1,149 @@
+"""The step of generation, made once: every request's newest token goes in, its next one comes out, all of it on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ring_attn_core.model.generation import Generation
+
+from ..sharded import Where
+from .cache import KVCache
+from .forward import decoded, inside_shard_map, last_hidden, logits_of
+from .sampling import sample
+
+Read = Callable[[], list[int]]
+SAME = PartitionSpec()
+
+
+class Placed(NamedTuple):
+    """A model whose weights lie on every device of a mesh: compiled programs, and the arrays that they take."""
+
+    mesh: Mesh
+    axis_name: str
+    compiled: Programs
+    weights: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> Placed:
+        """Return the record; a model without a mesh is a ring of one on its device. ValueError for a mesh without devices."""
+        from flax import nnx
+
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree.flatten(state)
+        if isinstance(model.where, Where):
+            mesh, axis_name = model.where.mesh, model.where.axis_name
+            if not isinstance(mesh, Mesh):
+                raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
+        else:
+            axis_name = model.where
+            mesh = _alone(axis_name, next(iter(leaves[0].devices())))
+        weights = jax.device_put(tuple(leaves), NamedSharding(mesh, SAME))
+        return cls(mesh, axis_name, programs(graph, tree, mesh, axis_name), weights)
+
+    def put(self, x: Any) -> Any:
+        """The arrays of a tree on every device."""
+        return jax.device_put(x, NamedSharding(self.mesh, SAME))
+
+
+@lru_cache(maxsize=64)
+def _alone(axis_name: str, device: Any) -> Mesh:
+    return jax.make_mesh((1,), (axis_name,), axis_types=(AxisType.Auto,), devices=[device])
+
+
+class Programs(NamedTuple):
+    """``prefill(weights, cache, hidden, ids, lengths, ends, fresh=, equal=)``, ``first(...)`` and ``step(...)``, jitted."""
+
+    prefill: Callable[..., Any]
+    first: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+@lru_cache(maxsize=16)
+def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
+    """The programs of a model: kept, so that another call of the same sizes compiles nothing."""
+    from flax import nnx
+
+    def model_of(weights: Sequence[jax.Array]) -> Any:
+        return inside_shard_map(nnx.merge(graph, jax.tree.unflatten(tree, weights)), axis_name)
+
+    @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
+    def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
+        """``chunk``: ids, lengths and which requests end in it; ``equal``: the length of all of them, if it is one."""
+
+        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
+            hidden, (ids, lengths, ends) = given
+            last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh)
+            return jnp.where(ends[:, None], last, hidden), cache
+
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, chunk))
+
+    @jax.jit
+    def first(weights: Any, cache: KVCache, hidden: jax.Array, choice: Any, stop: jax.Array) -> Any:
+        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
+            hidden, choice, stop = given
+            new = _drawn(logits_of(model_of(weights), hidden), cache, choice)
+            return (new, _ends(new, stop)), cache
+
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, choice, stop))[0]
+
+    @partial(jax.jit, donate_argnames="cache")
+    def step(weights: Any, cache: KVCache, newest: Any, choice: Any, stop: jax.Array) -> Any:
+        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
+            (tokens, finished), choice, stop = given
+            logits, cache = decoded(model_of(weights), cache, (tokens[:, None], ~finished[:, None]))
+            new = _drawn(logits[:, 0], cache, choice)
+            return (new, finished | _ends(new, stop)), cache
+
+        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, choice, stop))
+
+    return Programs(prefill, first, step)
+
+
+def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
+    """``on_rank(weights, cache, given)`` -> (what is the same on all ranks, cache), on whole arrays."""
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
+
+
+def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
+    return sample(logits, choice, jnp.arange(len(logits)), cache.lengths)
+
+
+def _ends(tokens: jax.Array, stop: jax.Array) -> jax.Array:
+    return (tokens[:, None] == stop).any(1)
+
+
+class Stepper:
+    """``cache``, and ``newest``: int32 [requests], the newest tokens, and bool [requests], which requests have ended."""
+
+    def __init__(self, placed: Placed, cache: KVCache, asked: Generation) -> None:
+        self._placed, self.cache = placed, cache
+        choice = asked.sampling.choice
+        number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x)))
+        choice = choice._replace(low=np.uint32(choice.low), high=np.uint32(choice.high), temperature=number(choice.temperature))
+        choice = choice._replace(top_k=number(choice.top_k), top_p=number(choice.top_p))
+        self._choice, self._stop = placed.put(choice), placed.put(np.asarray(asked.stop, np.int32))
+        self.newest: tuple[jax.Array, jax.Array]
+        self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
+        """Whether the host looks at tokens while the device computes the next ones."""
+
+    def begin(self, hidden: jax.Array) -> None:
+        """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts."""
+        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._choice, self._stop)
+
+    def step(self) -> None:
+        """Put the newest token of every request that goes on into the cache, and draw the next one."""
+        given = self._placed.weights, self.cache, self.newest, self._choice, self._stop
+        self.newest, self.cache = self._placed.compiled.step(*given)
+
+    def read(self) -> Read:
+        """Have the newest tokens sent to the host; what is returned waits for them."""
+        tokens = self.newest[0]
+        tokens.copy_to_host_async()
+        return lambda: np.asarray(tokens).tolist()

@@ -1,0 +1,192 @@
+"""New tokens and prompts through a RingTransformer, its keys and values in a cache that is spread over the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ring_attn_core.cache import checks
+from ring_attn_core.layouts import padded_local
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.generation import check_ids, windows_of
+
+from ..arguments import dtype_name
+from ..attend.tiles import accumulation_dtype
+from ..data.layout import to_layout
+from ..ring.agreement import Call, agree_on
+from ..ring.groups import is_dtensor, local, rank_in, ranks_of
+from .cache import KVCache
+from .decode import tree_attention_decode
+from .merge import ring_of
+from .prefill import prefill
+from .requests import Lengths
+from .step import Step
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+Attend = Callable[[Tensor, Tensor, Tensor, int, dict[str, Any]], Tensor]
+"""Attention of q, k, v of a layer, whose number and features follow."""
+
+
+def decode_step(
+    model: nn.Module,
+    ids: Int[Tensor, "batch tokens"],
+    cache: KVCache,
+    *,
+    valid: Bool[Tensor, "batch tokens"] | None = None,
+) -> tuple[Float[Tensor, "batch tokens vocab"], KVCache]:
+    """The logits of a few more tokens of every request, which continue what the cache has of it, and the cache with them.
+
+    ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
+    model's ring, in its compute dtype or float8, without a window or with one that is as wide as the widest of the layers.
+    ``valid``: which of them are tokens; of others, anywhere in a row, the logits mean nothing, and the cache takes none of them.
+    All ranks compute the same logits, each with its part of the cache; dropout is off.
+
+    What the model gives at these positions for the whole sequence, to the rounding of another order of sums. Raises ValueError,
+    the same on every rank and with the cache as it was, for what does not fit: another cache, masks that are neither causal
+    nor a window before the token, weights that are split over ranks, ids outside the vocabulary (not looked at on a GPU). Once
+    it has run, a CUDA graph may capture it: ``docs/cache.md``.
+    """
+    _agree("decode_step", model, ids, cache)
+    with torch.no_grad():
+        step = cache.step(ids.shape[1], valid=valid)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
+            cache.append(layer, k, v, step)
+            part = cache.part(layer, step)._asdict()
+            backend = features.pop("backend")
+            features |= {"backend": backend if backend in ("blockwise", "triton") else "auto", "group": cache.group}
+            return tree_attention_decode(q, **part, q_positions=step.positions, **features)
+
+        hidden = _through(model, ids, step, attend)
+        cache.advance(step)
+        return logits_of(model, hidden), cache
+
+
+def prefill_prompts(
+    model: nn.Module,
+    ids: Int[Tensor, "batch tokens"],
+    cache: KVCache,
+    lengths: Lengths | None = None,
+    *,
+    fresh: bool = False,
+) -> tuple[Float[Tensor, "batch vocab"], KVCache]:
+    """The logits of the last token of a chunk of every request, on every rank, and the cache with the chunk.
+
+    ``ids``: the chunk in natural order, whole and the same on every rank, which shards it in the model's layout. It continues
+    what the cache has of each request, so a prompt may come in several. ``lengths``: how many tokens of it are the request's, the
+    rest is padding at the end; None: all. Logits of a request that gets none mean nothing. ``fresh``: as in
+    ``KVCache.prefill_step``.
+
+    Raises what :func:`decode_step` raises, and for a request that has tokens already where the model has ALiBi.
+    """
+    with torch.no_grad():
+        hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
+        return logits_of(model, summed(hidden, cache)), cache
+
+
+def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False) -> Tensor:
+    """[batch, dim]: the last block's output for the last token of each request, 0 where it has none or another rank holds it."""
+    _agree("prefill_prompts", model, ids, cache)
+    options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
+    ranks = ranks_of(cache.ring)
+    step = cache.prefill_step(
+        padded_local(options.layout, ranks, ids.shape[1]),
+        options.layout,
+        ids.shape[1] if lengths is None else lengths,
+        fresh=fresh,
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
+        return prefill(q, k, v, cache, layer, step, **features, strategy=options.strategy)[0]
+
+    mine = to_layout(ids, options.layout, ranks).chunk(ranks, 1)[rank_in(cache.ring)]
+    hidden = _through(model, mine, step, attend)
+    cache.advance(step)
+    here = (step.positions == step.lengths[:, None] - 1) & (step.positions >= 0)
+    last = hidden[torch.arange(len(hidden), device=hidden.device), here.int().argmax(1)]
+    return torch.where(here.any(1)[:, None], last, 0)
+
+
+def summed(hidden: Tensor, cache: KVCache) -> Tensor:
+    """The sum over the ranks of what one of them has and all others have 0 of."""
+    if ranks_of(cache.ring) == 1:
+        return hidden
+    wide = hidden.to(accumulation_dtype(hidden.dtype))
+    dist.all_reduce(wide, group=cache.ring)
+    return wide.to(hidden.dtype)
+
+
+def _through(model: Any, ids: Tensor, step: Step, attend: Attend) -> Tensor:
+    """The blocks' output [b s dim] for the tokens ``ids`` [b s] at the step's positions."""
+    x = model.embed(ids.long()).to(model.compute_dtype or model.embed.weight.dtype)
+    for layer, block in enumerate(model.blocks):
+        attention = block.attention
+        q, k, v = attention.projected(block.attention_norm(x), step.positions)
+        out = attend(q, k, v, layer, _features(attention, q))
+        x = x + attention.o(out.flatten(2))
+        x = x + block.mlp(block.mlp_norm(x))
+    return x
+
+
+def _features(attention: Any, q: Tensor) -> dict[str, Any]:
+    """What else the layer's attention is, as ``prefill`` and ``tree_attention_decode`` take it."""
+    return {
+        "window": attention.config.mask.hi,
+        "softcap": attention.config.softcap,
+        "sinks": None if attention.sinks is None else local(attention.sinks),
+        "alibi_slopes": attention._slopes(q) if attention.config.alibi else None,
+        "backend": attention.options.backend,
+    }
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """[..., vocab] of the last block's output [..., dim]."""
+    x = model.norm(hidden)
+    return F.linear(x, model.head_weight.to(x.dtype))
+
+
+def computes_in(model: Any) -> str:
+    """The name of the dtype of a model's activations, whatever its weights have been cast to."""
+    return dtype_name(model.compute_dtype or model.embed.weight.dtype)
+
+
+def check_model(model: Any) -> None:
+    """ValueError for what is no RingTransformer, or one whose weights or layers cannot be decoded with."""
+    if not isinstance(getattr(model, "config", None), TransformerConfig):
+        raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
+    windows_of(model.config)
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            raise ValueError(
+                f"{name} is a DTensor, split over ranks by FSDP or tensor parallelism, and generation needs whole weights "
+                "on every rank: load them into a model that is not split, with save_weights and load_weights"
+            )
+
+
+def _agree(call: str, model: Any, ids: Any, cache: Any) -> None:
+    """The same ValueError on all ranks for a model, ids and a cache that do not fit, at the first such call."""
+    shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
+    device = ids.device.type if isinstance(ids, Tensor) else "cpu"
+    agree_on(Call(call, device, (("ids_shape", shape),)), cache.ring, lambda: _check(model, ids, cache))
+
+
+def _check(model: Any, ids: Any, cache: KVCache) -> None:
+    check_model(model)
+    checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
+    ranks = ranks_of(ring_of(model.blocks[0].attention.group))
+    if ranks != cache.spec.ranks:
+        raise ValueError(f"the model's ring has {ranks} ranks, and the cache {cache.spec.ranks}: make both with one group")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be integers [requests, tokens], the same on every rank, got {got}")
+    if ids.shape[0] != cache.spec.batch or not ids.shape[1]:
+        raise ValueError(f"ids must be [{cache.spec.batch}, tokens], a row for every request of the cache, got {list(ids.shape)}")
+    if ids.device.type == "cpu":
+        check_ids([int(ids.min()), int(ids.max())], model.config.vocab, "ids hold")

@@ -1,0 +1,86 @@
+"""Text from prompts: prefill in chunks, then a step for every new token."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, local_tokens
+
+from ..ring.agreement import refuse, tell
+from ..ring.groups import ranks_of
+from .cache import KVCache
+from .forward import check_model, computes_in, last_hidden
+from .merge import ring_of
+from .stepper import Stepper
+
+
+def generated(
+    model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
+) -> list[list[int]]:
+    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of`` but the model's, by name."""
+    group = model.blocks[0].attention.group
+    ring, device = ring_of(group), model.embed.weight.device
+    try:
+        check_model(model)
+        asked = Generation.of(model.config, computes_in(model), **arguments)
+        for name, function in (("on_token", on_token), ("progress", progress)):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
+    except Exception as error:
+        refuse(error, ring, device.type)
+        raise  # refuse has raised already, which type checkers do not see
+    if ring is not None and ranks_of(ring) > 1:
+        _agree(tell("RingTransformer.generate", asked.fingerprint(), ring))
+    layout, ranks = model.blocks[0].attention.options.layout, ranks_of(ring)
+    shards = [local_tokens(layout, ranks, lengths) for _, lengths in asked.chunks()]
+    sizes = asked.cache(layout, ranks, shards)
+    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, group=group, device=device)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.no_grad(), on_device:
+        stepper = Stepper(model, cache, asked)
+        stepper.begin(_prefilled(model, cache, asked, progress))
+        return _answered(stepper, asked, on_token)
+
+
+def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress | None) -> torch.Tensor:
+    """The hidden states of the prompts' last tokens, each on the rank that holds it, and their keys in the cache."""
+    device, hidden, done = cache.counts.device, None, 0
+    for start, lengths in asked.chunks():
+        ids = torch.tensor(asked.ids(start, max(lengths)), device=device)
+        last = last_hidden(model, ids, cache, lengths)
+        ends = torch.tensor([0 < n <= start + max(lengths) and n > start for n in asked.lengths], device=device)
+        hidden = torch.where(ends[:, None], last, torch.zeros_like(last) if hidden is None else hidden)
+        done += sum(lengths)
+        if progress is not None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # or it would say what has been asked for, and not what has been done
+            progress(done, asked.total)
+    assert hidden is not None
+    return hidden
+
+
+def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
+    answers = Answers(asked, on_token)
+    for number in range(1, asked.new + 1):
+        read, more = stepper.read(), number < asked.new
+        if more and stepper.ahead:
+            stepper.step()
+        if answers.take(read()):
+            break
+        if more and not stepper.ahead:
+            stepper.step()
+    return answers.tokens
+
+
+def _agree(told: list[dict[str, Any]]) -> None:
+    """ValueError, the same on every rank, where ranks were asked for different things."""
+    for name, value in told[0].items():
+        others = [rank for rank, what in enumerate(told) if what[name] != value]
+        if others:
+            got = "other prompts" if name == "prompts" else f"{name}={told[others[0]][name]!r}, and rank 0 {value!r}"
+            raise ValueError(
+                f"rank {others[0]} was given {got}: pass the same prompts and arguments to generate on every rank of the ring"
+            )

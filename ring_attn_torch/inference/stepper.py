@@ -1,0 +1,101 @@
+"""The step of generation, made once: every request's newest token goes in, its next one comes out, all of it on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core.model.generation import Generation
+
+from ..ring.groups import ranks_of
+from .cache import KVCache
+from .forward import decode_step, logits_of, summed
+from .sampling import sample
+
+Read = Callable[[], list[int]]
+
+
+class Stepper:
+    """``tokens`` int64 [requests], the newest ones, and ``finished`` bool [requests]: which requests have ended.
+
+    On a CPU a step is computed as it stands. On CUDA the first one is too, for kernels are compiled and communicators made in it,
+    the second is captured in a CUDA graph, and from then on the graph is replayed. Rank 0's tokens are everybody's: GPUs that
+    round differently would otherwise go apart.
+    """
+
+    def __init__(self, model: Any, cache: KVCache, asked: Generation) -> None:
+        self._model, self._cache, self._choice = model, cache, asked.sampling.choice
+        device = cache.counts.device
+        self.tokens = torch.zeros(cache.spec.batch, dtype=torch.int64, device=device)
+        self.finished = torch.zeros(cache.spec.batch, dtype=torch.bool, device=device)
+        self._requests = torch.arange(cache.spec.batch, device=device)
+        self._stop = torch.tensor(asked.stop, dtype=torch.int64, device=device)
+        self.ahead = device.type == "cuda"
+        """Whether the host looks at tokens while the device computes the next ones."""
+        self._steps = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._sent: list[Tensor] = []
+
+    def begin(self, hidden: Tensor) -> None:
+        """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts, as ``last_hidden`` gives them."""
+        self._take(logits_of(self._model, summed(hidden, self._cache)))
+
+    def step(self) -> None:
+        """Put the newest token of every request that goes on into the cache, and draw the next one."""
+        if not self.ahead:
+            self._compute()
+        elif self._graph is None:
+            self._begin_graph()
+        else:
+            self._cache.check_room(1)
+            self._graph.replay()
+            self._cache.replayed(1)
+        self._steps += 1
+
+    def read(self) -> Read:
+        """Have the newest tokens sent to the host; what is returned waits for them."""
+        if not self.ahead:
+            return self.tokens.tolist
+        if not self._sent:
+            self._sent = [torch.empty(len(self.tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        host, there = self._sent[self._steps % 2], torch.cuda.Event()
+        host.copy_(self.tokens, non_blocking=True)
+        there.record()
+
+        def read() -> list[int]:
+            there.synchronize()
+            return host.tolist()
+
+        return read
+
+    def _begin_graph(self) -> None:
+        """The first step runs on a stream of its own, as torch.cuda.graph asks for; the second is captured, and replayed."""
+        if self._steps == 0:
+            stream = torch.cuda.Stream(self.tokens.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute()
+            torch.cuda.current_stream().wait_stream(stream)
+            return
+        self._cache.check_room(1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._compute()
+        graph.replay()
+        self._cache.replayed(1)
+        self._graph = graph
+
+    def _compute(self) -> None:
+        logits, _ = decode_step(self._model, self.tokens[:, None], self._cache, valid=~self.finished[:, None])
+        self._take(logits[:, 0])
+
+    def _take(self, logits: Tensor) -> None:
+        new = sample(logits, self._choice, self._requests, self._cache.lengths)
+        if ranks_of(self._cache.ring) > 1:
+            dist.broadcast(new, group=self._cache.ring, group_src=0)
+        self.tokens.copy_(new)
+        self.finished |= (new[:, None] == self._stop).any(1)
