@@ -13,6 +13,7 @@ from ring_attn_core.runs import Band
 from ..api import ring_attention
 from ..ring.groups import group_name, group_of
 from .masks import check_alone
+from .turn import Continued
 from .whole import Ring, Seen
 
 UNHEEDED = {
@@ -73,6 +74,11 @@ def ring_attention_forward(
     if attention_mask is None:
         causes = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         attention_mask = _without_mask(name, bool(causes), sliding_window, query.shape[2])
+    if isinstance(attention_mask, Continued):
+        if dropout:
+            raise ValueError(f"{name} drops {dropout} of its attention in a call with a cache: call model.eval() first")
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}
+        return attention_mask.attend(module, (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), options), None
     if not isinstance(attention_mask, Seen):
         got = (
             f"{attention_mask.dtype} {list(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask)

@@ -14,7 +14,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 
 from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
+from .cache import RingCache, cache_of
 from .models import own_positions
+from .turn import Turn, check_turn, turn_of
 from .whole import Ring, Whole, documents_of, ends_of_blocks
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
@@ -23,16 +25,10 @@ SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """The models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
 
-CACHES = (
-    "a cache, which generate() makes too, holds the keys of one device. Leave it out, and generate outside of sequence_parallel, "
-    'after model.set_attn_implementation("sdpa")'
-)
 REFUSED = {
-    "past_key_values": CACHES,
-    "use_cache": CACHES,
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
-    "logits_to_keep": "the last tokens are on one rank: leave it out, and take them with gather_token of ring_attn_torch",
+    "logits_to_keep": "the last tokens are on one rank: pass use_cache=True too, or leave it out and take them with gather_token",
     "is_causal": "the config says who sees whom: leave it out",
     "seq_idx": "pass packed documents as position_ids that begin again",
 }
@@ -43,7 +39,7 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class Shards(NamedTuple):
     """A call of the model on this rank's shards."""
 
-    whole: Whole
+    whole: Whole | Turn
     kwargs: dict[str, Any]
     labels: Tensor | None = None
     count: Any = None
@@ -57,8 +53,11 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
         given = _by_name(args, kwargs)
         tokens = _tokens(given)
         device = tokens.device.type
-        _check(model, given, tuple(tokens.shape[:2]))
-        mine: list[Any] = [_said(given), _content(given)]
+        cache = cache_of(model, ring, given)
+        keeps = () if cache is None else ("past_key_values", "use_cache", "logits_to_keep")
+        _check(model, {name: x for name, x in given.items() if name not in keeps}, tuple(tokens.shape[:2]), cache)
+        said = given if cache is None else given | {"cached tokens": cache.tokens}
+        mine: list[Any] = [_said(said), _content(given)]
         mine.append(int(torch.randint(2**31, ())) if model.training else None)
     except Exception as error:
         refuse(error, ring.group, device)
@@ -68,6 +67,8 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
         told = tell("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
         _compare(told)
         seed = told[0][2]
+    if cache is not None:
+        return Shards(*turn_of(cache, given, tokens))
     return _shards(model, ring, given, tokens, seed)
 
 
@@ -97,7 +98,7 @@ def _tokens(given: dict[str, Any]) -> Tensor:
     return x
 
 
-def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]) -> None:
+def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
     """ValueError for arguments that cannot be split, and for ones that are not of ``shape`` [batch, length]."""
     name, length = type(model).__name__, shape[1]
     for argument, x in given.items():
@@ -109,7 +110,9 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
                 f"{name} got {argument} {list(x.shape)}, which sequence_parallel does not know how to split: it takes "
                 f"{', '.join((*KEPT, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
             )
-    for argument in ("attention_mask", "labels", "shift_labels", "token_type_ids"):
+    if cache is not None:
+        check_turn(cache, given, shape)
+    for argument in ("attention_mask", "labels", "shift_labels", "token_type_ids")[cache is not None :]:
         x = given.get(argument)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -181,7 +184,8 @@ def _compare(told: list[list[Any]]) -> None:
                     )
                     raise ValueError(
                         f"the ranks of this ring pass {name} of different {what} inside sequence_parallel{got}. Every rank must "
-                        "pass the same whole batch: ranks of a ring read the same data, ranks of other rings other data"
+                        "pass the same whole batch: ranks of a ring read the same data, ranks of other rings other data. Where "
+                        "generate() draws tokens, call torch.manual_seed with the same seed on every rank first"
                     )
 
 

@@ -13,17 +13,18 @@ from ring_attn_core.masks import causal, full
 
 from ..ring.groups import group_name, group_of, ranks_of
 from .pattern import MaskFunction, Pattern, candidates, fits, intervals
+from .turn import Continued, Turn
 from .whole import Ring, Seen, Whole
 
 NAME = "ring"
 """What ``attn_implementation`` says."""
 
-_calls: list[Whole] = []
+_calls: list[Whole | Turn] = []
 """The sequences of the calls that sequence_parallel is in the middle of, the innermost last."""
 
 
 @contextmanager
-def during(whole: Whole) -> Iterator[None]:
+def during(whole: Whole | Turn) -> Iterator[None]:
     """Inside this ``with`` masks are those of ``whole``."""
     _calls.append(whole)
     try:
@@ -32,7 +33,7 @@ def during(whole: Whole) -> Iterator[None]:
         _calls.pop()
 
 
-def current() -> Whole | None:
+def current() -> Whole | Turn | None:
     """Return the sequence of the call that sequence_parallel is in the middle of."""
     return _calls[-1] if _calls else None
 
@@ -46,7 +47,7 @@ def ring_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **others: Any,
-) -> Seen:
+) -> Seen | Continued:
     """Who sees whom in layers of one kind. Called by transformers' create_causal_mask and its likes, with keywords.
 
     Raises ValueError for a cache, for cross attention, outside of ``sequence_parallel`` on several ranks, and for a mask that is
@@ -55,8 +56,9 @@ def ring_mask(
     offset = others.get("q_offset", 0)
     if kv_length != q_length or (isinstance(offset, int) and offset != 0) or others.get("kv_offset", 0):
         raise ValueError(
-            f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: caches, which generate() uses, and cross '
-            'attention do not run over a ring. Pass use_cache=False, or model.set_attn_implementation("sdpa") to generate'
+            f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
+            "caches of other kinds do not run over a ring. Leave past_key_values and cache_implementation out and generate inside "
+            "sequence_parallel, which keeps a cache of its own, or pass use_cache=False"
         )
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
     whole = current()
@@ -66,9 +68,8 @@ def ring_mask(
         if others.get("use_vmap"):
             raise ValueError(_unknown(config))
         return whole.seen(tried[0])
-    device = whole.index.device
     for pattern in tried:
-        if fits(pattern, mask_function, local_size, q_length, device):
+        if fits(pattern, mask_function, local_size, q_length, whole.device):
             return whole.seen(pattern)
     raise ValueError(_unknown(config))
 
@@ -86,7 +87,7 @@ def check_alone() -> None:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '
             'ring_attn_torch.transformers.sequence_parallel(model):" around model(...), which shards whole input_ids, labels, '
-            "attention_mask and position_ids; generate(), and a forward that is not called through model(...), do not run in it"
+            "attention_mask and position_ids; a forward that is not called through model(...) does not run in it"
         )
 
 

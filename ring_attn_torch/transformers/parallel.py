@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -24,6 +25,7 @@ from .inputs import Shards, sharded
 from .masks import current, during
 from .models import check_model, hugging_face_model, rotary_by_length
 from .settings import attending, ring_of_model
+from .turn import Turn
 from .whole import Ring
 
 _inside: WeakKeyDictionary[nn.Module, Calls] = WeakKeyDictionary()
@@ -63,7 +65,12 @@ def sequence_parallel(
     time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does: [tokens, vocab] is never held. For models whose logits
     are their head's, a matrix, and no more.
 
-    The cache is off. Layers under activation checkpointing keep attention's (out, lse), so that the ring runs once; after
+    ``model.generate(...)`` reads a prompt as a ring, and keeps its keys and values in a cache of which every rank has a part; then
+    all ranks compute the same new token. So does any call with ``use_cache=True`` or what such a call returned as
+    ``past_key_values``, under torch.no_grad(): of its new tokens, padded on the left where at all, it returns the logits of the
+    last ``logits_to_keep`` (1). Elsewhere the cache is off. To draw tokens, seed all ranks alike.
+
+    Layers under activation checkpointing keep attention's (out, lse), so that the ring runs once; after
     ``activation_checkpointing_enable(offload=True)`` in host memory, as their inputs. accelerate's hooks for context parallelism,
     which take masks away, are taken off meanwhile. Attention's dropout is the same for any number of ranks; other dropout draws
     from each rank's own generator, which should differ.
@@ -87,11 +94,9 @@ def sequence_parallel(
             stack.enter_context(_told_the_longest(module))
         stack.callback(calls.checkpointing.restore)
         stack.callback(calls.accelerates.restore)
-        for handle in (
-            model.register_forward_pre_hook(calls.enter, with_kwargs=True),
-            model.register_forward_hook(calls.leave, always_call=True),
-        ):
-            stack.callback(handle.remove)
+        for called in calls.called(model):
+            stack.callback(called.register_forward_pre_hook(calls.enter, with_kwargs=True).remove)
+            stack.callback(called.register_forward_hook(calls.leave, always_call=True).remove)
         yield model
 
 
@@ -101,8 +106,9 @@ def calls_of(model: nn.Module) -> Calls:
 
 
 class _Call(NamedTuple):
-    """A call that the model is in the middle of; where ``summed`` its head makes the sum of the losses instead of logits."""
+    """A call that ``module`` is in the middle of; where ``summed`` its head makes the sum of the losses instead of logits."""
 
+    module: nn.Module
     shards: Shards
     scope: ExitStack
     summed: bool
@@ -127,8 +133,14 @@ class Calls:
         finally:
             self.gather_logits = before
 
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Shard the arguments."""
+    def called(self, model: nn.Module) -> list[nn.Module]:
+        """Return what may be called: ``model``, and the model inside of one that is not compiled, which PEFT's generate calls."""
+        return [model] if self.model is model or isinstance(model, OptimizedModule) else [model, self.model]
+
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Shard the arguments, unless the model outside has done so."""
+        if self.open:
+            return None
         shards = sharded(self.model, self.ring, args, kwargs)
         self.checkpointing.keep_attention()
         self.accelerates.take_off()
@@ -138,16 +150,20 @@ class Calls:
         if self.head is not None and shards.labels is not None and not self.gather_logits:
             scope.enter_context(self.head.summing(shards.labels, shards.ignore_index))
             summed = True
-        self.open.append(_Call(shards, scope, summed))
+        if isinstance(shards.whole, Turn):
+            shards.whole.keep_last(self.model, scope)
+        self.open.append(_Call(module, shards, scope, summed))
         return (), shards.kwargs
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
         """Add the loss, and gather where that is wanted; without an output, after an error, only end the call."""
-        if not self.open:
+        if not self.open or self.open[-1].module is not module:
             return None
-        shards, scope, summed = self.open.pop()
+        _, shards, scope, summed = self.open.pop()
         scope.close()
-        if output is None:
+        if isinstance(shards.whole, Turn) and output is not None:
+            shards.whole.end()
+        if output is None or isinstance(shards.whole, Turn):
             return None
         fields = dict(output) if isinstance(output, ModelOutput) else None
         name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
@@ -181,16 +197,20 @@ def _told_the_longest(rotary: nn.Module) -> Iterator[None]:
     It comes as one more token, whose angles are cut off again.
     """
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def told() -> Tensor | None:
         whole = current()
-        if whole is None or whole.longest is None:
+        return None if whole is None else whole.longest
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        longest = told()
+        if longest is None:
             return None
         given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        more = torch.cat([given, whole.longest.to(given.dtype).expand(*given.shape[:-1], 1)], -1)
+        more = torch.cat([given, longest.to(given.dtype).expand(*given.shape[:-1], 1)], -1)
         return (args[0], more, *args[2:]) if len(args) > 1 else args, kwargs | ({} if len(args) > 1 else {"position_ids": more})
 
     def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
-        if current() is None:
+        if told() is None:
             return None
         return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(x[..., :-1, :] for x in angles)
 

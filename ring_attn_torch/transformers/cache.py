@@ -1,0 +1,144 @@
+"""transformers' Cache whose keys and values are spread over a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from ring_attn_core.cache.spec import CacheSizes
+
+from ..inference.cache import KVCache
+from .models import text_config
+from .whole import Ring
+
+PAGE = 256
+"""By how many tokens a rank the cache grows, at least."""
+
+
+class RingCache(Cache):
+    """What ``model.generate()`` keeps inside ``sequence_parallel``: a :class:`KVCache`, made when the first layer has its keys.
+
+    Nobody needs to make one: a call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns it as
+    ``past_key_values``, and the next call takes it from there. ``tokens`` counts the tokens of a row, padding on the left
+    included, as transformers counts them; the KVCache has none for padding.
+    """
+
+    def __init__(self, ring: Ring, layers: int) -> None:
+        super().__init__(layers=[])
+        self.ring, self.depth, self.tokens = ring, layers, 0
+        self.kv: KVCache | None = None
+
+    def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
+        """The KVCache, made for k [batch, tokens, kv_heads, head_dim] and v like these, with room for ``tokens`` more of each row."""
+        if self.kv is None:
+            sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
+            at = {"page": PAGE, "group": self.ring.group, "device": k.device}
+            self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, **at)
+        elif max(self.kv.ledger.lengths) + tokens > self.kv.spec.slots * self.ring.ranks:
+            self.kv.reserve(max(tokens, self.tokens // 8))
+        return self.kv
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values as they are: attention itself puts them into the cache."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens a row has, padding included."""
+        return self.tokens
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0: masks are those of a call's own tokens, and attention counts from what is cached."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the tokens of a call, from 0 on, for the same reason."""
+        return query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: the cache grows."""
+        return -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back."""
+        return True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens of every row back, as speculative decoding does with rejected ones."""
+        removed = abs(tokens_to_remove)
+        if removed and self.kv is not None:
+            self.kv.rollback((self.kv.lengths - removed).clamp(min=0))
+            self.tokens = max(0, self.tokens - removed)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i go on from what row ``beam_idx[i]`` has, as beam search does."""
+        if self.kv is not None:
+            self.kv.fork(beam_idx.tolist(), list(range(len(beam_idx))))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.kv, self.tokens = None, 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """ValueError: rows are repeated before their prompts are read."""
+        raise ValueError("a cache on a ring keeps its number of rows: repeat the rows of input_ids, then generate")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """ValueError: a finished row stays."""
+        raise ValueError("a cache on a ring keeps its number of rows: generate from the rows that you want, without it")
+
+
+def cache_of(model: PreTrainedModel, ring: Ring, given: dict[str, Any]) -> RingCache | None:
+    """The cache of a call with the arguments ``given``, a new one for its first call, None where it asks for none.
+
+    ValueError, by name, for a model that cannot keep one, and for caches of other kinds.
+    """
+    kept = given.get("past_key_values")
+    if kept is None and not given.get("use_cache"):
+        return None
+    _check_model(model)
+    if "labels" in given:
+        raise ValueError("a call with labels keeps no cache: leave past_key_values and use_cache out")
+    if isinstance(kept, RingCache):
+        if kept.ring != ring:
+            raise ValueError("past_key_values is a cache of another ring or layout: begin without it")
+        return kept
+    plain = type(kept) is DynamicCache and not kept.offloading
+    if kept is not None and not (plain and not kept.get_seq_length()):
+        what = "one that has tokens" if plain else "one that offloads" if type(kept) is DynamicCache else "of another kind"
+        raise ValueError(
+            f"past_key_values is a {type(kept).__name__}, {what}, and a ring keeps a RingCache, which it makes itself: leave "
+            "past_key_values and cache_implementation out, or pass what a call inside sequence_parallel returned"
+        )
+    return RingCache(ring, text_config(model.config).num_hidden_layers)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    name, text = type(model).__name__, text_config(model.config)
+    why = None
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        why = "some of its layers see chunks, which a step of decoding does not know"
+    elif getattr(text, "num_kv_shared_layers", 0):
+        why = "some of its layers read the keys of others"
+    elif model.base_model is model or not model._supports_logits_to_keep():
+        why = "it takes no logits_to_keep, and of a long prompt only the last logits are computed"
+    if why is not None:
+        raise ValueError(
+            f"{name} keeps no cache over a ring, for {why}: generate outside of sequence_parallel, after "
+            'model.set_attn_implementation("sdpa")'
+        )
+
+
+def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
+    """[batch, keep, dim]: of hidden states [batch, local, dim] at ``positions`` those of the last ``keep`` tokens of each row.
+
+    0 for tokens that this rank does not hold, and for such as there are none. ``lengths`` int [batch]: where the rows end.
+    """
+    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
+    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
+    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
+    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
