@@ -55,7 +55,7 @@ def over_a_ring(group: Any, name: str, layout: str, ways: list[str], padded: boo
 
 
 def alone(name: str, text: Text, new: int = NEW) -> np.ndarray:
-    """The logits of the last ``new`` tokens that eager attention on one process has for a text, a row at a time, without a cache and without padding."""
+    """The logits of eager attention on one process for the last ``new`` tokens, a row at a time, without cache or padding."""
     model, rows = make(name).eval(), []
     with torch.no_grad(), in_float64():
         for row, padded in enumerate((0, PADDED)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ PAGE = 256
 class RingCache(Cache):
     """What ``model.generate()`` keeps inside ``sequence_parallel``: a :class:`KVCache`, made when the first layer has its keys.
 
-    Nobody needs to make one: a call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns it as
-    ``past_key_values``, and the next call takes it from there. ``tokens`` counts the tokens of a row, padding on the left
+    Nobody needs to make one: a call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns it
+    as ``past_key_values``, and the next call takes it from there. ``tokens`` counts the tokens of a row, padding on the left
     included, as transformers counts them; the KVCache has none for padding.
     """
 
@@ -33,7 +34,7 @@ class RingCache(Cache):
         self.kv: KVCache | None = None
 
     def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
-        """The KVCache, made for k [batch, tokens, kv_heads, head_dim] and v like these, with room for ``tokens`` more of each row."""
+        """The KVCache, made for k and v [batch, tokens, kv_heads, dim] like these, with room for ``tokens`` more of each row."""
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
             at = {"page": PAGE, "group": self.ring.group, "device": k.device}
@@ -42,7 +43,9 @@ class RingCache(Cache):
             self.kv.reserve(max(tokens, self.tokens // 8))
         return self.kv
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values as they are: attention itself puts them into the cache."""
         return key_states, value_states
 
@@ -124,7 +127,7 @@ def _check_model(model: PreTrainedModel) -> None:
         why = "some of its layers see chunks, which a step of decoding does not know"
     elif getattr(text, "num_kv_shared_layers", 0):
         why = "some of its layers read the keys of others"
-    elif model.base_model is model or not model._supports_logits_to_keep():
+    elif model.base_model is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
         why = "it takes no logits_to_keep, and of a long prompt only the last logits are computed"
     if why is not None:
         raise ValueError(

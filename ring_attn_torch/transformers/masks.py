@@ -57,8 +57,8 @@ def ring_mask(
     if kv_length != q_length or (isinstance(offset, int) and offset != 0) or others.get("kv_offset", 0):
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
-            "caches of other kinds do not run over a ring. Leave past_key_values and cache_implementation out and generate inside "
-            "sequence_parallel, which keeps a cache of its own, or pass use_cache=False"
+            "caches of other kinds do not run over a ring. Generate inside sequence_parallel, which keeps a cache of its own, "
+            "without past_key_values and cache_implementation; or pass use_cache=False"
         )
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
     whole = current()

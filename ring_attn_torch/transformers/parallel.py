@@ -65,10 +65,10 @@ def sequence_parallel(
     time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does: [tokens, vocab] is never held. For models whose logits
     are their head's, a matrix, and no more.
 
-    ``model.generate(...)`` reads a prompt as a ring, and keeps its keys and values in a cache of which every rank has a part; then
-    all ranks compute the same new token. So does any call with ``use_cache=True`` or what such a call returned as
-    ``past_key_values``, under torch.no_grad(): of its new tokens, padded on the left where at all, it returns the logits of the
-    last ``logits_to_keep`` (1). Elsewhere the cache is off. To draw tokens, seed all ranks alike.
+    ``model.generate(...)`` reads the prompts as a ring, and keeps their keys and values in a cache of which every rank has a
+    part; then all ranks compute the same new tokens, so seed them alike where tokens are drawn. A loop of your own does it by
+    ``use_cache=True`` and the ``past_key_values`` that come back, under torch.no_grad(): of a prompt, padded on the left where
+    at all, such a call returns the logits of the last ``logits_to_keep`` tokens (1). In other calls the cache is off.
 
     Layers under activation checkpointing keep attention's (out, lse), so that the ring runs once; after
     ``activation_checkpointing_enable(offload=True)`` in host memory, as their inputs. accelerate's hooks for context parallelism,

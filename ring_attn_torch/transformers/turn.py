@@ -103,12 +103,12 @@ class Continued(NamedTuple):
         kv = self.turn.cache.kv
         assert kv is not None
         if step.layout is not None:
-            choice = {"strategy": ring.strategy, "backend": ring.backend}
-            return prefill(q, k, v, kv, layer, step, window=self.window, **options, **choice)[0]
+            at: dict[str, Any] = {"strategy": ring.strategy, "backend": ring.backend}
+            return prefill(q, k, v, kv, layer, step, window=self.window, **options, **at)[0]
         kv.append(layer, k, v, step)
         backend = ring.backend if ring.backend in ("blockwise", "triton") else "auto"
-        part, at = kv.part(layer, step)._asdict(), {"q_positions": step.positions, "group": ring.group, "backend": backend}
-        return tree_attention_decode(q, **part, window=self.window, **options, **at)
+        at = {"q_positions": step.positions, "group": ring.group, "backend": backend, **kv.part(layer, step)._asdict()}
+        return tree_attention_decode(q, window=self.window, **options, **at)
 
 
 def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) -> None:
@@ -121,8 +121,7 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
         if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, before + tokens):
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"attention_mask must be {[batch, before + tokens]}, of the {before} cached tokens and the {tokens} new ones, got "
-                f"{got}"
+                f"attention_mask must be {[batch, before + tokens]}, of {before} cached tokens and {tokens} new ones, got {got}"
             )
         if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()):
             raise ValueError(
@@ -133,7 +132,10 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
         raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")
     types = given.get("token_type_ids")
     if isinstance(types, Tensor) and bool(types.any()):
-        raise ValueError("token_type_ids mark an image, whose tokens see one another, and a cache on a ring does not: leave it out")
+        raise ValueError(
+            "token_type_ids mark an image, whose tokens see one another, and a cache on a ring is of causal attention: "
+            'generate outside of sequence_parallel, after model.set_attn_implementation("sdpa")'
+        )
 
 
 def turn_of(cache: RingCache, given: dict[str, Any], tokens: Tensor) -> tuple[Turn, dict[str, Any]]:
@@ -158,7 +160,9 @@ def turn_of(cache: RingCache, given: dict[str, Any], tokens: Tensor) -> tuple[Tu
     local = padded_local(ring.layout, ring.ranks, count)
     own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
     padding = 0 if present is None else (~present).sum(1, keepdim=True)
-    index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # where what is padded on the left would be padded on the right
+    index = (
+        (own + padding).clamp(max=count - 1).expand(batch, -1)
+    )  # where what is padded on the left would be padded on the right
     turn = Turn(cache, count, local, lengths, present, keep, device, position_ids.max())
     kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
     whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
