@@ -117,6 +117,29 @@ def stepped(group: Any) -> list[tuple[int, np.ndarray]]:
     return got
 
 
+def test_adapters_of_peft_and_embedded_prompts_generate_too(four: Any):
+    pytest.importorskip("peft")
+    for got, want in four(2, adapted):
+        for name, tokens in got.items():
+            np.testing.assert_array_equal(tokens, want[name])
+
+
+def adapted(group: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(make("qwen3").eval(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    inside, given = model.base_model.model, prompts()
+    embedded = {"inputs_embeds": inside.get_input_embeddings()(given.pop("input_ids")).detach(), **given}
+    tries = {"adapters": (model, prompts()), "embedded": (inside, embedded)}
+    want = {name: generated(*each).ids for name, each in tries.items()}
+    got = {}
+    for name, (called, asked) in tries.items():
+        with hf.sequence_parallel(called, group):
+            got[name] = generated(called, asked).ids
+    return got, want
+
+
 def test_what_a_cache_cannot_do_is_refused_by_name_on_every_rank(four: Any):
     for messages in four(2, refused):
         for expected, message in messages:
