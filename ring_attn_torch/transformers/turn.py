@@ -160,9 +160,7 @@ def turn_of(cache: RingCache, given: dict[str, Any], tokens: Tensor) -> tuple[Tu
     local = padded_local(ring.layout, ring.ranks, count)
     own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
     padding = 0 if present is None else (~present).sum(1, keepdim=True)
-    index = (
-        (own + padding).clamp(max=count - 1).expand(batch, -1)
-    )  # where what is padded on the left would be padded on the right
+    index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # the padding on the left goes to the right
     turn = Turn(cache, count, local, lengths, present, keep, device, position_ids.max())
     kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
     whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
