@@ -162,7 +162,7 @@ def in_float64() -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
+            if name.startswith("transformers.models.") and vars(module).get("torch") is torch:
                 stack.enter_context(patch.object(module, "torch", Wide()))
         stack.enter_context(patch.object(Tensor, "float", Tensor.double))
         yield
