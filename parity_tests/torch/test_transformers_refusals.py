@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"inputs_embeds": torch.ones(2, 8, 32)},
         "either input_ids or inputs_embeds .* got .*inputs_embeds",
     ),
+    "documents by number": ({"seq_idx": IDS}, "got seq_idx alone, which no attention reads"),
     "ends for two rows": ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_q is for a batch of one row, got 2"),
 }
 

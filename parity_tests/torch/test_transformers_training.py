@@ -16,7 +16,7 @@ import torch
 import ring_attn_torch.transformers as hf
 
 from .hugging_face import make
-from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, trained
+from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, trained, tuned_by_trl
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 NEAR = 1e-5
@@ -36,7 +36,7 @@ def near(got: Result, want: Result) -> None:
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.full)])
 def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, tmp_path: Path, steps: int):
-    """Uneven labels, packed rows, two batches in a step; a run that is killed goes on from its checkpoint to the bit."""
+    """Uneven labels, packed rows, two batches in a step; a run that is killed goes on from its checkpoint as one that is not."""
     one = trained(Run(steps, str(tmp_path / "one"), evaluated=True))
     saving = (("save_strategy", "steps"), ("save_steps", 4))
     folder = str(tmp_path / "killed")
@@ -56,11 +56,6 @@ def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, 
         assert np.array_equal(got.labels, np.stack([Rows()[row]["labels"] for row in range(ROWS)]))
         assert len(resumed.logs) == steps
         near(resumed, got)
-        print(
-            "XXX",
-            max(np.abs(resumed.weights[name] - x).max() for name, x in got.weights.items()),
-            max(np.abs(one.weights[name] - x).max() for name, x in got.weights.items()),
-        )
 
 
 def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any, tmp_path: Path):
@@ -84,6 +79,15 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
             assert one.logits is not None
             assert np.abs(got.logits - one.logits).max() < 10 * NEAR * np.abs(one.logits).max()
         assert abs(results[0].metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # trl's own, which sets it by default
+def test_trls_sft_trainer_trains_on_packed_documents_as_on_one_process(four: Any, tmp_path: Path):
+    pytest.importorskip("trl")
+    one = tuned_by_trl(None, str(tmp_path / "one"))
+    for got in four(4, tuned_by_trl, str(tmp_path / "four")):
+        near(got, one)
+        assert abs(got.metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
 
 
 def test_a_model_trained_with_lora_is_saved_and_comes_back(four: Any, tmp_path: Path):
