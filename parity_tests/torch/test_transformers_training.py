@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,49 @@ def sharded_and_saved(group: Any, folder: str) -> dict[str, np.ndarray]:
         if group.rank() == 0:
             model.save_pretrained(folder, state_dict=whole)
     return {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+
+
+ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "label_smoothing_factor=0.1": ({"label_smoothing_factor": 0.1}, {}),
+    "neftune_noise_alpha=5": ({"neftune_noise_alpha": 5}, {}),
+    "torch_compile=True": ({"torch_compile": True}, {}),
+    "train_sampling_strategy=batch_rebalance": ({"train_sampling_strategy": "batch_rebalance"}, {}),
+    "dispatch_batches=True": ({"accelerator_config": {"dispatch_batches": True}}, {}),
+    "eval_use_gather_object=True": ({"eval_use_gather_object": True}, {}),
+    "takes no compute_loss_func": ({}, {"compute_loss_func": print}),
+    "loss_chunk is a number of tokens": ({}, {"loss_chunk": 0}),
+    "unknown layout 'spiral'": ({}, {"layout": "spiral"}),
+}
+OF_RANKS: dict[str, dict[str, Any]] = {
+    "average_tokens_across_devices=False: every rank has a part": {"settings": (("average_tokens_across_devices", False),)},
+    "4 ranks and parallelism_config says cp_size=2": {"settings": (("cp", 2),), "trainer": (("group", "all"),)},
+    "a Trainer's rings are of consecutive ranks": {"trainer": (("group", "crossed"),)},
+}
+
+
+@pytest.mark.parametrize("words", ALONE)
+def test_what_a_trainer_on_a_ring_cannot_honour_is_refused_by_name(tmp_path: Path, words: str):
+    settings, trainer = ALONE[words]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        trained(Run(1, str(tmp_path), settings=tuple(settings.items()), trainer=tuple(trainer.items())), kind=hf.RingTrainer)
+
+
+def test_rings_that_a_trainer_cannot_deal_rows_to_are_refused_on_every_rank(four: Any, tmp_path: Path):
+    for messages in four(4, refused, str(tmp_path)):
+        for words, message in zip(OF_RANKS, messages, strict=True):
+            assert words in message
+
+
+def refused(group: Any, folder: str) -> list[str]:
+    crossed = [torch.distributed.new_group([i, i + 2]) for i in range(2)]
+    groups = {"all": group, "crossed": crossed[group.rank() % 2]}
+    messages = []
+    for given in OF_RANKS.values():
+        trainer = tuple((name, groups[x]) for name, x in given.get("trainer", ()))
+        with pytest.raises(ValueError, match=".") as error:
+            trained(Run(1, folder, settings=given.get("settings", ()), trainer=trainer), group)
+        messages.append(str(error.value))
+    return messages
 
 
 def test_what_ring_trainer_takes_the_place_of_is_there():
