@@ -47,7 +47,11 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**HEADS, **ALTERNATE, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
     ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**HEADS, **ALTERNATE, "query_pre_attn_scalar": 5}),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**HEADS, **ALTERNATE, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "gpt_oss": (  # each expert gets every token: products of another number of rows round in another way
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**HEADS, **ALTERNATE, "num_local_experts": 2, "num_experts_per_tok": 2},
+    ),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",

@@ -181,11 +181,63 @@ def _result(run: Run, trainer: Trainer) -> Result:
         measured = {name: told[name] for name in ("eval_loss", "eval_accuracy")}
         logits, labels, told = trainer.predict(Rows())  # type: ignore[misc]
         assert {f"test_{name}" for name in ("loss", "accuracy")} <= set(told)
-    logs = [
-        {name: float(entry[name]) for name in ("loss", "grad_norm")} for entry in trainer.state.log_history if "loss" in entry
-    ]
-    weights = {name: p.detach().numpy().copy() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return Result(weights, logs, measured, logits, labels)  # type: ignore[arg-type]
+    return Result(weights_of(trainer), logged(trainer), measured, logits, labels)  # type: ignore[arg-type]
+
+
+def weights_of(trainer: Any) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy().copy() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """The loss and the norm of the gradient, step by step."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: float(entry[name]) for name in ("loss", "grad_norm")} for entry in entries]
+
+
+def tuned_by_trl(group: Any, folder: str) -> Result:
+    """Four steps of trl's SFTTrainer, which packs documents of 5 to 18 tokens; on a ring of ``group``'s ranks where there is one."""
+    from datasets import Dataset as Table  # type: ignore[import-not-found]
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
+
+    class RingSFTTrainer(hf.RingTraining, SFTTrainer):
+        pass
+
+    torch.set_grad_enabled(True)
+    documents = [list(range(3 + i % 7, 3 + i % 7 + 5 + i * 5 % 14)) for i in range(40)]
+    words = {f"<{i}>": i for i in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>", eos_token="<2>")
+    with launched(*(0, 1) if group is None else (group.rank(), group.size())):
+        arguments = SFTConfig(
+            output_dir=folder,
+            max_steps=4,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            adam_epsilon=1e-4,
+            logging_steps=1,
+            packing=True,
+            max_length=TOKENS,
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            log_level="error",
+        )
+        kind = SFTTrainer if group is None else RingSFTTrainer
+        table = Table.from_dict({"input_ids": documents})
+        trainer = kind(
+            model=make("llama", "float32", "sdpa"),
+            args=arguments,
+            train_dataset=table,
+            eval_dataset=table,
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        return Result(weights_of(trainer), logged(trainer), {"eval_loss": trainer.evaluate()["eval_loss"]}, None, None)
 
 
 def all_trained(group: Any, runs: list[Run]) -> list[Result]:

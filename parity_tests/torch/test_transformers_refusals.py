@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"inputs_embeds": torch.ones(2, 8, 32)},
         "either input_ids or inputs_embeds .* got .*inputs_embeds",
     ),
+    "documents by number": ({"seq_idx": IDS}, "got seq_idx alone, which no attention reads"),
     "ends for two rows": ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_q is for a batch of one row, got 2"),
 }
 
@@ -198,6 +199,10 @@ def test_transformers_masks_are_told_apart(tokens: int):
         assert not any(fits(p, function, size, tokens, torch.device("cpu")) for p in others)
 
 
+MASK_ARGUMENTS = {*"attention_mask batch_size config device dtype kv_length kv_offset local_size mask_function q_length".split()}
+MASK_ARGUMENTS |= {"allow_is_bidirectional_skip", "allow_is_causal_skip", "q_offset", "use_vmap"}
+
+
 def test_the_interfaces_of_transformers_are_those_that_this_was_written_for():
     """A release that changes one of them fails here, not in somebody's training."""
     assert AttentionInterface()["ring"] is attention.ring_attention_forward
@@ -224,10 +229,10 @@ def test_the_interfaces_of_transformers_are_those_that_this_was_written_for():
     }
     for name, text in made.items():
         if "mask_interface(" in text:
-            passed = set(re.findall(r"^        (\w+)=", text.split("= mask_interface(")[1], re.M))
-            assert {"batch_size", "q_length", "kv_length", "mask_function", "attention_mask", "config", "use_vmap"} <= passed, (
-                name
-            )
+            passed = set(re.findall(r"^        (\w+)=", text.split("= mask_interface(")[1].split("\n    )")[0], re.M))
+            assert passed <= MASK_ARGUMENTS, "a new argument: honour it, or list it as one that says nothing new"
+            assert {"batch_size", "q_length", "kv_length", "mask_function", "attention_mask", "config", "use_vmap"} <= passed
+            assert ("local_size" in passed) == ("sliding" in name or "chunked" in name)
             assert ("allow_is_bidirectional_skip" in passed) == ("bidirectional" in name)
     assert "_gradient_checkpointing_func(partial(" in inspect.getsource(GradientCheckpointingLayer)
     assert "_attn_implementation" in dir(PreTrainedConfig)

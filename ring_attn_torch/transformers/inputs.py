@@ -30,10 +30,10 @@ REFUSED = {
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
     "logits_to_keep": "the last tokens are on one rank: pass use_cache=True too, or leave it out and take them with gather_token",
     "is_causal": "the config says who sees whom: leave it out",
-    "seq_idx": "pass packed documents as position_ids that begin again",
 }
 KEPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators of packed documents add. seq_idx is for short convolutions, which a ring does not know, and is not read."""
 
 
 class Shards(NamedTuple):
@@ -121,6 +121,8 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
                 "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
             )
     _check_positions(model, given, shape)
+    if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
+        raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass packed documents as position_ids that begin again")
     if "cu_seq_lens_q" in given and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
     if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):

@@ -38,6 +38,10 @@ def check_arguments(args: TrainingArguments) -> None:
             bool(rows.dispatch_batches),
             "one rank would read all rows and hand each rank its own: leave it None or False in accelerator_config",
         ),
+        "eval_use_gather_object": (
+            bool(args.eval_use_gather_object),
+            "rows of several rings are gathered as tensors, each once: leave it False",
+        ),
         "loss_type": (
             getattr(args, "loss_type", "nll") not in ("nll", None),
             'trl\'s other losses are made of what its own head returns: leave it "nll"',
