@@ -207,7 +207,9 @@ def tuned_by_trl(group: Any, folder: str) -> Result:
     torch.set_grad_enabled(True)
     documents = [list(range(3 + i % 7, 3 + i % 7 + 5 + i * 5 % 14)) for i in range(40)]
     words = {f"<{i}>": i for i in range(VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>", eos_token="<2>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>", eos_token="<2>"
+    )
     with launched(*(0, 1) if group is None else (group.rank(), group.size())):
         arguments = SFTConfig(
             output_dir=folder,

@@ -19,7 +19,7 @@ from ring_attn_torch import sum_gradients
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
 from .hugging_face_generation import MODELS, NEW, PADDED, PROMPT, WAYS, Text, alone, generated, over_a_ring, prompts
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def check(name: str, text: Text, greedy: bool) -> None:

@@ -16,7 +16,7 @@ from ring_attn_core.reference.tolerance import bound, relative_error
 
 from .hugging_face import CLASSES, DOCUMENTS, KINDS, Case, Outcome, batch, make, over_a_ring, result_of, rounding_of, truth
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def cases_of(name: str, ranks: int, everything: bool) -> list[Case]:

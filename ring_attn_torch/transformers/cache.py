@@ -53,12 +53,8 @@ class RingCache(Cache):
         """Return how many tokens a row has, padding included."""
         return self.tokens
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0: masks are those of a call's own tokens, and attention counts from what is cached."""
-        return 0
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the tokens of a call, from 0 on, for the same reason."""
+        """Return the tokens of a call, from 0 on: masks are those of its own tokens, and attention counts from what is cached."""
         return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -71,8 +67,11 @@ class RingCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens of every row back, as speculative decoding does with rejected ones."""
-        removed = abs(tokens_to_remove)
+        """Take the last tokens of every row back, as speculative decoding does with rejected ones: -n takes n tokens.
+
+        A number above 0 is, as in transformers 5.13 and 5.14, how many tokens stay.
+        """
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:
             self.kv.rollback((self.kv.lengths - removed).clamp(min=0))
             self.tokens = max(0, self.tokens - removed)

@@ -122,7 +122,9 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
             )
     _check_positions(model, given, shape)
     if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
-        raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass packed documents as position_ids that begin again")
+        raise ValueError(
+            f"{name} got seq_idx alone, which no attention reads: pass packed documents as position_ids that begin again"
+        )
     if "cu_seq_lens_q" in given and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
     if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):

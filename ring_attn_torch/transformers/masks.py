@@ -53,15 +53,15 @@ def ring_mask(
     Raises ValueError for a cache, for cross attention, outside of ``sequence_parallel`` on several ranks, and for a mask that is
     none of the patterns in ``pattern.py``.
     """
-    offset = others.get("q_offset", 0)
-    if kv_length != q_length or (isinstance(offset, int) and offset != 0) or others.get("kv_offset", 0):
+    offset, whole = others.get("q_offset", 0), current()
+    goes_on = isinstance(whole, Turn)  # from a cache that has told kv_length as if it were empty
+    if kv_length != q_length or (isinstance(offset, int) and offset != 0 and not goes_on) or others.get("kv_offset", 0):
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
             "caches of other kinds do not run over a ring. Generate inside sequence_parallel, which keeps a cache of its own, "
             "without past_key_values and cache_implementation; or pass use_cache=False"
         )
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
-    whole = current()
     if whole is None:
         return _alone(mask_function, attention_mask, tried, local_size, (others["batch_size"], q_length))
     if torch.compiler.is_compiling():
