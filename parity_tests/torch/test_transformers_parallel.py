@@ -21,7 +21,7 @@ from ring_attn_torch.ring import loop
 
 from .hugging_face import LENGTH, Case, batch, in_float64, make, rounding_of, truth
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 LLAMA = Case("llama")
 
 

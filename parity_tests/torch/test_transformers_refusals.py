@@ -27,7 +27,6 @@ from ring_attn_torch.transformers.whole import documents_of, ends_of_blocks
 
 from .hugging_face import SMALL, Case, make
 
-pytestmark = pytest.mark.exhaustive
 
 LLAMA = Case("llama")
 IDS = torch.ones(2, 8, dtype=torch.long)
