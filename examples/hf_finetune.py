@@ -1,26 +1,24 @@
 """Fine-tune a model of Hugging Face on long packed documents with LoRA and transformers' Trainer, sequences split over a ring.
 
-    pip install ".[transformers]" accelerate peft
+    pip install ".[transformers]" peft
     torchrun --nproc-per-node 4 examples/hf_finetune.py                      # a tiny random Llama on random text, on CPUs
     torchrun --nproc-per-node 8 examples/hf_finetune.py Qwen/Qwen3-8B 262144 # a model, tokens in a row
 
-Every rank reads the same rows, so the Trainer does not split them. DistributedDataParallel takes the mean of the ranks'
-gradients where their sum is one device's, so the loss counts once for every rank.
+All ranks share every row. A checkpoint is a model of transformers as any other.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from ring_attn_torch.transformers import sequence_parallel
+from ring_attn_torch.transformers import RingTrainer
 
 
 class PackedDocuments(Dataset):
@@ -43,23 +41,6 @@ class PackedDocuments(Dataset):
         return {"input_ids": input_ids, "position_ids": position_ids, "labels": input_ids.masked_fill(position_ids == 0, -100)}
 
 
-class RingTrainer(Trainer):
-    """transformers' Trainer where the ranks share each row."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the rows, the same on every rank."""
-        return DataLoader(self.train_dataset, batch_size=self._train_batch_size)  # type: ignore[arg-type]
-
-    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the loss once for every rank, of whose gradients the mean is taken."""
-        loss = super().compute_loss(*arguments, **keywords)
-        return loss * self.args.world_size if isinstance(loss, Tensor) else (loss[0] * self.args.world_size, *loss[1:])
-
-    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """Return the loss that is logged, once."""
-        return super().training_step(*arguments, **keywords) / self.args.world_size
-
-
 def main(name: str | None = None, length: str = "256") -> None:
     torch.manual_seed(0)
     settings = TrainingArguments(
@@ -68,8 +49,8 @@ def main(name: str | None = None, length: str = "256") -> None:
         per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
         learning_rate=1e-2 if name is None else 1e-4,
-        average_tokens_across_devices=False,  # every rank has counted the labels of the whole rows
         activation_checkpointing=True,
+        activation_checkpointing_kwargs={"offload": torch.cuda.is_available()},  # what layers keep waits in host memory
         logging_steps=5,
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
@@ -86,9 +67,8 @@ def main(name: str | None = None, length: str = "256") -> None:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     data = PackedDocuments(rows=64, length=int(length), vocab=model.config.vocab_size)
-    with sequence_parallel(model):
-        trainer = RingTrainer(model=model, args=settings, train_dataset=data)
-        trainer.train()
+    trainer = RingTrainer(model=model, args=settings, train_dataset=data, loss_chunk=4096)
+    trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
         print("\n".join(f"loss {float(loss):.3f}" for loss in losses))

@@ -12,6 +12,11 @@ from .whole import Ring
 
 def check_arguments(args: TrainingArguments) -> None:
     """ValueError for TrainingArguments that a ring cannot honour."""
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        raise ValueError(
+            f"the process group has {dist.get_world_size()} ranks, and TrainingArguments knows of {args.world_size}: start with "
+            "torchrun, and without GPUs pass use_cpu=True"
+        )
     rows: Any = args.accelerator_config
     refused = {
         "n_gpu": (args.n_gpu > 1, "one process would drive several GPUs: start one a GPU, with torchrun"),
