@@ -43,7 +43,7 @@ class Rows(Dataset):
 
 
 class Run(NamedTuple):
-    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0 for all; ``settings``: of TrainingArguments, or cp."""
+    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp."""
 
     steps: int
     folder: str
@@ -195,7 +195,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 def tuned_by_trl(group: Any, folder: str) -> Result:
-    """Four steps of trl's SFTTrainer, which packs documents of 5 to 18 tokens; on a ring of ``group``'s ranks where there is one."""
+    """Four steps of trl's SFTTrainer, which packs documents of 5 to 18 tokens; on a ring of ``group``'s ranks if there is one."""
     from datasets import Dataset as Table  # type: ignore[import-not-found]
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

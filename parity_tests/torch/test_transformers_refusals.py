@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,7 +27,6 @@ from ring_attn_torch.transformers.pattern import Pattern, candidates, fits, inte
 from ring_attn_torch.transformers.whole import documents_of, ends_of_blocks
 
 from .hugging_face import SMALL, Case, make
-
 
 LLAMA = Case("llama")
 IDS = torch.ones(2, 8, dtype=torch.long)
@@ -120,6 +120,16 @@ def test_models_that_do_not_attend_by_softmax_are_refused_with_the_names_of_thei
         hf.enable(transformers.LlamaConfig(), group="anything")  # type: ignore[arg-type]
 
 
+def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("accelerate")
+    from ring_attn_torch.transformers import trainer_arguments
+
+    monkeypatch.setattr(trainer_arguments, "OLDEST", Version("99"))
+    arguments = transformers.TrainingArguments("unused", use_cpu=True)
+    with pytest.raises(ValueError, match=r"RingTrainer needs transformers 99 or newer, .* this is 5\."):
+        hf.RingTrainer(model=make("llama"), args=arguments)
+
+
 def test_models_that_learn_positions_need_them_whole():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     with hf.sequence_parallel(model):
@@ -198,8 +208,8 @@ def test_transformers_masks_are_told_apart(tokens: int):
         assert not any(fits(p, function, size, tokens, torch.device("cpu")) for p in others)
 
 
-MASK_ARGUMENTS = {*"attention_mask batch_size config device dtype kv_length kv_offset local_size mask_function q_length".split()}
-MASK_ARGUMENTS |= {"allow_is_bidirectional_skip", "allow_is_causal_skip", "q_offset", "use_vmap"}
+MASK_ARGUMENTS = {"attention_mask", "batch_size", "config", "device", "dtype", "kv_length", "kv_offset", "local_size"}
+MASK_ARGUMENTS |= {"allow_is_bidirectional_skip", "allow_is_causal_skip", "mask_function", "q_length", "q_offset", "use_vmap"}
 
 
 def test_the_interfaces_of_transformers_are_those_that_this_was_written_for():

@@ -86,7 +86,7 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
 
 
 def test_a_loop_with_an_accelerator_and_its_cp_axis_keeps_documents_apart(four: Any):
-    """Two rings of two, each with a row of its own; accelerate's hooks, which take masks away, are off inside and back outside."""
+    """Two rings of two, each with a row of its own; accelerate's hooks, which take masks away, are off inside, back outside."""
     want = truth(PACKED)
     for gradients, hooks in four(4, accelerated):
         assert {name: x for name in gradients if (x := relative_error(gradients[name], want[name])) > rounding_of("llama")} == {}
@@ -218,7 +218,7 @@ def refused(group: Any, folder: str) -> list[str]:
     messages = []
     for given in OF_RANKS.values():
         trainer = tuple((name, groups[x]) for name, x in given.get("trainer", ()))
-        with pytest.raises(ValueError, match=".") as error:
+        with pytest.raises(ValueError, match=r".") as error:
             trained(Run(1, folder, settings=given.get("settings", ()), trainer=trainer), group)
         messages.append(str(error.value))
     return messages

@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from transformers import TrainingArguments
 
 from .whole import Ring
 
+OLDEST = Version("5.20")
+
 
 def check_arguments(args: TrainingArguments) -> None:
-    """ValueError for TrainingArguments that a ring cannot honour."""
+    """ValueError for TrainingArguments that a ring cannot honour, and for a Trainer that would count labels once a rank."""
+    if Version(transformers.__version__) < OLDEST:
+        raise ValueError(
+            f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "
+            f"and this is {transformers.__version__}: update it, or call the model inside sequence_parallel in a loop of your own"
+        )
     if dist.is_initialized() and dist.get_world_size() != args.world_size:
         raise ValueError(
             f"the process group has {dist.get_world_size()} ranks, and TrainingArguments knows of {args.world_size}: start with "
