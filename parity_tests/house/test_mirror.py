@@ -42,6 +42,7 @@ ONLY_IN_TORCH = {
     "transformers/__init__.py": "Hugging Face's models are PyTorch's",
     "transformers/accelerates.py": "the same",
     "transformers/attention.py": "the same",
+    "transformers/cache.py": "the same",
     "transformers/checkpointing.py": "the same",
     "transformers/head.py": "the same",
     "transformers/inputs.py": "the same",
@@ -52,6 +53,7 @@ ONLY_IN_TORCH = {
     "transformers/settings.py": "the same",
     "transformers/trainer.py": "the same",
     "transformers/trainer_arguments.py": "the same",
+    "transformers/turn.py": "the same",
     "transformers/whole.py": "the same",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }

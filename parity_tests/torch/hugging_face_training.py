@@ -157,6 +157,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
             }
             | settings,
         )
+        others: dict[str, Any] = dict(run.trainer) | ({"group": rings[rank // run.ring]} if run.ring else {})
         trainer = (kind or (Trainer if group is None else hf.RingTrainer))(
             model=model_of(run),
             args=arguments,
@@ -164,7 +165,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
             eval_dataset=Rows(),
             compute_metrics=metrics,
             callbacks=[Kill(run.killed_after)] if run.killed_after else [],
-            **dict(run.trainer) | ({"group": rings[rank // run.ring]} if run.ring else {}),
+            **others,
         )
         trainer.pop_callback(next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
         return _result(run, trainer)
@@ -180,6 +181,7 @@ def _result(run: Run, trainer: Trainer) -> Result:
         told = trainer.evaluate()
         measured = {name: told[name] for name in ("eval_loss", "eval_accuracy")}
         logits, labels, told = trainer.predict(Rows())  # type: ignore[misc]
+        assert told is not None
         assert {f"test_{name}" for name in ("loss", "accuracy")} <= set(told)
     return Result(weights_of(trainer), logged(trainer), measured, logits, labels)  # type: ignore[arg-type]
 

@@ -129,7 +129,8 @@ def adapted(group: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
     torch.manual_seed(0)
     model = get_peft_model(make("qwen3").eval(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
-    inside, given = model.base_model.model, prompts()
+    inside: Any = model.base_model.model
+    given = prompts()
     embedded = {"inputs_embeds": inside.get_input_embeddings()(given.pop("input_ids")).detach(), **given}
     tries = {"adapters": (model, prompts()), "embedded": (inside, embedded)}
     want = {name: generated(*each).ids for name, each in tries.items()}

@@ -109,6 +109,7 @@ def accelerated(group: Any) -> tuple[dict[str, np.ndarray], list[int]]:
         count = (given["labels"][:, 1:] != -100).sum()
         row = {name: x[ring : ring + 1] for name, x in given.items()}
         hooks = [kept()]
+        assert accelerator.torch_device_mesh is not None
         with in_float64(), hf.sequence_parallel(model, accelerator.torch_device_mesh["cp"]):
             loss = model(**row, num_items_in_batch=count).loss
             hooks.append(kept())
@@ -139,7 +140,7 @@ def test_a_model_trained_with_lora_is_saved_and_comes_back(four: Any, tmp_path: 
 def saved_adapter(folder: str) -> dict[str, np.ndarray]:
     from peft import PeftModel  # type: ignore[import-not-found]
 
-    model = PeftModel.from_pretrained(make("llama", "float32"), folder, is_trainable=True)
+    model: Any = PeftModel.from_pretrained(make("llama", "float32"), folder, is_trainable=True)
     assert model.get_base_model().config._attn_implementation == "eager"
     return {name: p.detach().numpy() for name, p in model.named_parameters() if p.requires_grad}
 
