@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ring_attn_core.sampling import Sampling
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -29,6 +31,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.framework not in ("jax", "torch"):
             raise ValueError(f"unknown framework {self.framework!r}: choose one of jax, torch")
+        Sampling(self.temperature, self.top_k, self.top_p, self.seed)  # which says what is wrong with them
+        for name, count in (("--max-new-tokens", self.new), ("--chunk", self.chunk)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if not self.prompt.is_file():
+            raise ValueError(f"{self.prompt} is no file: write into one what the text begins with")
         if self.ranks < 1:
             raise ValueError(f"--ranks must be at least 1, got {self.ranks}")
         if not (self.weights / "config.json").is_file():

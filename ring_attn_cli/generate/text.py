@@ -24,7 +24,7 @@ class Text:
         try:
             text = settings.prompt.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{settings.prompt} is no text in UTF-8: {error}") from error
+            raise ValueError(f"{settings.prompt} is no text in UTF-8 ({error}): save it as UTF-8, the prompt is text") from error
         if not text:
             raise ValueError(f"{settings.prompt} is empty: write into it what the text begins with")
         if self._tokenizer is None:
