@@ -81,7 +81,7 @@ def prefill_prompts(
     known = isinstance(given, int | list | tuple)
     if known or on_host(given) is not None:
         told = given if known else on_host(given).tolist()  # type: ignore[union-attr]  # looked at just now
-        checks.check_lengths([told] * len(ids) if is_integer(told) else told, *ids.shape, "what ids hold")
+        checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
 
     def prompted(model: Any, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
         ids, lengths = new

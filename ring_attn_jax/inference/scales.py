@@ -40,7 +40,8 @@ def of_first(
 ) -> list[jax.Array]:
     """The scales [kv_heads] of a layer, those that are 0 by what a step writes first, of all ranks: powers of two that hold it.
 
-    Others stay, unless the cache holds ``nothing``, a bool: a step that stopped has left them. With a power of two the numbers that were kept come back in the other dtypes without a rounding.
+    Others stay, unless the cache holds ``nothing``, a bool: a step that stopped has left them. With a power of two the numbers
+    that were kept come back in the other dtypes without a rounding.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

@@ -184,7 +184,8 @@ class KVCache(Requests):
         Raises ValueError for other shapes and dtypes, for those that want a gradient, and for a step of another cache or one that
         was made before the cache has changed: on every rank, where one of them has not made such a call before.
         """
-        shapes, dtypes = zip(_kind(k), _kind(v), strict=True)
+        (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
+        shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)
 
         def check() -> None:
             self.check_step(layer, step)
@@ -261,8 +262,8 @@ class KVCache(Requests):
         checks.check_layer(self.spec, layer)
         if step.version != self.version:
             raise ValueError(
-                "this step was made before the cache has changed, or of another cache: make it of this one, after the last advance, "
-                "rollback or reset"
+                "this step was made before the cache has changed, or of another cache: make it of this one, after the last "
+                "advance, rollback or reset"
             )
 
 

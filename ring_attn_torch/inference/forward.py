@@ -101,7 +101,7 @@ def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths 
     given = ids.shape[1] if lengths is None else lengths
     try:
         told = given.tolist() if isinstance(given, Tensor) else given
-        checks.check_lengths([told] * len(ids) if is_integer(told) else told, *ids.shape, "what ids hold")
+        checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
     except ValueError as error:
         refuse(error, cache.ring, ids.device.type)  # the others compare their lengths now
     step = cache.prefill_step(padded_local(options.layout, ranks, ids.shape[1]), options.layout, given, fresh=fresh)

@@ -152,7 +152,8 @@ class Requests:
     def fork(self, source: Rows, target: Rows) -> Self:
         """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
         sources, targets = checks.check_fork(source, target, self.spec.batch)
-        used = self.spec.slots if self.spec.window else min(self.spec.slots, max((self.ledger.lengths[row] for row in sources), default=0))
+        longest = max((self.ledger.lengths[row] for row in sources), default=0)
+        used = self.spec.slots if self.spec.window else min(self.spec.slots, longest)
         for kept in (self.k, self.v):
             for layer in kept:
                 layer = layer.view(torch.uint8)

@@ -29,13 +29,11 @@ def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None
             got = list(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
             raise ValueError(f"{name} must be a tensor [layers, kv_heads] = {list(shape)}, got {got}")
         checks.check_scales(name, scale.tolist())
-    new = lambda scale: torch.zeros(shape, device=device) if scale is None else scale.detach().to(device, torch.float32, copy=True)
-    return [new(k_scale), new(v_scale)]
+    own = lambda scale: scale.detach().to(device, torch.float32, copy=True)
+    return [torch.zeros(shape, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)]
 
 
-def of_first(
-    k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group
-) -> None:
+def of_first(k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group) -> None:
     """Set the scales [kv_heads] of a layer by what a step writes first, of all ranks: the least powers of two that hold it.
 
     Those that are known stay, unless the cache holds ``nothing``, a bool on the device: a step that stopped has left them. Nobody
