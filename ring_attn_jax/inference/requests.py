@@ -104,7 +104,7 @@ class Requests:
             keep = jnp.asarray(kept, jnp.int32)
         else:
             checks.check_kept(lengths.shape, str(lengths.dtype), spec.batch)  # type: ignore[union-attr]  # an array
-            keep = jnp.maximum(lengths, 0).astype(jnp.int32)
+            keep = jnp.maximum(lengths, 0).astype(jnp.int32)  # type: ignore[arg-type]
         keep = jnp.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
         slot = jnp.arange(spec.remembered, dtype=jnp.int32)

@@ -28,7 +28,7 @@ def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]
             continue
         if getattr(scale, "shape", None) != shape:
             got = list(scale.shape) if hasattr(scale, "shape") else type(scale).__name__
-            raise ValueError(f"{name} must be an array [layers, kv_heads] = {list(shape)}, got {got}")
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
         if (known := on_host(scale)) is not None:
             checks.check_scales(name, known.tolist())
     new = lambda scale: jnp.zeros(shape, jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)

@@ -83,7 +83,7 @@ class KVCache(Requests):
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
         ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
-        first; larger ones are cut to the largest.
+        first, by a step that advances; larger ones are cut to the largest.
 
         ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
         request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default

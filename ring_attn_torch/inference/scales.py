@@ -27,7 +27,7 @@ def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None
             continue
         if not isinstance(scale, Tensor) or tuple(scale.shape) != shape:
             got = list(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
-            raise ValueError(f"{name} must be a tensor [layers, kv_heads] = {list(shape)}, got {got}")
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
         checks.check_scales(name, scale.tolist())
     own = lambda scale: scale.detach().to(device, torch.float32, copy=True)
     return [torch.zeros(shape, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)]
