@@ -22,6 +22,10 @@ DOMAIN = 1
 """A word of the counter that is 0 for dropout: with the same seed these are other numbers."""
 
 
+LEAST = 2.0**-126
+"""The least normal number of float32: a smaller one may count as 0, which nothing can be divided by."""
+
+
 class Choice(NamedTuple):
     """What sampling computes with, a number each, None where it does not apply: ``temperature`` None takes the highest logit."""
 
@@ -59,11 +63,13 @@ class Sampling:
 
     @property
     def choice(self) -> Choice:
-        """Return the numbers that a framework computes with."""
+        """Return the numbers that a framework computes with, such that float32 and int32 hold them."""
         low, high = seed_words(int(self.seed))
         if not self.temperature:
             return Choice(None, None, None, low, high)
-        return Choice(float(self.temperature), self.top_k, None if self.top_p == 1 else self.top_p, low, high)
+        k = None if self.top_k is None else min(int(self.top_k), 2**31 - 1)
+        p = None if self.top_p in (None, 1) else max(float(self.top_p), LEAST)
+        return Choice(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
@@ -78,4 +84,4 @@ def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox
 
 
 def _is_finite(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < math.inf

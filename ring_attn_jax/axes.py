@@ -23,15 +23,18 @@ def check_axis_name(axis_name: Any) -> None:
         raise ValueError(f"axis_name must be the name of a mesh axis, got {axis_name!r}")
 
 
-def ring_size(axis_name: Any) -> int:
-    """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
+WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map itself"
+
+
+def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
+    """How many ranks the mesh axis has; ValueError outside a shard_map over it, which says what to write ``instead``."""
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
-            f"axis_name={axis_name!r} is no mesh axis here: call ring_attention inside jax.shard_map over a mesh with an axis of "
-            "that name, or use sharded_ring_attention(..., mesh=mesh), which builds the shard_map itself"
+            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with an axis of that "
+            f"name, or {instead}"
         ) from error
 
 

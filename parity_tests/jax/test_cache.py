@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ring_attn_jax import CacheSizes, KVCache, prefill
@@ -124,6 +125,12 @@ def prefilled(cache: KVCache, lengths: Any = None, dtype: Any = jnp.float32, **a
         (lambda cache: prefilled(cache, dtype=jnp.bfloat16), "k and v are bfloat16, and a cache of float32 takes float32"),
         (lambda cache: prefilled(cache, alibi_slopes=jnp.ones(4)), "alibi_slopes and a request that has tokens already"),
         (lambda cache: prefilled(cache, window=-1), "window must be an int of at least 0"),
+        (lambda cache: prefilled(cache, sinks=jnp.zeros(1)), r"sinks must be \[heads\] = \[4\]"),
+        (lambda cache: cache.step(valid=[[True], [True]]), r"valid must be bool \[requests, tokens\] = \[2, 1\], .* got list"),
+        (lambda cache: cache.step(rows=[]), "rows names no request"),
+        (lambda cache: cache.rollback(cache.lengths * 1.5), r"lengths must be integers \[2\], .* got float32 \[2\]"),
+        (lambda cache: cache.rollback(cache.lengths[:1]), r"lengths must be integers \[2\]"),
+        (lambda cache: cache.append(np.int64(-1), *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=-1 is none of"),
         (lambda cache: cache.append(2, *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=2 is none of the cache's 2 layers"),
     ],
 )
@@ -132,8 +139,31 @@ def test_what_does_not_fit_is_refused_when_it_is_traced(call, message):
         on_ring(lambda cache: call(cache) and cache, small())
 
 
+def test_a_step_that_stops_leaves_no_scale_and_given_ones_can_divide():
+    def stopped(cache: KVCache) -> KVCache:
+        for value in (1e6, 1.0):
+            step, new = cache.step(), jnp.full((2, 1, 2, 8), value)
+            cache = cache.append(0, new, new, step).append(1, new, new, step)
+        cache = cache.advance(step)
+        new = jnp.full((2, 1, 2, 8), 1e6)
+        return cache.append(0, new, new, cache.step())
+
+    assert (on_ring(stopped, small(dtype="float8_e4m3fn")).k_scale == 2.0**-8).all()
+    ones = jnp.ones((2, 2))
+    for wrong, message in ((ones * 0, r"k_scale\[0, 0\]=0.0: .* must be finite and above 0"), ([[1.0]], "got list")):
+        with pytest.raises(ValueError, match=message):
+            small(dtype="float8_e4m3fn", k_scale=wrong, v_scale=ones)
+
+
+def test_lengths_to_go_back_to_that_are_traced_are_not_below_0():
+    back = jax.jit(lambda cache, lengths: cache.rollback(lengths))(filled(small(), 5), jnp.array([-3, 2]))
+    assert (back.lengths.tolist(), back.counts.tolist(), back.lengths.dtype) == ([0, 2], [[0, 0], [1, 1]], jnp.int32)
+
+
 def test_a_cache_needs_a_mesh_or_a_shard_map():
-    with pytest.raises(ValueError, match="'seq' is no mesh axis here"):
+    with pytest.raises(ValueError, match="axis_name='data' is no axis of the mesh, which has 'seq'"):
+        small(axis_name="data")
+    with pytest.raises(ValueError, match=r"'seq' is no mesh axis here: call KVCache.make inside .* or pass mesh="):
         small(mesh=None)
     made = jax.shard_map(lambda: small(mesh=None), mesh=mesh_of(2), in_specs=(), out_specs=small().specs)()
     assert made.k.shape == small().k.shape

@@ -195,6 +195,18 @@ def test_a_step_that_does_not_fit_is_refused(ids, options, message):
             function(model, jnp.asarray(ids), kept)
 
 
+def test_no_token_of_a_prompt_is_taken_from_its_padding():
+    """Zigzag pads 5 tokens to 8."""
+    model = model_of("features", 2, "float32")
+    kept = KVCache.make(model.config, 2, 24, dtype="float32", mesh=mesh_of(2))
+    ids, lengths = jnp.ones((2, 5), jnp.int32), jnp.array([4, 7])
+    for known in ([4, 7], lengths):
+        with pytest.raises(ValueError, match=r"lengths\[1\]=7: it must be 0 to 5, what ids hold"):
+            prefill_prompts(model, ids, kept, known)
+    cut = jax.jit(lambda kept, lengths: prefill_prompts(model, ids, kept, lengths, fresh=True)[1].lengths)
+    assert cut(kept, lengths).tolist() == [4, 5]
+
+
 @pytest.mark.parametrize("sampling", DRAWN, ids=str)
 def test_tokens_are_those_that_the_reference_draws(sampling):
     logits = np.random.default_rng(0).standard_normal((40, 50)) * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,13 +45,17 @@ def filled(cache: KVCache, tokens: int) -> KVCache:
     return cache.advance(step)
 
 
-def appended(cache: KVCache, layer: int = 0, dtype: torch.dtype = torch.float32, heads: int = 2) -> None:
+def appended(cache: KVCache, layer: Any = 0, dtype: torch.dtype = torch.float32, heads: int = 2) -> None:
     cache.append(layer, torch.ones(2, 1, heads, 8, dtype=dtype), torch.ones(2, 1, heads, 8, dtype=dtype), cache.step())
 
 
 def out_of_date(cache: KVCache) -> None:
     step = cache.step()
     filled(cache, 1).append(0, torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), step)
+
+
+def of_another(cache: KVCache) -> None:
+    cache.append(0, torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), small().step())
 
 
 def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **arguments: Any) -> None:
@@ -76,6 +81,13 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
             lambda cache: cache.step(2, valid=torch.ones(2, 2)),
             r"valid must be bool \[requests, tokens\] = \[2, 2\]",
         ),
+        (lambda cache: cache.step(valid=[[True], [True]]), r"valid must be bool \[requests, tokens\] = \[2, 1\], .* got list"),
+        (lambda cache: cache.step(rows=[]), "rows names no request"),
+        (lambda cache: cache.prefill_step(2, lengths=1.5), "lengths must be 2 ints"),
+        (lambda cache: cache.append(0, None, None, cache.step()), r"k must be \[requests, tokens, kv_heads, dim\]"),
+        (lambda cache: appended(cache, layer=np.int64(-1)), "layer=-1 is none of the cache's 2 layers"),
+        (of_another, "or of another cache"),
+        (lambda cache: prefilled(cache, sinks=torch.zeros(1)), r"sinks must be \[heads\] = \[4\]"),
         (lambda cache: cache.step(rows=2), "rows must be an int or ints from 0 to 1"),
         (lambda cache: cache.reset([0, 0]), "rows names a request twice"),
         (lambda cache: cache.evict(-1), "rows must be an int or ints from 0 to 1"),
@@ -120,11 +132,29 @@ def test_a_window_refuses_what_it_cannot_go_back_to_and_what_it_does_not_see():
         cache.rollback([12, 14])
 
 
+def test_a_full_request_stops_no_step_that_leaves_it_out():
+    cache = small()
+    room = cache.spec.capacity
+    assert room is not None
+    for tokens, of_first in ((room - 2, room - 2), (2, 2), (2, 0)):
+        valid = torch.tensor([[i < of_first for i in range(tokens)], [i < 1 for i in range(tokens)]])
+        step = cache.step(tokens, valid=valid)
+        for layer in (0, 1):
+            cache.append(layer, torch.ones(2, tokens, 2, 8), torch.ones(2, tokens, 2, 8), step)
+        cache.advance(step)
+    assert cache.lengths.tolist() == [room, 3]
+    with pytest.raises(ValueError, match=f"request 0 has {room} tokens, and 1 more"):
+        cache.step(1, valid=torch.tensor([[True], [False]]))
+
+
 def test_no_gradient_is_promised():
     q = torch.ones(2, 2, 2, 8, requires_grad=True)
     cache = small()
     with pytest.raises(ValueError, match=r"prefill has no gradient, .* call it under torch.no_grad"):
         prefill(q, q, q, cache, 0, cache.prefill_step(2))
+    with pytest.raises(ValueError, match=r"KVCache.append is for inference and has no gradient"):
+        cache.append(0, q, q.detach(), cache.step(2))
+    assert not cache.k.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -134,6 +164,9 @@ def test_no_gradient_is_promised():
         ({"window": (None, 2)}, "disagree on slots|disagree on window"),
         ({"dtype": ("float32", "int8")}, "rank 1: dtype must be one of"),
         ({"lengths": ([3, 4], [4, 3])}, r"disagree on lengths: \[3, 4\] on rank 0, \[4, 3\] on rank 1"),
+        ({"lengths": (1.5, [4, 3])}, "rank 0: lengths must be 2 ints"),
+        ({"lengths": ([np.int64(3), 4], [4, 3])}, r"disagree on lengths: \[3, 4\] on rank 0, \[4, 3\] on rank 1"),
+        ({"k_scale": (1, 2)}, r"disagree on k_scale: \[\[1.0, 1.0\], \[1.0, 1.0\]\] on rank 0"),
         ({"cached": (2, 1)}, r"disagree on cached lengths: \[2, 2\] on rank 0, \[1, 1\] on rank 1"),
         ({"tokens": (2, 4)}, "disagree on tokens: 2 on rank 0, 4 on rank 1"),
         ({"new": ("float32", "bfloat16")}, "rank 1: k and v are bfloat16, and a cache of float32 takes float32"),
@@ -148,6 +181,8 @@ def test_ranks_that_disagree_all_raise_the_same(gloo, mine, message):
 
 def disagreeing_on_rank(group: Group, mine: dict[str, Any]) -> None:
     options = {name: mine.pop(name) for name in ("capacity", "window", "dtype") if name in mine}
+    if "k_scale" in mine:
+        options |= {"dtype": "float8_e4m3fn", "k_scale": torch.full((2, 2), mine["k_scale"]), "v_scale": torch.ones(2, 2)}
     cache = small(group=group, **{"capacity": 16} | options)
     if "cached" in mine:
         cache.ledger.know([[mine["cached"], 0]] * 2, [2, 2])  # as if the ranks had made other steps
@@ -206,6 +241,23 @@ def test_given_scales_are_kept_and_what_exceeds_them_is_cut():
         small(dtype="float8_e4m3fn", k_scale=scale, v_scale=torch.ones(2))
     with pytest.raises(ValueError, match="k_scale and v_scale go together"):
         small(dtype="float8_e4m3fn", k_scale=scale)
+    for wrong, message in ((scale * 0, r"k_scale\[0, 0\]=0.0: .* must be finite and above 0"), ([[1.0]], "got list")):
+        with pytest.raises(ValueError, match=message):
+            small(dtype="float8_e4m3fn", k_scale=wrong, v_scale=scale)
+
+
+def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own():
+    cache = small(dtype="float8_e4m3fn")
+    new = lambda value: torch.full((2, 1, 2, 8), value)
+    written = lambda value, step: [cache.append(layer, new(value), new(value), step) for layer in (0, 1)]
+    written(1e6, cache.step())  # a step that ends here
+    step = cache.step()
+    written(1.0, step)
+    cache.advance(step)
+    assert (cache.k_scale == 2.0**-8).all()
+    cache.scaled.clear()  # as in a graph that was captured after a reset, and is replayed
+    written(1e6, cache.step())
+    assert (cache.k_scale == 2.0**-8).all() and (cache.v_scale == 2.0**-8).all()
 
 
 def test_a_cache_is_made_for_a_models_config():

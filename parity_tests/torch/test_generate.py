@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from ring_attn_core.reference import sampling as reference
 from ring_attn_torch import CacheSizes, KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
@@ -217,6 +218,29 @@ def test_a_step_that_does_not_fit_is_refused_and_the_cache_is_as_it_was(sizes, i
             function(model, torch.tensor(ids), kept)
     assert kept.lengths.tolist() == [0]
     assert (kept.positions == -1).all()
+
+
+def test_no_token_of_a_prompt_is_taken_from_its_padding():
+    assert padding_on_rank(None) == "lengths[1]=6: it must be 0 to 5, what ids hold"
+
+
+def test_ranks_hear_of_lengths_that_one_of_them_alone_has_wrong(gloo):
+    assert gloo(2, padding_on_rank) == ["rank 1: lengths[1]=6: it must be 0 to 5, what ids hold"] * 2
+
+
+def padding_on_rank(group: Group) -> str:
+    """Zigzag pads 5 tokens to 6, or 8."""
+    model = model_of("grouped", group)
+    kept = KVCache.make(model.config, 2, 24, dtype="float64", group=group)
+    right = group is not None and dist.get_rank(group) == 0
+    return message_of(lambda: prefill_prompts(model, torch.ones(2, 5, dtype=torch.int64), kept, [5, 5 if right else 6]))
+
+
+def test_autocast_around_it_changes_nothing():
+    model = model_of("grouped", dtype="float32")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model.generate(PROMPTS, 3, chunk=9)
+    assert got == model.generate(PROMPTS, 3, chunk=9)
 
 
 def test_weights_that_are_split_over_ranks_are_refused(gloo):

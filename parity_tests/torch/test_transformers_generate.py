@@ -176,4 +176,7 @@ def refused(group: Any) -> list[tuple[str, str]]:
             with pytest.raises(ValueError, match=r".") as caught:
                 llama(input_ids=given["input_ids"], **call)
             got.append((expected, str(caught.value)))
-    return got
+        kept = llama.generate(**given, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    with pytest.raises(ValueError, match=r".") as caught:
+        llama(input_ids=given["input_ids"][:, :1], past_key_values=kept)
+    return [*got, ("a cache of a ring", str(caught.value))]

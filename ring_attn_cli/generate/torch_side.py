@@ -17,7 +17,7 @@ from .settings import Settings
 def work(report: Report, rank: int, settings: Settings, ids: list[int], store: str) -> None:
     """What a process that the command started does: one rank; the first reports for all."""
     if dist.is_torchelastic_launched():
-        report("mistake", "torchrun has started this command, which starts its own processes: run ring-attn generate --ranks 4 once")
+        report("mistake", "torchrun has started this command, which starts its own processes: run it once, with --ranks")
         return
     device = device_of(rank, settings.ranks)
     if device.type == "cpu" and settings.ranks > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,10 +76,22 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
     return sources, targets
 
 
+def check_step_rows(rows: Any, batch: int) -> list[int]:
+    """Return the requests of a step, at least one; ValueError as ``check_rows``."""
+    given = check_rows("rows", rows, batch)
+    if not given:
+        raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
+    return given
+
+
 def check_layer(spec: CacheSpec, layer: Any) -> None:
-    """ValueError for an int that is no layer of the cache; nobody looks at a traced one."""
-    if isinstance(layer, int) and not 0 <= layer < spec.sizes.layers:
-        raise ValueError(f"layer={layer} is none of the cache's {spec.sizes.layers} layers")
+    """ValueError for what is no layer of the cache; nobody looks at a traced one."""
+    try:
+        known = operator.index(layer) if is_integer(layer) else -1
+    except TypeError:
+        return
+    if not 0 <= known < spec.sizes.layers:
+        raise ValueError(f"layer={layer} is none of the cache's {spec.sizes.layers} layers, 0 to {spec.sizes.layers - 1}")
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
@@ -105,6 +119,20 @@ def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
         )
+
+
+def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
+    """ValueError for a scale [layers][kv_heads] that nothing can be divided by."""
+    for layer, of_heads in enumerate(scales):
+        for head, scale in enumerate(of_heads):
+            if not (scale > 0 and math.isfinite(scale)):
+                raise ValueError(f"{name}[{layer}, {head}]={scale}: numbers are divided by it, so it must be finite and above 0")
+
+
+def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
+    """ValueError for lengths to go back to, whose values nobody looks at, that are no integers, one or one for each request."""
+    if shape not in ((), (batch,)) or "int" not in dtype:
+        raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import positions
 from ring_attn_core.cache.spec import CacheSpec
+from ring_attn_core.mistakes import is_integer
 
 from ..axes import ring_size, vary_alike
 from .requests import DATA, META, Lengths, Requests, Rows
@@ -81,7 +82,7 @@ class KVCache(Requests):
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
         ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
-        first; larger ones are cut to the largest.
+        first, by a step that advances; larger ones are cut to the largest.
 
         ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
         request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
@@ -91,7 +92,10 @@ class KVCache(Requests):
 
         Raises ValueError for what does not fit.
         """
-        ranks = ring_size(axis_name) if mesh is None else mesh.shape[axis_name]
+        if mesh is not None and axis_name not in mesh.shape:
+            raise ValueError(f"axis_name={axis_name!r} is no axis of the mesh, which has {', '.join(map(repr, mesh.shape))}")
+        instead = "pass mesh=, of one device where there is but one"
+        ranks = ring_size(axis_name, "KVCache.make", instead) if mesh is None else mesh.shape[axis_name]
         scaled = k_scale is not None or v_scale is not None
         options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
         spec = CacheSpec.of(config, batch, capacity, ranks, dtype=_name(dtype), **options)
@@ -110,10 +114,11 @@ class KVCache(Requests):
         requests, an int or several; None: all. Raises ValueError for what does not fit; whether there is room nobody sees here,
         and a token without any is lost: ask :meth:`check_room` before, outside of jit.
         """
-        of = None if rows is None else tuple(checks.check_rows("rows", rows, self.spec.batch))
+        of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)
         if valid is not None:
-            checks.check_valid(valid.shape, str(valid.dtype), (self.spec.batch if of is None else len(of), tokens))
+            shape, dtype = getattr(valid, "shape", ()), str(getattr(valid, "dtype", type(valid).__name__))
+            checks.check_valid(shape, dtype, (self.spec.batch if of is None else len(of), tokens))
         held = self._held(of)
         meta: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "ragged": False, "rows": of}
         return Step(**appended(held, tokens, valid), **meta, before=held.lengths)
@@ -137,7 +142,7 @@ class KVCache(Requests):
 
         Raises ValueError for what does not fit; whether there is room, :meth:`check_room` sees, before and outside of jit.
         """
-        of = None if rows is None else tuple(checks.check_rows("rows", rows, self.spec.batch))
+        of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         batch, most = self.spec.batch if of is None else len(of), tokens * self.spec.ranks
         positions(layout, self.spec.ranks, tokens)
         length, ragged = most, True
@@ -148,7 +153,7 @@ class KVCache(Requests):
             chunk = jnp.clip(jnp.asarray(lengths), 0, most).astype(jnp.int32)
         else:
             given = most if lengths is None else lengths
-            given = [given] * batch if isinstance(given, int) else given
+            given = [given] * batch if is_integer(given) else given
             known = checks.check_lengths(given, batch, most, "what the shards hold")
             length, ragged = max(known), len(set(known)) > 1
             chunk = jnp.asarray(known, jnp.int32)
@@ -169,7 +174,7 @@ class KVCache(Requests):
         arrays: dict[str, Any] = {}
         scales = self.k_scale[layer], self.v_scale[layer]
         if self.spec.float8 and not self.spec.scaled:
-            scales = of_first(scales, (k, v), step, self.axis_name)
+            scales = of_first(scales, (self.lengths == 0).all(), (k, v), step, self.axis_name)
             arrays = {"k_scale": self.k_scale.at[layer].set(scales[0]), "v_scale": self.v_scale.at[layer].set(scales[1])}
         for name, new, scale in (("k", k, scales[0]), ("v", v, scales[1])):
             new = new if step.source is None else jnp.take_along_axis(new, step.source[..., None, None], 1)

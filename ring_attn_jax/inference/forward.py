@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
+from ring_attn_core.mistakes import is_integer
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
@@ -78,6 +79,9 @@ def prefill_prompts(
     _check(model, ids, cache)
     given = ids.shape[1] if lengths is None else lengths
     known = isinstance(given, int | list | tuple)
+    if known or on_host(given) is not None:
+        told = given if known else on_host(given).tolist()  # type: ignore[union-attr]  # looked at just now
+        checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
 
     def prompted(model: Any, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
         ids, lengths = new
@@ -135,6 +139,7 @@ def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fr
     options, axis = model.blocks[0].attention.options, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(options.layout, ranks, ids.shape[1])
+    lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # beyond it stands padding
     step = cache.prefill_step(local, options.layout, lengths, fresh=fresh)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
@@ -212,7 +217,9 @@ def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     where = model.where
-    axis, ranks = (where.axis_name, where.ranks) if isinstance(where, Where) else (where, ring_size(where))
+    instead = "make it and the cache with mesh=, of one device where there is but one"
+    whole = isinstance(where, Where)
+    axis, ranks = (where.axis_name, where.ranks) if whole else (where, ring_size(where, "a model without a mesh", instead))
     if (axis, ranks) != (cache.axis_name, cache.spec.ranks):
         raise ValueError(
             f"the model's ring is {ranks} ranks along {axis!r}, and the cache's {cache.spec.ranks} along {cache.axis_name!r}: "

@@ -63,8 +63,7 @@ def prefill(
             "Prefill such a prompt whole, into empty requests, with fresh=True"
         )
     checks.check_new(cache.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
-    of_chunk = sinks if step.fresh else None  # they count once: with the chunk, or with what is cached
-    arrays = Arrays(None, step.positions >= 0 if step.ragged else None, of_chunk, alibi_slopes)
+    arrays = Arrays(None, step.positions >= 0 if step.ragged else None, sinks, alibi_slopes)
     options = Options(
         layout=step.layout,
         mask=causal() if window is None else sliding_window(window),
@@ -82,6 +81,7 @@ def prefill(
         total, new = lax.optimization_barrier((total, new))  # so that the layer is written after it was read, in place
         total = total if sinks is None else _with_sinks(total, sinks)
     written = cache.append(layer, new[0], new[1], step)
+    arrays = arrays if step.fresh else arrays._replace(sinks=None)  # they count once: with the chunk, or with what is cached
     inputs = Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays))
     inputs, total = vary_alike((cache.axis_name,), inputs, total)
     out, _ = round_the_ring(inputs, prepared.ring(cache.axis_name), prepared.backend, total)

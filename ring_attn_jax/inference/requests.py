@@ -101,8 +101,11 @@ class Requests:
             reached = on_host(self.reached) if spec.room is not None else None
             for row, length in enumerate(kept if reached is not None else ()):
                 checks.check_back(spec, int(reached[row]), length, row)  # type: ignore[index]
-            lengths = jnp.asarray(kept, jnp.int32)
-        keep = jnp.minimum(lengths, self.lengths)  # type: ignore[arg-type]
+            keep = jnp.asarray(kept, jnp.int32)
+        else:
+            checks.check_kept(lengths.shape, str(lengths.dtype), spec.batch)  # type: ignore[union-attr]  # an array
+            keep = jnp.maximum(lengths, 0).astype(jnp.int32)  # type: ignore[arg-type]
+        keep = jnp.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
         slot = jnp.arange(spec.remembered, dtype=jnp.int32)
         position = last - (last - slot) % spec.remembered  # the newest that is noted there

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ring_attn_core.cache import checks
 from ring_attn_core.cache.spec import LARGEST, CacheSpec
 
 from ..axes import vary_alike
+from ..data.extents import on_host
 
 if TYPE_CHECKING:
     from .step import Step
@@ -22,18 +24,24 @@ def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and tuple(scale.shape) != shape:
-            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {list(scale.shape)}")
+        if scale is None:
+            continue
+        if getattr(scale, "shape", None) != shape:
+            got = list(scale.shape) if hasattr(scale, "shape") else type(scale).__name__
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
+        if (known := on_host(scale)) is not None:
+            checks.check_scales(name, known.tolist())
     new = lambda scale: jnp.zeros(shape, jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
     return [new(k_scale), new(v_scale)]
 
 
 def of_first(
-    scales: tuple[jax.Array, jax.Array], new: tuple[jax.Array, jax.Array], step: Step, axis_name: str
+    scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: Step, axis_name: str
 ) -> list[jax.Array]:
     """The scales [kv_heads] of a layer, those that are 0 by what a step writes first, of all ranks: powers of two that hold it.
 
-    With a power of two the numbers that were kept come back in the other dtypes without a rounding.
+    Others stay, unless the cache holds ``nothing``, a bool: a step that stopped has left them. With a power of two the numbers
+    that were kept come back in the other dtypes without a rounding.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
@@ -41,7 +49,7 @@ def of_first(
     largest = lax.pmax(largest, axis_name)
     _, exponent = jnp.frexp(largest / LARGEST)
     least = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent), 1)
-    return [jnp.where(scale == 0, each, scale) for scale, each in zip(scales, least, strict=True)]
+    return [jnp.where(nothing | (scale == 0), each, scale) for scale, each in zip(scales, least, strict=True)]
 
 
 def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:

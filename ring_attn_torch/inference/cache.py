@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
+from ring_attn_core.mistakes import is_integer
 
 from ..arguments import dtype_name
 from ..ring.agreement import Call, agree_on, refuse
 from ..ring.groups import group_name, group_of, rank_in, ranks_of
-from .requests import Lengths, Requests, Rows, capturing, empty
+from .merge import refuse_gradients
+from .requests import VERSIONS, Lengths, Requests, Rows, capturing, empty
 from .scales import given_scales, of_first, quantized
 from .step import Held, Step, appended, known_rows, prefilled
 
@@ -80,7 +83,7 @@ class KVCache(Requests):
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
         ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
-        first; larger ones are cut to the largest.
+        first, by a step that advances; larger ones are cut to the largest.
 
         ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
         request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
@@ -90,8 +93,9 @@ class KVCache(Requests):
         Raises ValueError, the same on every rank, for what does not fit, and where the ranks pass other arguments.
         """
         ring = group_of(group_name(group))
-        where = torch.empty(0, device=device).device
+        where = torch.device("cpu")
         try:
+            where = torch.empty(0, device=device).device
             scaled = k_scale is not None or v_scale is not None
             options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
             spec = CacheSpec.of(config, batch, capacity, ranks_of(ring), dtype=dtype_name(dtype), **options)
@@ -99,7 +103,9 @@ class KVCache(Requests):
         except Exception as error:
             refuse(error, ring, where.type)
             raise  # refuse has raised already, which type checkers do not see
-        agree_on(Call("KVCache.make", where.type, spec.fingerprint()), ring, lambda: None)
+        given = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
+        alike = *spec.fingerprint(), ("k_scale", given[0]), ("v_scale", given[1])
+        agree_on(Call("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> Step:
@@ -107,17 +113,18 @@ class KVCache(Requests):
 
         ``valid`` bool [requests, tokens], the same on every rank: which of them are tokens; None: all. ``rows``: of which
         requests, an int or several; None: all. Raises ValueError where they do not fit; how many ``valid`` ones there are is on
-        the device, so the host counts all of them until it asks (:meth:`check_room`).
+        the device, so the host counts all of them until these would not fit, and then asks.
         """
         of = self._requests(rows)
 
         def check() -> None:
             checks.check_tokens(self.spec, tokens)
             if valid is not None:
-                checks.check_valid(tuple(valid.shape), dtype_name(valid.dtype), (len(of), tokens))
-            self.check_rows_room([tokens] * len(of), of)
+                checks.check_valid(*_kind(valid), (len(of), tokens))
+            self.check_rows_room([tokens] * len(of), of, valid)
 
-        agree_on(Call("KVCache.step", self.counts.device.type, (("tokens", tokens), ("requests", tuple(of)))), self.ring, check)
+        arguments = ("tokens", tokens), ("requests", tuple(of)), ("valid", valid is not None)
+        agree_on(Call("KVCache.step", self.counts.device.type, arguments), self.ring, check)
         which = self._rows(of, rows is None)
         held = self._held(which["rows"])
         tensors: Any = appended(held, tokens, valid)
@@ -144,12 +151,14 @@ class KVCache(Requests):
         """
         spec = self.spec
         of = self._requests(rows)
+        told: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        told = tuple(told) if isinstance(told, Sequence) else told
         chunk: list[int] = []
         shares: list[list[int]] = []
 
         def check() -> None:
-            given = lengths.tolist() if isinstance(lengths, Tensor) else tokens * spec.ranks if lengths is None else lengths
-            given = [given] * len(of) if isinstance(given, int) else given
+            given = tokens * spec.ranks if told is None else told
+            given = [given] * len(of) if is_integer(given) else given
             chunk.extend(checks.check_lengths(given, len(of), tokens * spec.ranks, "what the shards hold"))
             shares.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
             if fresh and any(self.ledger.lengths[row] for row in of):
@@ -159,8 +168,6 @@ class KVCache(Requests):
             self.check_shards(shares, of)
 
         known = tuple(self.ledger.lengths[row] for row in of)
-        told = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        told = told if isinstance(told, int | None) else tuple(told)
         arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
         device = self.counts.device
         agree_on(Call("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
@@ -174,20 +181,22 @@ class KVCache(Requests):
     def append(self, layer: int, k: Tensor, v: Tensor, step: Step) -> KVCache:
         """Write the new tokens' k [requests, tokens, kv_heads, head_dim] and v of a layer; each rank writes what it holds.
 
-        Raises ValueError for other shapes and dtypes, and for a step that was made before the cache has changed: on every rank,
-        where one of them has not made such a call before.
+        Raises ValueError for other shapes and dtypes, for those that want a gradient, and for a step of another cache or one that
+        was made before the cache has changed: on every rank, where one of them has not made such a call before.
         """
-        shapes, dtypes = (tuple(k.shape), tuple(v.shape)), (dtype_name(k.dtype), dtype_name(v.dtype))
+        (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
+        shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)
 
         def check() -> None:
             self.check_step(layer, step)
             checks.check_new(self.spec, (len(step.chunk), step.tokens), shapes, dtypes)
+            refuse_gradients("KVCache.append", (k, v))
 
         arguments = ("layer", layer), ("shapes of k and v", shapes), ("dtypes", dtypes)
         agree_on(Call("KVCache.append", self.counts.device.type, arguments), self.ring, check)
-        if layer not in self.scaled:
-            of_first(self.k_scale[layer], self.v_scale[layer], (k, v), step, self.ring)
-            self.scaled.add(layer)
+        if layer not in self.scaled or (self.ledger.empty and self.spec.float8 and not self.spec.scaled):
+            nothing = (self.lengths == 0).all()
+            of_first(self.k_scale[layer], self.v_scale[layer], nothing, (k, v), step, self.ring)
         if not step.written:
             self.reached[step.into[:, 0]] = torch.maximum(self.reached[step.into[:, 0]], step.lengths)
             rows, shares = step.host
@@ -216,7 +225,8 @@ class KVCache(Requests):
             self.counts[step.rows] = step.counts
             self.lengths[step.rows] = step.lengths
             self.owners[step.into, step.owner_slots] = step.owners
-        self.version += 1
+        self.version = next(VERSIONS)
+        self.scaled |= step.written
         if not capturing(self.counts):
             rows, shares = step.host
             if shares is None:
@@ -234,7 +244,7 @@ class KVCache(Requests):
 
     def _requests(self, rows: Rows | None) -> list[int]:
         try:
-            return checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
+            return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         except ValueError as error:
             refuse(error, self.ring, self.counts.device.type)
             raise  # refuse has raised already, which type checkers do not see
@@ -251,4 +261,12 @@ class KVCache(Requests):
     def check_step(self, layer: int, step: Step) -> None:
         checks.check_layer(self.spec, layer)
         if step.version != self.version:
-            raise ValueError("this step was made before the cache has changed: make it after the last advance, rollback or reset")
+            raise ValueError(
+                "this step was made before the cache has changed, or of another cache: make it of this one, after the last "
+                "advance, rollback or reset"
+            )
+
+
+def _kind(x: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a tensor; of what is none, what it is."""
+    return (tuple(x.shape), dtype_name(x.dtype)) if isinstance(x, Tensor) else ((), type(x).__name__)

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
+from ring_attn_core.mistakes import is_integer
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
 
 from ..arguments import dtype_name
 from ..attend.tiles import accumulation_dtype
 from ..data.layout import to_layout
-from ..ring.agreement import Call, agree_on
+from ..op import no_autocast
+from ..ring.agreement import Call, agree_on, refuse
 from ..ring.groups import is_dtensor, local, rank_in, ranks_of
 from .cache import KVCache
 from .decode import tree_attention_decode
@@ -46,7 +48,7 @@ def decode_step(
     ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
     model's ring, in its compute dtype or float8, without a window or with one that is as wide as the widest of the layers.
     ``valid``: which of them are tokens; of others, anywhere in a row, the logits mean nothing, and the cache takes none of them.
-    All ranks compute the same logits, each with its part of the cache; dropout is off.
+    All ranks compute the same logits, each with its part of the cache; dropout and torch.autocast are off.
 
     What the model gives at these positions for the whole sequence, to the rounding of another order of sums. Raises ValueError,
     the same on every rank and with the cache as it was, for what does not fit: another cache, masks that are neither causal
@@ -54,7 +56,7 @@ def decode_step(
     it has run, a CUDA graph may capture it: ``docs/cache.md``.
     """
     _agree("decode_step", model, ids, cache)
-    with torch.no_grad():
+    with torch.no_grad(), no_autocast(ids.device.type):
         step = cache.step(ids.shape[1], valid=valid)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
@@ -86,7 +88,7 @@ def prefill_prompts(
 
     Raises what :func:`decode_step` raises, and for a request that has tokens already where the model has ALiBi.
     """
-    with torch.no_grad():
+    with torch.no_grad(), no_autocast(model.embed.weight.device.type):  # type: ignore[union-attr]
         hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
         return logits_of(model, summed(hidden, cache)), cache
 
@@ -96,12 +98,13 @@ def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths 
     _agree("prefill_prompts", model, ids, cache)
     options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
     ranks = ranks_of(cache.ring)
-    step = cache.prefill_step(
-        padded_local(options.layout, ranks, ids.shape[1]),
-        options.layout,
-        ids.shape[1] if lengths is None else lengths,
-        fresh=fresh,
-    )
+    given = ids.shape[1] if lengths is None else lengths
+    try:
+        told = given.tolist() if isinstance(given, Tensor) else given
+        checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
+    except ValueError as error:
+        refuse(error, cache.ring, ids.device.type)  # the others compare their lengths now
+    step = cache.prefill_step(padded_local(options.layout, ranks, ids.shape[1]), options.layout, given, fresh=fresh)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
         return prefill(q, k, v, cache, layer, step, **features, strategy=options.strategy)[0]

@@ -9,6 +9,7 @@ import torch
 
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, local_tokens
 
+from ..op import no_autocast
 from ..ring.agreement import refuse, tell
 from ..ring.groups import ranks_of
 from .cache import KVCache
@@ -39,7 +40,7 @@ def generated(
     sizes = asked.cache(layout, ranks, shards)
     cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, group=group, device=device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with torch.no_grad(), on_device:
+    with torch.no_grad(), no_autocast(device.type), on_device:
         stepper = Stepper(model, cache, asked)
         stepper.begin(_prefilled(model, cache, asked, progress))
         return _answered(stepper, asked, on_token)

@@ -63,8 +63,7 @@ def prefill(
     try:
         window = checks.check_window(cache.spec, window)
         ragged = len({step.length, *map(sum, step.host[1] or ())}) > 1
-        of_chunk = sinks if step.fresh else None  # they count once: with the chunk, or with what is cached
-        arrays = Arrays(None, step.positions >= 0 if ragged else None, of_chunk, alibi_slopes)
+        arrays = Arrays(None, step.positions >= 0 if ragged else None, sinks, alibi_slopes)
         check_tensors(q, k, v, arrays, of_ring.group)
         _check(q, k, v, cache, layer, step)
         options = Options(
@@ -94,7 +93,7 @@ def prefill(
     total = None if step.fresh else _over_cached(q, cache, layer, step, options)
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)
-    given = arrays.given
+    given = (arrays if step.fresh else arrays._replace(sinks=None)).given  # they count once: with the chunk, or with the cached
     asked = of_ring._replace(options=options, names=tuple(given))
     out, _ = forward(q, k, v, tuple(given.values()), asked, total)
     cache.append(layer, k, v, step)  # after the attention: a window's slots are used again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Self
 
 import torch
@@ -22,6 +23,8 @@ from ..ring.groups import Group, group_name, group_of
 Lengths = int | Sequence[int] | Tensor
 Rows = int | Sequence[int]
 
+VERSIONS = count()
+
 
 @dataclass(eq=False)
 class Requests:
@@ -39,13 +42,14 @@ class Requests:
     spec: CacheSpec
     group: dist.ProcessGroup | DeviceMesh | None = None
     ledger: Ledger = field(init=False)
-    version: int = field(init=False, default=0)
-    """How often the cache has changed: a step of another version is out of date."""
+    version: int = field(init=False)
+    """Another number whenever the cache has changed, and for every cache: a step of another version is not this cache's."""
     scaled: set[int] = field(init=False)
-    """The layers whose scales are known."""
+    """The layers whose scales are known: those of a step that has advanced."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.spec)
+        self.version = next(VERSIONS)
         self.scaled = set(range(self.spec.sizes.layers)) if self.spec.scaled or not self.spec.float8 else set()
 
     @property
@@ -83,7 +87,7 @@ class Requests:
             new[2][:, :used], new[6][:, :known] = self.positions[:, :used], self.owners[:, :known]
             self.k, self.v, self.positions, self.owners = new[0], new[1], new[2], new[6]
             self.spec = spec
-            self.version += 1
+            self.version = next(VERSIONS)
         return self
 
     def replayed(self, tokens: int = 1) -> Self:
@@ -99,7 +103,8 @@ class Requests:
         """
         spec, device = self.spec, self.counts.device
         if isinstance(lengths, Tensor) and device.type != "cpu":
-            keep = lengths.to(device, torch.int32)
+            checks.check_kept(tuple(lengths.shape), str(lengths.dtype), spec.batch)
+            keep = lengths.to(device, torch.int32).clamp(min=0)
             self.ledger.uncertain()
         else:
             given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
@@ -120,7 +125,7 @@ class Requests:
         self.counts -= (owned & removed[..., None]).sum(1, dtype=torch.int32)
         self.positions.masked_fill_(self.positions >= keep[:, None], -1)
         self.lengths.copy_(keep)
-        self.version += 1
+        self.version = next(VERSIONS)
         return self
 
     def reset(self, rows: Rows | None = None) -> Self:
@@ -133,7 +138,7 @@ class Requests:
             self.v_scale.zero_()
             self.scaled.clear()
         self.ledger.reset(of)
-        self.version += 1
+        self.version = next(VERSIONS)
         return self
 
     def evict(self, rows: Rows) -> Self:
@@ -147,7 +152,8 @@ class Requests:
     def fork(self, source: Rows, target: Rows) -> Self:
         """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
         sources, targets = checks.check_fork(source, target, self.spec.batch)
-        used = self.spec.slots if self.spec.window else min(self.spec.slots, max(self.ledger.lengths[row] for row in sources))
+        longest = max((self.ledger.lengths[row] for row in sources), default=0)
+        used = self.spec.slots if self.spec.window else min(self.spec.slots, longest)
         for kept in (self.k, self.v):
             for layer in kept:
                 layer = layer.view(torch.uint8)
@@ -155,15 +161,19 @@ class Requests:
         for x in (self.positions, self.counts, self.lengths, self.reached, self.owners):
             x[targets] = x[sources]
         self.ledger.fork(sources, targets)
-        self.version += 1
+        self.version = next(VERSIONS)
         return self
 
-    def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        pairs = list(zip(tokens, rows, strict=True))
+    def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int], valid: Tensor | None = None) -> None:
+        """ValueError unless ``rows`` may have ``tokens`` more, or only those that are ``valid`` [rows, tokens]."""
         capacity = self.spec.capacity
-        if capacity is not None and any(self.ledger.lengths[row] + more > capacity for more, row in pairs):
+        if capacity is not None and any(
+            self.ledger.lengths[row] + more > capacity for more, row in zip(tokens, rows, strict=True)
+        ):
             self._ask()
-            for more, row in pairs:
+            if valid is not None and not capturing(valid):
+                tokens = valid.sum(1).tolist()
+            for more, row in zip(tokens, rows, strict=True):
                 checks.check_full(self.spec, self.ledger.lengths[row], more, row)
 
     def check_shards(self, shares: Sequence[Sequence[int]], rows: Sequence[int]) -> None:

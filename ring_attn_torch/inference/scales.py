@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attn_core.cache import checks
 from ring_attn_core.cache.spec import LARGEST, CacheSpec
 
 from ..ring.groups import Group, ranks_of
@@ -22,16 +23,22 @@ def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and tuple(scale.shape) != shape:
-            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {list(scale.shape)}")
-    new = lambda scale: torch.zeros(shape, device=device) if scale is None else scale.to(device, torch.float32, copy=True)
-    return [new(k_scale), new(v_scale)]
+        if scale is None:
+            continue
+        if not isinstance(scale, Tensor) or tuple(scale.shape) != shape:
+            got = list(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
+        checks.check_scales(name, scale.tolist())
+    own = lambda scale: scale.detach().to(device, torch.float32, copy=True)
+    return [torch.zeros(shape, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)]
 
 
-def of_first(k_scale: Tensor, v_scale: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group) -> None:
+def of_first(k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group) -> None:
     """Set the scales [kv_heads] of a layer by what a step writes first, of all ranks: the least powers of two that hold it.
 
-    With a power of two the numbers that were kept come back in the other dtypes without a rounding.
+    Those that are known stay, unless the cache holds ``nothing``, a bool on the device: a step that stopped has left them. Nobody
+    looks, so that a graph may capture this. With a power of two the numbers that were kept come back in the other dtypes without
+    a rounding.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
@@ -39,8 +46,8 @@ def of_first(k_scale: Tensor, v_scale: Tensor, new: tuple[Tensor, Tensor], step:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ring)
     _, exponent = torch.frexp(largest / LARGEST)
     scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1)
-    k_scale.copy_(scales[0])
-    v_scale.copy_(scales[1])
+    for scale, first in zip((k_scale, v_scale), scales, strict=True):
+        scale.copy_(torch.where(nothing | (scale == 0), first, scale))
 
 
 def quantized(x: Tensor, scale: Tensor) -> Tensor:

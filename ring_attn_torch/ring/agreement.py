@@ -9,6 +9,7 @@ The ranks of a group make the same calls in the same order, as for any collectiv
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn_core.mistakes import in_words, is_integer
 from ring_attn_core.problem.problem import Problem
 
 from .groups import Group, group_name, group_of, rank_in, ranks_of
@@ -214,17 +216,22 @@ def _exchange(
     store = _store(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
     mine = keys[rank_in(group)]
-    store.set(mine, json.dumps(verdict))
+    store.set(mine, json.dumps(verdict, default=_plain))
     if _all_there(store, keys, patience):
         with suppress(RuntimeError):  # a store that deletes nothing, as some of other libraries
             for key in told:
                 store.delete_key(key)
         told.clear()
     else:
-        store.set(mine, json.dumps(verdict | {"gave_up": True}))  # for whoever comes after this
+        store.set(mine, json.dumps(verdict | {"gave_up": True}, default=_plain))  # for whoever comes after this
         keys = [key if store.check([key]) else None for key in keys]
     told.append(mine)
     return [json.loads(store.get(key)) if key else None for key in keys]
+
+
+def _plain(x: Any) -> Any:
+    """What JSON does not know: an integer of another library as an int, all else in words, for nothing may fail halfway."""
+    return operator.index(x) if is_integer(x) else in_words(x)
 
 
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:

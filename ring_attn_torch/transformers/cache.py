@@ -32,6 +32,8 @@ class RingCache(Cache):
         super().__init__(layers=[])
         self.ring, self.depth, self.tokens = ring, layers, 0
         self.kv: KVCache | None = None
+        self.inside = False
+        """Whether a call inside sequence_parallel goes on from it."""
 
     def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
         """The KVCache, made for k and v [batch, tokens, kv_heads, dim] like these, with room for ``tokens`` more of each row."""
@@ -46,7 +48,15 @@ class RingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values as they are: attention itself puts them into the cache."""
+        """Return the new keys and values as they are: attention itself puts them into the cache.
+
+        ValueError outside of ``sequence_parallel``, where a model would attend to the new tokens alone.
+        """
+        if not self.inside:
+            raise ValueError(
+                "past_key_values is a cache of a ring, of which every rank has a part: call the model inside sequence_parallel, "
+                "or begin without it"
+            )
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

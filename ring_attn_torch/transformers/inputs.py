@@ -28,7 +28,7 @@ IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
-    "logits_to_keep": "the last tokens are on one rank: pass use_cache=True too, or leave it out and take them with gather_token",
+    "logits_to_keep": "the last tokens are on one rank. Leave it out, and use_cache=False out of generate(), which passes it",
     "is_causal": "the config says who sees whom: leave it out",
 }
 KEPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")

@@ -59,7 +59,7 @@ def ring_mask(
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
             "caches of other kinds do not run over a ring. Generate inside sequence_parallel, which keeps a cache of its own, "
-            "without past_key_values and cache_implementation; or pass use_cache=False"
+            "without past_key_values, cache_implementation and use_cache"
         )
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
     if whole is None:

@@ -56,13 +56,15 @@ def check_config(config: PreTrainedConfig) -> None:
 def check_model(model: nn.Module) -> None:
     """ValueError, with the names of the modules, for a model that cannot run over a ring."""
     inside = hugging_face_model(model)
-    found = {type(module).__name__: name for name, module in model.named_modules() if NOT_SOFTMAX.search(type(module).__name__)}
-    found |= {type(m).__name__: name for name, m in model.named_modules() if isinstance(m, nn.Conv1d)}
+    kinds = {name: type(module).__name__ for name, module in inside.named_modules() if not isinstance(module, PreTrainedModel)}
+    found = {name: kind for name, kind in kinds.items() if NOT_SOFTMAX.search(kind) and "Norm" not in kind}
+    found = {name: kind for name, kind in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+    found |= {name: kind for name, kind in kinds.items() if not found and kind == "Conv1d"}
     if found:
-        kind, name = next(iter(found.items()))
+        name, kind = next(iter(found.items()))
         raise ValueError(
-            f"{type(inside).__name__} mixes tokens by {', '.join(found)} ({name} for one), which is not softmax attention: a "
-            f"ring would compute {kind} within each rank's shard, so it is refused"
+            f"{type(inside).__name__} mixes tokens by {', '.join(dict.fromkeys(found.values()))} ({name} for one), which is not "
+            f"softmax attention: a ring would compute {kind} within each rank's shard, so it is refused"
         )
     check_config(inside.config)
     if not inside._can_set_attn_implementation():

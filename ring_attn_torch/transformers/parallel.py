@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ..data.gather import gather
+from ..ring.agreement import tell
+from ..ring.groups import is_dtensor
 from ..training.loss import loss as loss_of
 from ..training.loss import over_ranks
 from .accelerates import AcceleratesHooks
@@ -77,15 +80,27 @@ def sequence_parallel(
     Leaving restores the model: its attention, hooks, head and checkpointing.
 
     Raises ValueError, the same on every rank and before anything is sent round the ring, for models and arguments that cannot be
-    split, by name, and for batches that the ranks do not share, which are compared at every call.
+    split, by name; where the ranks do not hold the same weights; and for batches that they do not share, which are compared at
+    every call.
     """
+    ring = ring_of_model(hugging_face_model(model), group, layout)
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        warnings.warn("torchrun has started this process, and nothing is split before init_process_group is called", stacklevel=3)
+    _check_weights(model, ring)
+    with on_shards(model, ring, gather_logits, loss_chunk):
+        yield model
+
+
+@contextmanager
+def on_shards(model: nn.Module, ring: Ring, gather_logits: bool = False, loss_chunk: int | None = None) -> Iterator[None]:
+    """What ``sequence_parallel`` does, of a model whose weights are, or will be, the same on every rank."""
     inside = hugging_face_model(model)
     check_model(model)
     if inside in _inside:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:
         raise ValueError("gather_logits=True asks for logits and loss_chunk for none: pass one of them")
-    calls = Calls(inside, ring_of_model(inside, group, layout), gather_logits, loss_chunk)
+    calls = Calls(inside, ring, gather_logits, loss_chunk)
     with ExitStack() as stack:
         _inside[inside] = calls
         stack.callback(_inside.pop, inside, None)
@@ -97,7 +112,24 @@ def sequence_parallel(
         for called in calls.called(model):
             stack.callback(called.register_forward_pre_hook(calls.enter, with_kwargs=True).remove)
             stack.callback(called.register_forward_hook(calls.leave, always_call=True).remove)
-        yield model
+        yield
+
+
+def _check_weights(model: nn.Module, ring: Ring) -> None:
+    """ValueError where ranks hold other weights, as far as the sums of their bytes show; split ones are not looked at."""
+    whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
+    if ring.ranks == 1 or not whole:
+        return
+    of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
+    mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
+    told = tell("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+    for rank, theirs in enumerate(told):
+        other = next((name for name in {**told[0], **theirs} if told[0].get(name) != theirs.get(name)), None)
+        if other is not None:
+            raise ValueError(
+                f"rank {rank} of the ring holds another {other} than rank 0: load the same weights on every rank, or call "
+                "torch.manual_seed with one seed before the model, and adapters as LoRA, are made"
+            )
 
 
 def calls_of(model: nn.Module) -> Calls:
@@ -151,7 +183,7 @@ class Calls:
             scope.enter_context(self.head.summing(shards.labels, shards.ignore_index))
             summed = True
         if isinstance(shards.whole, Turn):
-            shards.whole.keep_last(self.model, scope)
+            shards.whole.enter(self.model, scope)
         self.open.append(_Call(module, shards, scope, summed))
         return (), shards.kwargs
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer
 
 from .models import hugging_face_model
-from .parallel import calls_of, sequence_parallel
+from .parallel import calls_of, on_shards
 from .settings import ring_of_model
 from .trainer_arguments import check_arguments, check_group, check_trainer
 from .whole import Ring
@@ -79,8 +79,7 @@ class RingTraining(Base):
         _, _, loss_chunk = self._asked
         with ExitStack() as self._scope:
             try:
-                ring = self.ring
-                self._scope.enter_context(sequence_parallel(self.model, ring.group, ring.layout, loss_chunk=loss_chunk))
+                self._scope.enter_context(on_shards(self.model, self.ring, loss_chunk=loss_chunk))
                 yield
             finally:
                 self._scope = None

@@ -64,8 +64,10 @@ class Turn:
                 self.step = cache.prefill_step(self.local, ring.layout, self.lengths)
         return self.step
 
-    def keep_last(self, model: PreTrainedModel, scope: ExitStack) -> None:
-        """While ``scope`` is open, let the model make logits of the last tokens only, wherever they are."""
+    def enter(self, model: PreTrainedModel, scope: ExitStack) -> None:
+        """While ``scope`` is open, let the cache be used, and logits be made of the last tokens only, wherever they lie."""
+        self.cache.inside = True
+        scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:
             return
 
@@ -126,7 +128,7 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
         if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()):
             raise ValueError(
                 "attention_mask has padding after a token, and a cache on a ring has none: pad on the left, as generate() wants "
-                '(tokenizer.padding_side = "left")'
+                '(tokenizer.padding_side = "left"). Where none was passed generate() made it of pad_token_id: pass attention_mask'
             )
     if not is_integer(keep):
         raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")

@@ -1,0 +1,28 @@
+"""The record of a sampling: what it refuses, and the numbers that frameworks compute with."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ring_attn_core.sampling import Sampling
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1.0, 1e300, 10**400])
+def test_float32_and_int32_hold_every_number_of_a_choice_and_none_becomes_0(temperature):
+    choice = Sampling(temperature, top_k=2**70, top_p=1e-300).choice
+    with np.errstate(all="raise"):
+        numbers = np.float32(choice.temperature), np.float32(1 / choice.temperature), np.float32(choice.top_p)
+    assert all(math.isfinite(x) and x > 0 for x in numbers)
+    assert np.int32(choice.top_k) == 2**31 - 1
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1, -(10**400), 10**400])
+def test_what_is_no_share_or_no_temperature_is_refused(number):
+    with pytest.raises(ValueError, match="top_p must be a number above 0"):
+        Sampling(1.0, top_p=number)
+    if number != 10**400:
+        with pytest.raises(ValueError, match="temperature must be a number of at least 0"):
+            Sampling(number)
