@@ -45,7 +45,7 @@ def filled(cache: KVCache, tokens: int) -> KVCache:
     return cache.advance(step)
 
 
-def appended(cache: KVCache, layer: int = 0, dtype: torch.dtype = torch.float32, heads: int = 2) -> None:
+def appended(cache: KVCache, layer: Any = 0, dtype: torch.dtype = torch.float32, heads: int = 2) -> None:
     cache.append(layer, torch.ones(2, 1, heads, 8, dtype=dtype), torch.ones(2, 1, heads, 8, dtype=dtype), cache.step())
 
 
@@ -233,7 +233,12 @@ def test_given_scales_are_kept_and_what_exceeds_them_is_cut():
 
 def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own():
     cache = small(dtype="float8_e4m3fn")
-    written = lambda value, step: [cache.append(layer, *[torch.full((2, 1, 2, 8), value)] * 2, step) for layer in (0, 1)]
+
+    def written(value: float, step: Any) -> None:
+        new = torch.full((2, 1, 2, 8), value)
+        for layer in range(2):
+            cache.append(layer, new, new, step)
+
     written(1e6, cache.step())  # a step that ends here
     step = cache.step()
     written(1.0, step)
