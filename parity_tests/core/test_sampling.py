@@ -10,7 +10,11 @@ import pytest
 from ring_attn_core.sampling import Sampling
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1.0, 1e300, 10**400])
+def brief(number: float) -> str:
+    return str(number)[:8]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1.0, 1e300, 10**400], ids=brief)
 def test_float32_and_int32_hold_every_number_of_a_choice_and_none_becomes_0(temperature):
     choice = Sampling(temperature, top_k=2**70, top_p=1e-300).choice
     with np.errstate(all="raise"):
@@ -19,7 +23,7 @@ def test_float32_and_int32_hold_every_number_of_a_choice_and_none_becomes_0(temp
     assert np.int32(choice.top_k) == 2**31 - 1
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1, -(10**400), 10**400])
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1, -(10**400), 10**400], ids=brief)
 def test_what_is_no_share_or_no_temperature_is_refused(number):
     with pytest.raises(ValueError, match="top_p must be a number above 0"):
         Sampling(1.0, top_p=number)

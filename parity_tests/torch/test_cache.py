@@ -248,8 +248,12 @@ def test_given_scales_are_kept_and_what_exceeds_them_is_cut():
 
 def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own():
     cache = small(dtype="float8_e4m3fn")
-    new = lambda value: torch.full((2, 1, 2, 8), value)
-    written = lambda value, step: [cache.append(layer, new(value), new(value), step) for layer in (0, 1)]
+
+    def written(value: float, step: Any) -> None:
+        new = torch.full((2, 1, 2, 8), value)
+        for layer in range(2):
+            cache.append(layer, new, new, step)
+
     written(1e6, cache.step())  # a step that ends here
     step = cache.step()
     written(1.0, step)

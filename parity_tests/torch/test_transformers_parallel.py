@@ -165,6 +165,7 @@ def loaded(group: Any, folder: str) -> tuple[float, str, str]:
     with hf.sequence_parallel(model, group), torch.no_grad():
         loss = model(**batch(LLAMA)).loss.item()
     config = hf.enable(AutoConfig.from_pretrained(folder), layout="contiguous")
+    torch.manual_seed(0)
     other = hf.enable(LlamaForCausalLM._from_config(config), group, "contiguous")
     inside: Any = other.config
     with hf.sequence_parallel(other):
