@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from ring_attn_jax import CacheSizes, KVCache, prefill
 
@@ -41,7 +42,8 @@ def small(**changes: Any) -> KVCache:
 
 def on_ring(function: Any, cache: KVCache) -> KVCache:
     """``function`` of the cache inside a shard_map over its ring."""
-    ring = jax.shard_map(function, mesh=mesh_of(2), in_specs=(cache.specs,), out_specs=cache.specs)
+    mesh: Any = cache.positions.sharding
+    ring = jax.shard_map(function, mesh=mesh.mesh, in_specs=(cache.specs,), out_specs=cache.specs)
     return compiled(ring)(cache)
 
 
@@ -56,8 +58,9 @@ def filled(cache: KVCache, tokens: int) -> KVCache:
     return on_ring(appended, cache)
 
 
-def test_between_steps_whole_arrays_are_enough():
-    cache = filled(small(), 5)
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_between_steps_whole_arrays_are_enough(axes):
+    cache = filled(small(mesh=jax.make_mesh((2,), ("seq",), axis_types=(axes,), devices=jax.devices()[:2])), 5)
     assert cache.counts.tolist() == [[3, 2], [3, 2]]
     assert cache.positions.tolist() == [[0, 2, 4, -1, 1, 3, -1, -1]] * 2
     with pytest.raises(ValueError, match="request 0 has 5 tokens, and 4 more exceed the capacity of 8"):

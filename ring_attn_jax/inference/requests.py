@@ -119,7 +119,7 @@ class Requests:
         """Empty these requests; None: all of them, and scales that were not given are taken from what is written next."""
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
-        arrays = {name: getattr(self, name).at[of].set(value) for name, value in nothing.items()}
+        arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
         if rows is None and self.spec.float8 and not self.spec.scaled:
             arrays |= {"k_scale": jnp.zeros_like(self.k_scale), "v_scale": jnp.zeros_like(self.v_scale)}
         return replace(self, **arrays)
@@ -127,8 +127,7 @@ class Requests:
     def evict(self, rows: Rows) -> Self:
         """Empty these requests, and put 0 in place of their keys and values: nothing of them remains in memory."""
         of = self._rows(rows)
-        wiped = lambda x: x.at[:, of].set(jnp.zeros((), x.dtype))
-        return replace(self.reset(rows), k=wiped(self.k), v=wiped(self.v))
+        return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
         """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
@@ -140,7 +139,9 @@ class Requests:
         return replace(self, k=copied(self.k), v=copied(self.v), **arrays)
 
     def _rows(self, rows: Rows | range) -> jax.Array:
-        return jnp.asarray(checks.check_rows("rows", rows, self.spec.batch), jnp.int32)
+        """bool [batch]: whether a request is one of ``rows``."""
+        named = checks.check_rows("rows", rows, self.spec.batch)
+        return jnp.asarray([row in named for row in range(self.spec.batch)])
 
     def _read(self, call: str, x: jax.Array) -> list[Any]:
         values = on_host(x)
@@ -149,3 +150,8 @@ class Requests:
                 f"{call} reads the cache on the host, and here it is traced: call it outside of jit, before the step"
             )
         return values.tolist()
+
+
+def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
+    """``x`` with ``value`` for the requests along ``axis`` that are named; a scatter would ask how its result is sharded."""
+    return jnp.where(rows.reshape((-1, *[1] * (x.ndim - axis - 1))), jnp.asarray(value, x.dtype), x)
