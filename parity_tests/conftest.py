@@ -75,9 +75,12 @@ def gloo():
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four():
-    """Such a pool of four, each of which has imported transformers, so that none comes late to the first call of another."""
+    """Such a pool of four, each of which has imported transformers, so that none comes late to the first call of another.
+
+    They hold 1 GB each, so they end with the file that asked for them.
+    """
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from .support.spawn import Ranks
