@@ -102,6 +102,7 @@ def launched(rank: int, ranks: int) -> Iterator[None]:
             state._shared_state.clear()
 
     said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    said["OMP_NUM_THREADS"] = 1  # else accelerate gives every process as many threads as there are cores
     forget()
     try:
         with patch.dict(os.environ, {name: str(x) for name, x in said.items()} if ranks > 1 else {}):
