@@ -58,18 +58,9 @@ CPU_CASES = [
 WORST = 2e-2
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 2 GiB."""
-    from ..support.turns import take_turns
-
-    x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() / take_turns({"copy": lambda: y.copy_(x)}, 5)["copy"]
-
-
 def on_gpu(rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of a step by candidate, and how many times as long as reading at the copy bandwidth."""
-    from ..support.turns import take_turns
+    from ..support.turns import copy_bandwidth, take_turns
 
     bandwidth, cells = copy_bandwidth(), []
     for case in CASES:
@@ -88,7 +79,7 @@ def on_gpu(rounds: int) -> list[dict[str, Any]]:
 
 def tiles(rounds: int) -> list[dict[str, Any]]:
     """The same of tiles of other sizes, stages and numbers of splits, in CUDA graphs."""
-    from ..support.turns import take_turns
+    from ..support.turns import copy_bandwidth, take_turns
 
     bandwidth, cells = copy_bandwidth(), []
     tried = [(16, slots, warps, stages) for slots, warps in ((32, 4), (64, 4), (128, 4), (128, 8)) for stages in (1, 2, 4, 6, 8)]

@@ -56,3 +56,10 @@ def device_seconds(work: Work, calls: int) -> float:
         seconds(work, calls)
     on_device = [event for event in seen.events() or [] if event.device_type.name == "CUDA"]
     return sum(event.time_range.elapsed_us() for event in on_device) / calls / 1e6
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy of 2 GiB."""
+    x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.numel() / take_turns({"copy": lambda: y.copy_(x)}, 5)["copy"]

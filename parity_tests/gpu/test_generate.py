@@ -42,6 +42,7 @@ def test_a_replayed_step_draws_what_eager_steps_draw(asked, monkeypatch):
         assert new == all_of_them[: len(new)]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_keeps_the_host_from_nothing_but_its_tokens():
     """Between two tokens the host asks the device for nothing: an unexpected synchronization raises here."""
     model, came = made(), []

@@ -1,0 +1,88 @@
+"""One rank of the steps: FSDP2 over all GPUs, which are the ring too."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from ring_attn_torch.transformers import sequence_parallel
+
+from ..support.process import answer, argument
+from .problem import CLIP, LEARNING_RATE, LOSS_CHUNK, Problem, flops_per_token
+from .problem import made as on_meta
+
+
+def made(problem: Problem, length: int, device: torch.device) -> PreTrainedModel:
+    """The model, weights in float32, every one sharded before it gets memory, and layers computed in bfloat16."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ring",))
+    with torch.device("meta"):
+        model = on_meta(problem, length)
+    options: dict[str, Any] = {"offload": True} if problem.offload else {}
+    model.activation_checkpointing_enable(**options)
+    policy = MixedPrecisionPolicy() if problem.tiny else MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    torch.manual_seed(dist.get_rank())
+    for name, p in model.named_parameters():
+        nn.init.ones_(p) if "norm" in name else nn.init.normal_(p, std=0.02)
+    _make_buffers(model, device)
+    return model.train()
+
+
+def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Rotary frequencies, which are computed from the config and had no memory yet."""
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=model.config).to(device)
+
+
+def run(problem: Problem, device: torch.device) -> dict[str, Any]:
+    ranks = dist.get_world_size()
+    length = problem.tokens * ranks
+    model = made(problem, length, device)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=device.type == "cuda")
+    torch.manual_seed(0)  # the same batch on every rank
+    ids = torch.randint(model.config.vocab_size, (1, length), device=device)
+    inside = sequence_parallel(model, loss_chunk=LOSS_CHUNK) if problem.attention == "ring" else nullcontext()
+    seconds, losses = [], []
+    with inside:
+        for _ in range(1 + problem.steps):
+            dist.barrier()
+            began = time.perf_counter()
+            value = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            (value * ranks).backward()  # FSDP takes the mean of the ranks' parts of one gradient
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            losses.append(value.item())
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    flops = problem.tokens * flops_per_token(model.config, length)
+    return {"first": seconds[0], "seconds": seconds[1:], "losses": losses, "peak": peak, "flops": flops}
+
+
+def main() -> None:
+    given = argument()
+    rank, ranks, store = given.pop("rank"), given.pop("gpus"), given.pop("store")
+    problem = Problem(**given)
+    device = torch.device("cpu") if problem.tiny else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if problem.tiny else "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    answer(run(problem, device))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What is served."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.memory import block_weights
+
+from ..support.shapes import llama_3_8b
+
+
+class Problem(NamedTuple):
+    """``tokens`` of the prompt, over all GPUs; ``chunk`` of them in one prefill; ``new`` tokens after it."""
+
+    layers: int
+    tokens: int
+    chunk: int
+    new: int
+    tiny: bool = False
+
+
+def config_of(problem: Problem) -> TransformerConfig:
+    """Llama 3 8B's shape with weights in bfloat16."""
+    return llama_3_8b(problem.layers, problem.tiny, param_dtype="float32" if problem.tiny else "bfloat16")
+
+
+def prompt_of(problem: Problem, tokens: int) -> list[int]:
+    """Random ids."""
+    return random.Random(tokens).choices(range(config_of(problem).vocab), k=tokens)
+
+
+def prefill_flops(problem: Problem) -> tuple[float, float]:
+    """Operations of the prompt in attention, of pairs that are seen, and in products of weights, of one token the head's."""
+    config = config_of(problem)
+    pairs = problem.tokens * (problem.tokens + 1) / 2
+    attention = 4 * pairs * config.heads * config.head_dim * config.depth
+    return attention, 2 * problem.tokens * block_weights(config) * config.depth + 2 * config.vocab * config.dim
+
+
+def step_bytes(problem: Problem, gpus: int) -> tuple[int, int]:
+    """Bytes that a GPU reads for one new token: of its part of the cache (keys, values, positions), and of the weights."""
+    config = config_of(problem)
+    itemsize = 4 if problem.tiny else 2
+    cache = problem.tokens // gpus * config.depth * (2 * config.kv_heads * config.head_dim * itemsize + 4)
+    return cache, itemsize * (config.depth * block_weights(config) + config.vocab * config.dim)

@@ -1,0 +1,39 @@
+"""What one GPU does of the work alone: the copy bandwidth, attention's forward and a product of weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ring_attn_torch import ring_attention
+
+from ..support.process import answer, argument
+from ..support.turns import copy_bandwidth, take_turns
+from .problem import Problem, config_of
+
+
+def rates(problem: Problem) -> dict[str, float]:
+    """Bytes a second, read and written, and operations a second, of attention among the tokens of two chunks and of the MLP."""
+    config, tokens = config_of(problem), min(problem.tokens, 2 * problem.chunk)
+    made = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (made(1, tokens, heads, config.head_dim) for heads in (config.heads, config.kv_heads, config.kv_heads))
+    x, weight = made(problem.chunk, config.dim), made(config.hidden, config.dim)
+    works = {"attention": lambda: ring_attention(q, k, v), "product": lambda: F.linear(x, weight)}
+    with torch.no_grad():
+        seconds = take_turns(works, 5)
+    attention = 2 * tokens * (tokens + 1) * config.heads * config.head_dim
+    product = 2 * problem.chunk * config.dim * config.hidden
+    return {
+        "copy": copy_bandwidth(),
+        "attention": attention / seconds["attention"],
+        "product": product / seconds["product"],
+    }
+
+
+def main() -> None:
+    given = argument()
+    answer(rates(Problem(**{name: given[name] for name in Problem._fields})))
+
+
+if __name__ == "__main__":
+    main()
