@@ -4,16 +4,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from ring_attn_core.kernels import decode as of_core
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_torch import tree_attention_decode
 from ring_attn_torch.attend import decode as attend
 from ring_attn_torch.inference import decode as inference
 
@@ -34,8 +39,9 @@ def interpreter():
     pool.close()
 
 
-def in_interpreter(group: Any, problems: list[Problem], capability: int) -> list[Pair]:
-    """What a process of the pool runs: 16 slots a tile, two tiles a split at least, three multiprocessors."""
+@contextmanager
+def interpreted(capability: int) -> Iterator[None]:
+    """In a process of the pool: 16 slots a tile, two tiles a split at least, three multiprocessors."""
     launched = []
     launch, gpu = attend.launch, lambda device: capability
     inference._problem.cache_clear()
@@ -49,9 +55,26 @@ def in_interpreter(group: Any, problems: list[Problem], capability: int) -> list
         patch.object(launches, "MERGED_AT_ONCE", 4),
         patch.object(attend, "launch", lambda what, arrays: launched.append(what) or launch(what, arrays)),
     ):
-        results = on_rank(group, problems)
+        yield
     assert {each.kernel for each in launched} == {"decode", "merge_pairs"}
-    return results
+
+
+def in_interpreter(group: Any, problems: list[Problem], capability: int) -> list[Pair]:
+    with interpreted(capability):
+        return on_rank(group, problems)
+
+
+def beside_one_great_key(group: Any, slots: int, fp8: bool) -> float:
+    """The weight of all keys but one, each of which has exp(-18) of the one's: less than half of float16's least number."""
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, slots, 1, 16), torch.ones(1, slots, 1, 16)
+    q[..., 0], k[:, 0, :, 0], v[:, 0] = 18, 1, 0
+    q, k, v = (x.half() for x in (q, k, v))
+    if fp8:
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    positions = torch.arange(slots, dtype=torch.int32)[None]
+    with interpreted(90):
+        given = {"q_positions": positions[:, -1:], "k_positions": positions}
+        return tree_attention_decode(q, k, v, **given, group=group, scale=1.0).float().mean().item()
 
 
 PLAIN = Shape(slots=110, queries=2, dtype="float16", heads=2, kv_heads=1)
@@ -61,6 +84,7 @@ SHAPES = [
     replace(PLAIN, dtype="float32", batch=2, slots=77, heads=4, kv_heads=2),
     replace(PLAIN, ranks=2, queries=5, heads=8, slots=61, features=ALL, dtype="float32"),
     replace(PLAIN, ranks=2, queries=3, features=(*ALL, "fp8"), v_dim=40, slots=70),
+    replace(PLAIN, queries=3, features=("fp8", "sinks"), dtype="bfloat16"),
     replace(PLAIN, queries=5, slots=233, features=("window",)),
     replace(PLAIN, slots=0, ranks=2, features=("sinks",)),
     replace(PLAIN, slots=1, queries=1, batch=12, head_dim=70, v_dim=9),
@@ -82,6 +106,14 @@ def test_keys_of_one_byte_are_read_by_bits_where_the_gpu_cannot(interpreter):
     (by_bits,), (converted,) = (interpreter(1, in_interpreter, [problem], capability)[0] for capability in (80, 90))
     assert np.array_equal(by_bits[0], converted[0])
     problem.check(*by_bits)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_many_small_probabilities_count_in_float16_too(interpreter, fp8):
+    slots = 4096
+    others = (slots - 1) * math.exp(-18)
+    weight = interpreter(1, beside_one_great_key, slots, fp8)[0]
+    assert abs(weight * (1 + others) / others - 1) < 2**-9
 
 
 def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(interpreter):

@@ -20,8 +20,10 @@ Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [
 Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads fastest: those that read neighbouring memory run
            together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
            of ``merge_pairs`` one row of [B, N, H]
-Precision  products in q's dtype, sums and softmax in f32, in base 2; keys and values of one byte become q's dtype, which holds
-           them exactly, and their scales are applied to scores and sums
+Precision  products in q's dtype, sums and softmax in f32, in base 2. Keys and values of one byte become float16, which holds them
+           exactly and a GPU makes of them in one instruction (of bfloat16 in four), and so do queries of bfloat16, divided by
+           a power of two for each row; their scales are applied to scores and sums. Probabilities in
+           float16 are lifted, or the many small ones of a long cache would become 0
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -36,6 +38,10 @@ import triton.language as tl
 
 from .loads import add_product
 from .scores import LN2, LOG2E, tanh
+
+LIFT = tl.constexpr(15.0)
+"""Probabilities in float16 are 2^LIFT times what they are, 2^15 at most, so that those down to 2^-39 count."""
+LOWER = tl.constexpr(2.0**-15)
 
 
 class Sizes(NamedTuple):
@@ -113,6 +119,10 @@ def decode(
     factor = inner
     if k_scale_ptr is not None:
         factor = inner * tl.load(k_scale_ptr + group)
+    if FP8 and q_tile.dtype == tl.bfloat16:
+        q_tile, power = in_half(q_tile)
+        factor = (factor * power)[:, None]
+    HALF: tl.constexpr = q_tile.dtype == tl.float16
 
     slot_of_query = tl.load(q_positions_BN + batch * N + query, mask=valid, other=-1)
     if tree_mask_BNN is None:
@@ -156,13 +166,16 @@ def decode(
         s = tl.where(visible, s, float("-inf"))
         greater = tl.maximum(most, tl.max(s, 1))
         shift = tl.where(greater == float("-inf"), 0.0, greater)
-        p = tl.exp2(s - shift[:, None])
+        p = tl.exp2(s - (shift - (LIFT if HALF else 0.0))[:, None])
         decay = tl.exp2(most - shift)
         l = l * decay + tl.sum(p, 1)
         v_tile = load_slots(v_BTGE, batch * T + n0, group, read, E, BLOCK_E, sizes).to(q_tile.dtype)
         acc = add_product(acc * decay[:, None], p.to(q_tile.dtype), v_tile, T, PRECISION)
         most = greater
 
+    if HALF:
+        l *= LOWER
+        acc *= LOWER
     something = tl.where(l > 0, l, 1.0)
     acc = acc / something[:, None]
     if v_scale_ptr is not None:
@@ -189,6 +202,16 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
     elif sizes.FP8 == 2:
         tile = from_bits(tile)
     return tile
+
+
+@triton.jit
+def in_half(q_tile):
+    """Return a tile of queries in float16, its greatest in every row 1 to 2, and the powers of two f32 that it was divided by."""
+    wide = q_tile.to(tl.float32)
+    exponent = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, 1)  # of |q|; those of 0 and inf are brought within bounds
+    exponent = tl.minimum(tl.maximum(exponent, 7 << 23), 247 << 23)  # 2^-120 to 2^120: both have an inverse
+    inverse = (254 << 23) - exponent
+    return (wide * inverse.to(tl.float32, bitcast=True)[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit
