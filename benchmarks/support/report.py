@@ -15,7 +15,17 @@ from typing import Any
 from .process import ROOT, total
 
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "jax", "jaxlib", "triton", "numpy", "flash-attn-4", "ring-attention-pytorch")
+PACKAGES = (
+    "torch",
+    "jax",
+    "jaxlib",
+    "triton",
+    "numpy",
+    "flash-attn-4",
+    "flashinfer-python",
+    "ring-attention-pytorch",
+    "transformers",
+)
 
 
 def environment() -> dict[str, Any]:

@@ -39,8 +39,8 @@ import triton.language as tl
 from .loads import add_product
 from .scores import LN2, LOG2E, tanh
 
-LIFT = tl.constexpr(15.0)
-"""Probabilities in float16 are 2^LIFT times what they are, 2^15 at most, so that those down to 2^-39 count."""
+LIFT = tl.constexpr(2.0**15)
+"""Probabilities in float16 are so many times what they are, so that those down to 2^-39 count."""
 LOWER = tl.constexpr(2.0**-15)
 
 
@@ -166,15 +166,16 @@ def decode(
         s = tl.where(visible, s, float("-inf"))
         greater = tl.maximum(most, tl.max(s, 1))
         shift = tl.where(greater == float("-inf"), 0.0, greater)
-        p = tl.exp2(s - (shift - (LIFT if HALF else 0.0))[:, None])
+        p = tl.exp2(s - shift[:, None])
         decay = tl.exp2(most - shift)
         l = l * decay + tl.sum(p, 1)
         v_tile = load_slots(v_BTGE, batch * T + n0, group, read, E, BLOCK_E, sizes).to(q_tile.dtype)
+        if HALF:
+            p *= LIFT
         acc = add_product(acc * decay[:, None], p.to(q_tile.dtype), v_tile, T, PRECISION)
         most = greater
 
     if HALF:
-        l *= LOWER
         acc *= LOWER
     something = tl.where(l > 0, l, 1.0)
     acc = acc / something[:, None]
