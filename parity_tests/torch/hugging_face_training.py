@@ -43,7 +43,10 @@ class Rows(Dataset):
 
 
 class Run(NamedTuple):
-    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp."""
+    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp.
+
+    ``own_mean``: the model is one that transformers does not tell how many labels all batches of a step have.
+    """
 
     steps: int
     folder: str
@@ -56,6 +59,7 @@ class Run(NamedTuple):
     evaluated: bool = False
     killed_after: int = 0
     resumed: bool = False
+    own_mean: bool = False
 
 
 @contextmanager
@@ -75,6 +79,8 @@ class Result(NamedTuple):
     metrics: dict[str, float]
     logits: np.ndarray | None
     labels: np.ndarray | None
+    counted: tuple[float, float] = 0, 0
+    """The tokens that were seen, where that was asked for, and the floating point operations."""
 
 
 class Killed(Exception):
@@ -119,6 +125,8 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 def model_of(run: Run) -> Any:
     model = make(run.model, "float32", "sdpa")
+    if run.own_mean:
+        model.accepts_loss_kwargs = False
     if not run.lora:
         return model
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
@@ -184,7 +192,8 @@ def _result(run: Run, trainer: Trainer) -> Result:
         logits, labels, told = trainer.predict(Rows())  # type: ignore[misc]
         assert told is not None
         assert {f"test_{name}" for name in ("loss", "accuracy")} <= set(told)
-    return Result(weights_of(trainer), logged(trainer), measured, logits, labels)  # type: ignore[arg-type]
+    counted = float(trainer.state.num_input_tokens_seen), trainer.state.total_flos
+    return Result(weights_of(trainer), logged(trainer), measured, logits, labels, counted)  # type: ignore[arg-type]
 
 
 def weights_of(trainer: Any) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ import torch
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch.transformers.accelerates import HOOK
+from ring_attn_torch.transformers.accelerates import HOOK, AcceleratesHooks
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, launched, on_cpus, trained, tuned_by_trl
@@ -83,6 +83,32 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
             assert one.logits is not None
             assert np.abs(got.logits - one.logits).max() < 10 * NEAR * np.abs(one.logits).max()
         assert abs(results[0].metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
+
+
+def test_a_model_that_divides_by_the_labels_of_a_batch_alone_trains_and_what_is_counted_is_counted_once(
+    four: Any, tmp_path: Path
+):
+    """A Trainer then multiplies nothing by its ranks, as for Gemma 3 with images; tokens and operations are those of one process."""
+    run = Run(3, str(tmp_path / "one"), evaluated=True, own_mean=True, settings=(("include_num_input_tokens_seen", "all"),))
+    one = trained(run)
+    assert one.counted[0] == 3 * 2 * 2 * TOKENS
+    for (got,) in four(4, all_trained, [run._replace(folder=str(tmp_path / "four"))]):
+        near(got, one)
+        assert abs(got.metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
+        assert got.counted == one.counted
+
+
+def test_accelerates_hooks_come_back_in_front_of_others():
+    layer = torch.nn.Linear(2, 2)
+    accelerates: Any = lambda module, args: None
+    accelerates.__qualname__ = HOOK
+    layer.register_forward_pre_hook(accelerates)
+    layer.register_forward_pre_hook(lambda module, args: None)
+    before, hooks = list(layer._forward_pre_hooks.items()), AcceleratesHooks(torch.nn.Sequential(layer))
+    hooks.take_off()
+    assert list(layer._forward_pre_hooks.items()) == before[1:]
+    hooks.restore()
+    assert list(layer._forward_pre_hooks.items()) == before
 
 
 def test_a_loop_with_an_accelerator_and_its_cp_axis_keeps_documents_apart(four: Any):
