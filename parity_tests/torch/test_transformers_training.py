@@ -85,10 +85,8 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
         assert abs(results[0].metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
 
 
-def test_a_model_that_divides_by_the_labels_of_a_batch_alone_trains_and_what_is_counted_is_counted_once(
-    four: Any, tmp_path: Path
-):
-    """A Trainer then multiplies nothing by its ranks, as for Gemma 3 with images; tokens and operations are those of one process."""
+def test_a_model_that_divides_by_the_labels_of_a_batch_trains_and_rows_are_counted_once(four: Any, tmp_path: Path):
+    """The Trainer multiplies its loss by no ranks, as Gemma 3's with images; tokens and operations are those of one process."""
     run = Run(3, str(tmp_path / "one"), evaluated=True, own_mean=True, settings=(("include_num_input_tokens_seen", "all"),))
     one = trained(run)
     assert one.counted[0] == 3 * 2 * 2 * TOKENS

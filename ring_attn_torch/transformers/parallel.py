@@ -133,8 +133,8 @@ def _check_launched() -> None:
     ranks = int(get_env_variable_or_raise("WORLD_SIZE"))
     if ranks > 1:
         raise ValueError(
-            f"torchrun has started {ranks} processes, and this one is connected with no other, so that each would compute the "
-            'whole sequence by itself: call torch.distributed.init_process_group(), with "nccl" or "gloo", before sequence_parallel'
+            f"torchrun has started {ranks} processes, and this one is connected with no other, so each would compute "
+            'the whole sequence by itself: call torch.distributed.init_process_group(), "nccl" or "gloo", before it'
         )
 
 
