@@ -164,9 +164,7 @@ CLASSES_OF_ROWS = (
 
 def classifier() -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForSequenceClassification(
-        transformers.LlamaConfig(**SMALL, num_labels=3, attn_implementation="eager")
-    )
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL, num_labels=3))
 
 
 def classified(group: Any, labels: torch.Tensor) -> tuple[list[str], dict[str, np.ndarray]]:
@@ -185,13 +183,18 @@ class Pooled(transformers.LlamaForCausalLM):
     """Has logits of the last token alone, as heads that other names do not give away."""
 
     def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        output = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        output: Any = super().forward(input_ids, position_ids=position_ids, **kwargs)
         output["logits"] = output.logits[:, -1]
         return output
 
 
-def test_logits_of_one_token_of_a_shard_are_refused():
+def test_logits_of_one_token_of_a_shard_are_refused_and_its_pooled_output_is_left_out():
     model = Pooled(transformers.LlamaConfig(**SMALL))
+    bert = transformers.BertModel(transformers.BertConfig(**SMALL))
+    with hf.sequence_parallel(bert):
+        output = bert(input_ids=IDS, position_ids=torch.arange(8)[None])
+    assert output.last_hidden_state.shape == (2, 8, 32)
+    assert output.pooler_output is None
     with hf.sequence_parallel(model), pytest.raises(ValueError, match=r"head of Pooled, which returns \[2, 48\], answers once a"):
         model(input_ids=IDS)
 

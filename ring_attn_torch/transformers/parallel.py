@@ -79,8 +79,9 @@ def sequence_parallel(
     Leaving restores the model: its attention, hooks, head and checkpointing.
 
     Raises ValueError, the same on every rank and before anything is sent round the ring, for models and arguments that cannot be
-    split, by name; where the ranks do not hold the same weights; and for batches that they do not share, which are compared at
-    every call.
+    split, by name, heads that answer once a row among them; for a backend of GPUs where the model is on a CPU; where torchrun has
+    started several processes and there is no process group; where the ranks do not hold the same weights; and for batches that
+    they do not share, which are compared at every call.
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
@@ -128,13 +129,13 @@ def _check_launched() -> None:
     """ValueError in one of several processes of torchrun that nobody has connected: each would train on all tokens by itself."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
-    from torch.distributed.elastic.utils import get_env_variable_or_raise
+    from torch.distributed.elastic.utils.api import get_env_variable_or_raise
 
     ranks = int(get_env_variable_or_raise("WORLD_SIZE"))
     if ranks > 1:
         raise ValueError(
             f"torchrun has started {ranks} processes, and this one is connected with no other, so each would compute "
-            'the whole sequence by itself: call torch.distributed.init_process_group(), "nccl" or "gloo", before it'
+            'the whole sequence by itself: call torch.distributed.init_process_group("nccl") first, on CPUs with "gloo"'
         )
 
 
@@ -226,9 +227,11 @@ class Calls:
         if not summed and result.shape[:2] != (shards.whole.batch, len(shards.whole.index)):
             what = f"the head of {type(self.model).__name__}, which returns {list(result.shape)},"
             raise ValueError(f"{what} {answers_once(self.model)}")
-        added = {}
+        added: dict[str, Tensor | None] = {}
         if shards.labels is not None:
             added["loss"] = self._loss(result, shards.labels, shards, summed)
+        if fields is not None and fields.get("pooler_output") is not None:
+            added["pooler_output"] = None  # of the first token of a shard
         if summed:
             result = None
         elif self.gather_logits:
