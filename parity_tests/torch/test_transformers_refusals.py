@@ -164,7 +164,9 @@ CLASSES_OF_ROWS = (
 
 def classifier() -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL, num_labels=3))
+    config = transformers.LlamaConfig(**SMALL)
+    config.num_labels = 3
+    return transformers.LlamaForSequenceClassification(config)
 
 
 def classified(group: Any, labels: torch.Tensor) -> tuple[list[str], dict[str, np.ndarray]]:
