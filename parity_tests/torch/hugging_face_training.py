@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ring_attn_torch.transformers as hf
@@ -42,6 +42,13 @@ class Rows(Dataset):
         }
 
 
+class Stream(IterableDataset):
+    """The same rows, one after another, of a number that nobody knows."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Rows()[row] for row in range(ROWS))
+
+
 class Run(NamedTuple):
     """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp.
 
@@ -60,6 +67,7 @@ class Run(NamedTuple):
     killed_after: int = 0
     resumed: bool = False
     own_mean: bool = False
+    streamed: bool = False
 
 
 @contextmanager
@@ -170,7 +178,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
         trainer = (kind or (Trainer if group is None else hf.RingTrainer))(
             model=model_of(run),
             args=arguments,
-            train_dataset=Rows(),
+            train_dataset=Stream() if run.streamed else Rows(),
             eval_dataset=Rows(),
             compute_metrics=metrics,
             callbacks=[Kill(run.killed_after)] if run.killed_after else [],

@@ -133,6 +133,17 @@ def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest
         hf.RingTrainer(model=make("llama"), args=arguments)
 
 
+@pytest.mark.exhaustive
+def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made():
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments("unused", use_cpu=True)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification is no sum over tokens, and its head answers once a row"):
+        hf.RingTrainer(model=classifier(), args=arguments)
+    config = transformers.LlamaConfig(**SMALL)
+    with pytest.raises(ValueError, match="backend='triton' is for models on a GPU"):
+        hf.RingTrainer(model=transformers.LlamaForCausalLM(hf.enable(config, backend="triton")), args=arguments)
+
+
 def test_models_that_learn_positions_need_them_whole():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     with hf.sequence_parallel(model):

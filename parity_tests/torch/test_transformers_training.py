@@ -96,6 +96,15 @@ def test_a_model_that_divides_by_the_labels_of_a_batch_trains_and_rows_are_count
         assert got.counted == one.counted
 
 
+def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_path: Path):
+    """Where accelerate would let the first rank read all of them, and hand each rank its own."""
+    one = trained(Run(3, str(tmp_path / "one"), streamed=True))
+    four_alike = Run(3, str(tmp_path / "four"), streamed=True)
+    for results in four(4, all_trained, [four_alike, four_alike._replace(ring=2, rows=1)]):
+        for got in results:
+            near(got, one)
+
+
 def test_accelerates_hooks_come_back_in_front_of_others():
     layer = torch.nn.Linear(2, 2)
     accelerates: Any = lambda module, args: None
