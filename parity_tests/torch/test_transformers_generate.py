@@ -162,6 +162,7 @@ def refused(group: Any) -> list[tuple[str, str]]:
             {**given, "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
         ),
         ("different content", llama, {**given, "input_ids": given["input_ids"] + rank}),
+        ("Call generate(..., use_cache=True), whose cache the ring shares", llama, {**given, "use_cache": False}),
         ("same seed", llama, {**given, "do_sample": True, "seed": rank}),
     ]
     for expected, model, asked in tries:
