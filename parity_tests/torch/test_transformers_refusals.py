@@ -166,6 +166,15 @@ def test_models_that_answer_once_a_row_are_refused_on_every_rank_and_what_is_und
         assert {name: x for name in want if (x := relative_error(got[name], want[name])) > rounding_of("llama", "float32")} == {}
 
 
+def test_a_classifier_with_adapters_is_told_where_its_model_is():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    with pytest.raises(ValueError, match=r"sequence_parallel\(model.get_base_model\(\).base_model, .* LlamaModel returns"):
+        hf.sequence_parallel(model).__enter__()
+    with hf.sequence_parallel(model.get_base_model().base_model, gather_logits=True) as under:
+        assert under(input_ids=CLASSIFIED).last_hidden_state.shape == (2, 13, 32)
+
+
 CLASSIFIED = torch.arange(3, 29).reshape(2, 13)
 CLASSES_OF_ROWS = (
     r"the loss of LlamaForSequenceClassification is no sum over tokens, and its head answers once a row, .* with "

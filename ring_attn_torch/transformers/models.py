@@ -82,18 +82,20 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def check_head(model: PreTrainedModel) -> None:
+def check_head(model: nn.Module) -> None:
     """ValueError for a model whose head answers once a row, where a rank has a shard of it."""
-    if any(OF_ROWS.search(kind.__name__) for kind in type(model).__mro__):
-        raise ValueError(f"the loss of {type(model).__name__} is no sum over tokens, and its head {answers_once(model)}")
+    inside = hugging_face_model(model)
+    if any(OF_ROWS.search(kind.__name__) for kind in type(inside).__mro__):
+        raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {answers_once(model)}")
 
 
-def answers_once(model: PreTrainedModel) -> str:
+def answers_once(model: nn.Module) -> str:
     """What is wrong with a head that answers once a row, and what to do."""
-    under = type(model.base_model).__name__
+    under = type(hugging_face_model(model).base_model).__name__
+    called = "model.get_base_model().base_model" if _adapters(model) else "model.base_model"
     return (
         "answers once a row, from tokens that one rank of a ring holds. Run what is under it: with "
-        f"sequence_parallel(model.base_model, gather_logits=True) {under} returns last_hidden_state whole on every rank; apply "
+        f"sequence_parallel({called}, gather_logits=True) {under} returns last_hidden_state whole on every rank; apply "
         "the head and the loss to that, divide the loss by the ranks of the ring, and after backward call sum_gradients(model)"
     )
 

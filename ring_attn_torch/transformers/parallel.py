@@ -121,7 +121,7 @@ def on_shards(model: nn.Module, ring: Ring, gather_logits: bool = False, loss_ch
 def check_entry(model: nn.Module, ring: Ring, device: str) -> None:
     """ValueError for a model, to compute on a kind of ``device``, that cannot be split, or not by the backend of ``ring``."""
     check_model(model)
-    check_head(hugging_face_model(model))
+    check_head(model)
     check_backend(ring.backend, device)
 
 
