@@ -139,7 +139,7 @@ def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made():
     arguments = transformers.TrainingArguments("unused", use_cpu=True)
     with pytest.raises(ValueError, match="LlamaForSequenceClassification is no sum over tokens, and its head answers once a row"):
         hf.RingTrainer(model=classifier(), args=arguments)
-    config = transformers.LlamaConfig(**SMALL)
+    config: Any = transformers.LlamaConfig(**SMALL)
     with pytest.raises(ValueError, match="backend='triton' is for models on a GPU"):
         hf.RingTrainer(model=transformers.LlamaForCausalLM(hf.enable(config, backend="triton")), args=arguments)
 
