@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, PreTrainedConfig, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
@@ -18,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.pattern import Pattern, candidates, fits, intervals
-from ring_attn_torch.transformers.whole import documents_of, ends_of_blocks
+from ring_attn_torch.transformers.whole import Documents, Ring, Whole, documents_of, ends_of_blocks
 
 
 def test_documents_begin_where_positions_begin_again_and_padding_sees_nothing():
@@ -65,6 +66,24 @@ def test_transformers_masks_are_told_apart(tokens: int):
         assert torch.equal(inside, found[0].sees(q, k))
         others = [p for other, p in wanted.items() if other != name and tokens > 8]
         assert not any(fits(p, function, size, tokens, torch.device("cpu")) for p in others)
+
+
+def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
+    """A window as long as the chunks of the config is a window, and a prefix that all see is refused where it is sharded."""
+    config: Any = LlamaConfig()
+    config.attention_chunk_size = 5
+    causally, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(5)
+    prefix = masking_utils.or_masks(causally, lambda b, h, q, k: k < 4)
+    whole = Whole(Ring(), 1, 12, torch.device("cpu"), Documents())
+    call = lambda function, size: masks.ring_mask(
+        q_length=12, kv_length=12, mask_function=function, config=config, local_size=size, batch_size=1
+    )
+    with masks.during(whole):
+        assert call(causally, None).band == causal()
+        assert call(window, 5).band == sliding_window(4)
+        for function, size in ((prefix, None), (window, 4)):
+            with pytest.raises(ValueError, match="does not know a mask of LlamaConfig: it is neither causal nor full"):
+                call(function, size)
 
 
 MASK_ARGUMENTS = {"attention_mask", "batch_size", "config", "device", "dtype", "kv_length", "kv_offset", "local_size"}
