@@ -75,7 +75,7 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
     causally, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(5)
     prefix = masking_utils.or_masks(causally, lambda b, h, q, k: k < 4)
     whole = Whole(Ring(), 1, 12, torch.device("cpu"), Documents())
-    call = lambda function, size: masks.ring_mask(
+    call: Any = lambda function, size: masks.ring_mask(
         q_length=12, kv_length=12, mask_function=function, config=config, local_size=size, batch_size=1
     )
     with masks.during(whole):
