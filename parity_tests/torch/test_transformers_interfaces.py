@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.pattern import Pattern, candidates, fits, intervals
+from ring_attn_torch.transformers.turn import Turn
 from ring_attn_torch.transformers.whole import Documents, Ring, Whole, documents_of, ends_of_blocks
 
 
@@ -84,6 +85,15 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
         for function, size in ((prefix, None), (window, 4)):
             with pytest.raises(ValueError, match="does not know a mask of LlamaConfig: it is neither causal nor full"):
                 call(function, size)
+
+
+def test_a_cache_goes_on_with_causal_layers_alone():
+    nothing: Any = None
+    turn = Turn(nothing, 1, None, [1], None, 1, torch.device("cpu"), None)
+    assert turn.seen(Pattern(sliding_window(4))).window == 4
+    for pattern in (Pattern(full()), Pattern(causal(), 5), Pattern(sliding_window(5, after=5))):
+        with pytest.raises(ValueError, match="this layer sees chunks, or tokens after its own"):
+            turn.seen(pattern)
 
 
 MASK_ARGUMENTS = {"attention_mask", "batch_size", "config", "device", "dtype", "kv_length", "kv_offset", "local_size"}
