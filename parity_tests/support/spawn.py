@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -112,6 +113,15 @@ def _serve(
         try:
             result = function(groups[ranks], *arguments)
         except BaseException as error:
-            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
-            result = error
+            result = _sendable(error)
+            result.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
         pipe.send(result)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """``error``, or its words where it cannot be pickled, as what ``pytest.raises`` raises when nothing was raised cannot."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return AssertionError(f"{type(error).__name__}: {error}")
+    return error

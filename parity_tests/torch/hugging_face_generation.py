@@ -16,7 +16,7 @@ PROMPT, NEW, PADDED = 23, 12, 5
 MODELS = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "chunks": {"prefill_chunk_size": 9},
+    "chunks": {"prefill_chunk_size": 4},
     "sampled": {"do_sample": True, "top_k": 9},
     "beams": {"num_beams": 3},
 }

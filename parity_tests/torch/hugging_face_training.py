@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ring_attn_torch.transformers as hf
@@ -42,8 +42,18 @@ class Rows(Dataset):
         }
 
 
+class Stream(IterableDataset):
+    """The same rows, one after another, of a number that nobody knows."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Rows()[row] for row in range(ROWS))
+
+
 class Run(NamedTuple):
-    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp."""
+    """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp.
+
+    ``own_mean``: the model is one that transformers does not tell how many labels all batches of a step have.
+    """
 
     steps: int
     folder: str
@@ -56,6 +66,8 @@ class Run(NamedTuple):
     evaluated: bool = False
     killed_after: int = 0
     resumed: bool = False
+    own_mean: bool = False
+    streamed: bool = False
 
 
 @contextmanager
@@ -75,6 +87,8 @@ class Result(NamedTuple):
     metrics: dict[str, float]
     logits: np.ndarray | None
     labels: np.ndarray | None
+    counted: tuple[float, float] = 0, 0
+    """The tokens that were seen, where that was asked for, and the floating point operations."""
 
 
 class Killed(Exception):
@@ -119,6 +133,8 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 def model_of(run: Run) -> Any:
     model = make(run.model, "float32", "sdpa")
+    if run.own_mean:
+        model.accepts_loss_kwargs = False
     if not run.lora:
         return model
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
@@ -162,7 +178,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
         trainer = (kind or (Trainer if group is None else hf.RingTrainer))(
             model=model_of(run),
             args=arguments,
-            train_dataset=Rows(),
+            train_dataset=Stream() if run.streamed else Rows(),
             eval_dataset=Rows(),
             compute_metrics=metrics,
             callbacks=[Kill(run.killed_after)] if run.killed_after else [],
@@ -184,7 +200,8 @@ def _result(run: Run, trainer: Trainer) -> Result:
         logits, labels, told = trainer.predict(Rows())  # type: ignore[misc]
         assert told is not None
         assert {f"test_{name}" for name in ("loss", "accuracy")} <= set(told)
-    return Result(weights_of(trainer), logged(trainer), measured, logits, labels)  # type: ignore[arg-type]
+    counted = float(trainer.state.num_input_tokens_seen), trainer.state.total_flos
+    return Result(weights_of(trainer), logged(trainer), measured, logits, labels, counted)  # type: ignore[arg-type]
 
 
 def weights_of(trainer: Any) -> dict[str, np.ndarray]:

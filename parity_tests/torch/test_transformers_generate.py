@@ -26,7 +26,8 @@ def check(name: str, text: Text, greedy: bool) -> None:
     """That its logits are those of one process for this text, which has another cache, and that each token follows from them."""
     want = alone(name, text)
     bound = rounding_of(name) + 2 * UNIT_ROUNDOFF["float32"]  # generate() hands logits out in float32
-    assert text.logits is not None and relative_error(text.logits, want) <= bound
+    assert text.logits is not None
+    assert relative_error(text.logits, want) <= bound
     if greedy:
         np.testing.assert_array_equal(want.argmax(-1), text.ids[:, -NEW:])
 
@@ -161,6 +162,7 @@ def refused(group: Any) -> list[tuple[str, str]]:
             {**given, "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
         ),
         ("different content", llama, {**given, "input_ids": given["input_ids"] + rank}),
+        ("Call generate(..., use_cache=True), whose cache the ring shares", llama, {**given, "use_cache": False}),
         ("same seed", llama, {**given, "do_sample": True, "seed": rank}),
     ]
     for expected, model, asked in tries:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -15,18 +15,13 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.llama import modeling_llama
 
 import ring_attn_torch.transformers as hf
-from ring_attn_core.masks import causal, full, sliding_window
+from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_torch import sum_gradients
 from ring_attn_torch.transformers import attention, masks
-from ring_attn_torch.transformers.pattern import Pattern, candidates, fits, intervals
-from ring_attn_torch.transformers.whole import documents_of, ends_of_blocks
 
-from .hugging_face import SMALL, Case, make
+from .hugging_face import SMALL, Case, make, rounding_of
 
 LLAMA = Case("llama")
 IDS = torch.ones(2, 8, dtype=torch.long)
@@ -36,7 +31,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "an old cache": ({"past_key_values": "anything"}, "past_key_values is a str, of another kind, and a ring keeps a RingCache"),
     "weights": ({"output_attentions": True}, "output_attentions inside sequence_parallel: the weights of attention"),
     "routers": ({"output_router_logits": True}, "the routers' loss"),
-    "last logits": ({"logits_to_keep": 1}, "out of generate"),
+    "last logits": ({"logits_to_keep": 1}, "logits_to_keep inside sequence_parallel: the last tokens are on one rank"),
+    "generate without a cache": (
+        {"logits_to_keep": 1, "use_cache": False},
+        r"as generate\(use_cache=False\) passes them.* Call generate\(..., use_cache=True\)",
+    ),
     "images": ({"pixel_values": torch.ones(1, 3, 4, 4)}, r"pixel_values \[1, 3, 4, 4\], which sequence_parallel does not know"),
     "a 4-D mask": ({"attention_mask": torch.zeros(2, 1, 8, 8)}, r"attention_mask must be \[2, 8\], .* got \[2, 1, 8, 8\]"),
     "labels of a shard": ({"labels": IDS[:, :4]}, r"labels must be \[2, 8\], .* shifts labels, itself"),
@@ -134,18 +133,134 @@ def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest
         hf.RingTrainer(model=make("llama"), args=arguments)
 
 
+@pytest.mark.exhaustive
+def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made():
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments("unused", use_cpu=True)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification is no sum over tokens, and its head answers once a row"):
+        hf.RingTrainer(model=classifier(), args=arguments)
+    config: Any = transformers.LlamaConfig(**SMALL)
+    with pytest.raises(ValueError, match="backend='triton' is for models on a GPU"):
+        hf.RingTrainer(model=transformers.LlamaForCausalLM(hf.enable(config, backend="triton")), args=arguments)
+
+
 def test_models_that_learn_positions_need_them_whole():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     with hf.sequence_parallel(model):
         with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no rotary embedding, .* pass position_ids"):
             model(input_ids=IDS)
         assert model(input_ids=IDS, position_ids=torch.arange(8)[None], labels=IDS).loss > 0
-    classifier = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL))
-    with (
-        hf.sequence_parallel(classifier),
-        pytest.raises(ValueError, match="the loss of LlamaForSequenceClassification is no sum"),
-    ):
-        classifier(input_ids=IDS, labels=IDS)
+
+
+@pytest.mark.slow
+def test_models_that_answer_once_a_row_are_refused_on_every_rank_and_what_is_under_their_head_runs(four: Any):
+    """The advice of the message gives the loss, and every gradient, of one process."""
+    model, labels = classifier(), torch.tensor([2, 0])
+    logits = model.score(model.model(CLASSIFIED, use_cache=False).last_hidden_state[:, -1])
+    loss = nn.functional.cross_entropy(logits, labels)
+    loss.backward()
+    want = {"loss": loss.detach().numpy()} | {name: p.grad.numpy() for name, p in model.named_parameters()}
+    for messages, got in four(2, classified, labels):
+        for message in messages:
+            assert re.search(CLASSES_OF_ROWS, message), message
+        assert {name: x for name in want if (x := relative_error(got[name], want[name])) > rounding_of("llama", "float32")} == {}
+
+
+def test_a_classifier_with_adapters_is_told_where_its_model_is():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    with pytest.raises(ValueError, match=r"sequence_parallel\(model.get_base_model\(\).base_model, .* LlamaModel returns"):
+        hf.sequence_parallel(model).__enter__()
+    with hf.sequence_parallel(model.get_base_model().base_model, gather_logits=True) as under:
+        assert under(input_ids=CLASSIFIED).last_hidden_state.shape == (2, 13, 32)
+
+
+CLASSIFIED = torch.arange(3, 29).reshape(2, 13)
+CLASSES_OF_ROWS = (
+    r"the loss of LlamaForSequenceClassification is no sum over tokens, and its head answers once a row, .* with "
+    r"sequence_parallel\(model.base_model, gather_logits=True\) LlamaModel returns last_hidden_state whole"
+)
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL)
+    config.num_labels = 3
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def classified(group: Any, labels: torch.Tensor) -> tuple[list[str], dict[str, np.ndarray]]:
+    torch.set_grad_enabled(True)
+    model = classifier()
+    messages = [message_of(lambda: hf.sequence_parallel(model, group).__enter__())]
+    with hf.sequence_parallel(model.base_model, group, gather_logits=True):
+        hidden = model.base_model(input_ids=CLASSIFIED).last_hidden_state
+        loss = nn.functional.cross_entropy(model.score(hidden[:, -1]), labels)
+        (loss / group.size()).backward()
+    sum_gradients(model, group)
+    return messages, {"loss": loss.detach().numpy()} | {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+class Pooled(transformers.LlamaForCausalLM):
+    """Has logits of the last token alone, as heads that other names do not give away."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        output: Any = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        output["logits"] = output.logits[:, -1]
+        return output
+
+
+def test_logits_of_one_token_of_a_shard_are_refused_and_its_pooled_output_is_left_out():
+    model = Pooled(transformers.LlamaConfig(**SMALL))
+    bert = transformers.BertModel(transformers.BertConfig(**SMALL))
+    with hf.sequence_parallel(bert):
+        output = bert(input_ids=IDS, position_ids=torch.arange(8)[None])
+    assert output.last_hidden_state.shape == (2, 8, 32)
+    assert output.pooler_output is None
+    with hf.sequence_parallel(model), pytest.raises(ValueError, match=r"head of Pooled, which returns \[2, 48\], answers once a"):
+        model(input_ids=IDS)
+
+
+@pytest.mark.slow
+def test_a_backend_of_gpus_is_refused_for_a_model_on_a_cpu_where_that_is_known(four: Any, monkeypatch: pytest.MonkeyPatch):
+    """By ``enable`` where there is no GPU; where there is one, the model may go there until sequence_parallel is entered."""
+    words = r'backend=.* is for models on a GPU, and this one is on a CPU: move it first, with model.to\("cuda"\), or'
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for backend in ("hopper", "triton", "flash4", "cudnn"):
+        with pytest.raises(ValueError, match=words):
+            hf.enable(make("llama", "float32"), backend=backend)
+    with pytest.raises(ValueError, match="unknown backend 'spiral': choose one of auto, hopper"):
+        hf.enable(transformers.LlamaConfig(), backend="spiral")
+    model = hf.enable(make("llama", "float32"), backend="flash")  # PyTorch's own, which runs on CPUs too
+    with hf.sequence_parallel(model):
+        assert model(input_ids=IDS, labels=IDS).loss > 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = hf.enable(make("llama", "float32"), backend="triton")
+    with pytest.raises(ValueError, match=words):
+        hf.sequence_parallel(model).__enter__()
+    for message in four(2, enabled_for_a_gpu):
+        assert re.search("rank 0: " + words, message)
+
+
+def enabled_for_a_gpu(group: Any) -> str:
+    """Of the config of one rank, so that all others hear of it."""
+    config = transformers.LlamaConfig(**SMALL)
+    if group.rank() == 0:
+        hf.enable(config, backend="triton")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    return message_of(lambda: hf.sequence_parallel(model, group).__enter__())
+
+
+def test_processes_of_torchrun_that_are_not_connected_are_refused(monkeypatch: pytest.MonkeyPatch):
+    model = make("llama", "float32")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"torchrun has started 4 processes, .* call torch.distributed.init_process_group"):
+        hf.sequence_parallel(model).__enter__()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with hf.sequence_parallel(model):
+        assert model(input_ids=IDS, labels=IDS).loss > 0
 
 
 def test_what_a_layer_asks_beyond_softmax_over_a_band_is_refused_by_name():
@@ -164,88 +279,3 @@ def test_what_a_layer_asks_beyond_softmax_over_a_band_is_refused_by_name():
     assert call()[0].shape == (1, 4, 2, 8)
     with pytest.raises(ValueError, match="got 1 queries and 5 keys: cross attention and caches"):
         masks.ring_mask(q_length=1, kv_length=5, mask_function=lambda b, h, q, k: k <= q, config=None)
-
-
-def test_documents_begin_where_positions_begin_again_and_padding_sees_nothing():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 5], [0, 1, 2, 3, 4, 5]])
-    extents = documents_of(positions, None, None, 6).extents
-    assert extents is not None
-    assert extents.tolist() == [[[0, 3]] * 3 + [[3, 5]] * 2 + [[5, 6]], [[0, 6]] * 6]
-    present = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]]).bool()
-    extents = documents_of(positions, present, None, 6).extents
-    assert extents is not None
-    assert extents.tolist() == [[[0, 3]] * 3 + [[3, 6]] * 3, [[0, 0]] * 2 + [[2, 5]] * 3 + [[0, 0]]]
-    hole = documents_of(None, torch.tensor([[1, 0, 1]]).bool(), None, 3)
-    assert hole.extents is None
-    assert hole.key_mask is not None
-    assert documents_of(positions[1:], torch.ones(1, 6).bool(), None, 6) == documents_of(None, None, None, 6)
-    assert ends_of_blocks(torch.tensor([[1, 1, 0, 1, 0, 1]]).bool()).tolist() == [[2, 2, 0, 4, 0, 6]]
-
-
-@pytest.mark.parametrize("tokens", [3, 9, 40])
-def test_transformers_masks_are_told_apart(tokens: int):
-    made = {
-        "causal": (masking_utils.causal_mask_function, None, False, None),
-        "full": (masking_utils.bidirectional_mask_function, None, True, None),
-        "window": (masking_utils.sliding_window_causal_mask_function(5), 5, False, None),
-        "both": (masking_utils.sliding_window_bidirectional_mask_function(5), 5, True, None),
-        "chunks": (masking_utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long)), 5, False, 5),
-    }
-    wanted = {
-        "causal": Pattern(causal()),
-        "full": Pattern(full()),
-        "window": Pattern(sliding_window(4)),
-        "both": Pattern(sliding_window(5, after=5)),
-        "chunks": Pattern(causal(), 5),
-    }
-    q, k = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
-    nought = torch.zeros(1, dtype=torch.long)
-    for name, (function, size, both, chunk) in made.items():
-        found = [p for p in candidates(size, both, chunk) if fits(p, function, size, tokens, torch.device("cpu"))]
-        assert found[0] == wanted[name]
-        assert torch.equal(found[0].sees(q, k), function(nought, nought, q, k).expand(tokens, tokens))
-        whole = intervals(function, 1, tokens, torch.device("cpu"))
-        assert whole is not None
-        inside = (k >= whole[0, :, :1]) & (k < whole[0, :, 1:])
-        assert torch.equal(inside, found[0].sees(q, k))
-        others = [p for other, p in wanted.items() if other != name and tokens > 8]
-        assert not any(fits(p, function, size, tokens, torch.device("cpu")) for p in others)
-
-
-MASK_ARGUMENTS = {"attention_mask", "batch_size", "config", "device", "dtype", "kv_length", "kv_offset", "local_size"}
-MASK_ARGUMENTS |= {"allow_is_bidirectional_skip", "allow_is_causal_skip", "mask_function", "q_length", "q_offset", "use_vmap"}
-
-
-def test_the_interfaces_of_transformers_are_those_that_this_was_written_for():
-    """A release that changes one of them fails here, not in somebody's training."""
-    assert AttentionInterface()["ring"] is attention.ring_attention_forward
-    assert AttentionMaskInterface()["ring"] is masks.ring_mask
-    eager = inspect.signature(modeling_gpt_oss.eager_attention_forward).parameters
-    assert list(eager)[:7] == ["module", "query", "key", "value", "attention_mask", "scaling", "dropout"]
-    ours = inspect.signature(attention.ring_attention_forward).parameters
-    sdpa = inspect.signature(AttentionInterface()["sdpa"]).parameters
-    unknown = set(sdpa) - set(ours) - attention.UNHEEDED - {"kwargs", "position_bias", "cache"}
-    assert unknown == set(), "a new argument: honour it, refuse it, or list it as one that says nothing new"
-    source = inspect.getsource(modeling_llama.LlamaAttention.forward)
-    assert "ALL_ATTENTION_FUNCTIONS.get_interface(" in source
-    made = {
-        name: inspect.getsource(getattr(masking_utils, name))
-        for name in vars(masking_utils)
-        if re.match(r"create_.*_mask$", name)
-    }
-    assert {name for name, text in made.items() if "mask_interface(" in text} == {
-        "create_bidirectional_mask",
-        "create_bidirectional_sliding_window_mask",
-        "create_causal_mask",
-        "create_chunked_causal_mask",
-        "create_sliding_window_causal_mask",
-    }
-    for name, text in made.items():
-        if "mask_interface(" in text:
-            passed = set(re.findall(r"^        (\w+)=", text.split("= mask_interface(")[1].split("\n    )")[0], re.M))
-            assert passed <= MASK_ARGUMENTS, "a new argument: honour it, or list it as one that says nothing new"
-            assert {"batch_size", "q_length", "kv_length", "mask_function", "attention_mask", "config", "use_vmap"} <= passed
-            assert ("local_size" in passed) == ("sliding" in name or "chunked" in name)
-            assert ("allow_is_bidirectional_skip" in passed) == ("bidirectional" in name)
-    assert "_gradient_checkpointing_func(partial(" in inspect.getsource(GradientCheckpointingLayer)
-    assert "_attn_implementation" in dir(PreTrainedConfig)

@@ -17,7 +17,7 @@ import torch
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch.transformers.accelerates import HOOK
+from ring_attn_torch.transformers.accelerates import HOOK, AcceleratesHooks
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, launched, on_cpus, trained, tuned_by_trl
@@ -63,17 +63,20 @@ def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, 
 
 
 def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any, tmp_path: Path):
-    """Of two ranks each, with the loss in chunks and layers that wait on the host; and by accelerate's mesh with a cp axis."""
-    one = trained(Run(5, str(tmp_path / "one"), settings=(("per_device_eval_batch_size", 6),), evaluated=True))
+    """Of two ranks each, with the loss in chunks and layers that wait on the host; and by accelerate's mesh with a cp axis.
+
+    The layers have windows, which accelerate's own context parallelism refuses.
+    """
+    settings: dict[str, Any] = {"model": "mistral", "evaluated": True}
+    one = trained(Run(5, str(tmp_path / "one"), settings=(("per_device_eval_batch_size", 6),), **settings))
     offloading = (
         ("activation_checkpointing", True),
         ("activation_checkpointing_kwargs", {"offload": True, "use_reentrant": False}),
         ("per_device_eval_batch_size", 3),
     )
-    settings = {"rows": 1, "evaluated": True}
     runs = [
-        Run(5, str(tmp_path / "rings"), settings=offloading, trainer=(("loss_chunk", 5),), ring=2, **settings),
-        Run(5, str(tmp_path / "mesh"), settings=(("cp", 2),), **settings),  # 4 rows a ring, 6 in the last batch of 8
+        Run(5, str(tmp_path / "rings"), settings=offloading, trainer=(("loss_chunk", 5),), ring=2, rows=1, **settings),
+        Run(5, str(tmp_path / "mesh"), settings=(("cp", 2),), rows=1, **settings),  # 4 rows a ring, 6 in the last batch of 8
     ]
     for results in four(4, all_trained, runs):
         for got in results:
@@ -83,6 +86,39 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
             assert one.logits is not None
             assert np.abs(got.logits - one.logits).max() < 10 * NEAR * np.abs(one.logits).max()
         assert abs(results[0].metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
+
+
+def test_a_model_that_divides_by_the_labels_of_a_batch_trains_and_rows_are_counted_once(four: Any, tmp_path: Path):
+    """The Trainer multiplies its loss by no ranks, as Gemma 3's with images; tokens and operations are those of one process."""
+    run = Run(3, str(tmp_path / "one"), evaluated=True, own_mean=True, settings=(("include_num_input_tokens_seen", "all"),))
+    one = trained(run)
+    assert one.counted[0] == 3 * 2 * 2 * TOKENS
+    for (got,) in four(4, all_trained, [run._replace(folder=str(tmp_path / "four"))]):
+        near(got, one)
+        assert abs(got.metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
+        assert got.counted == one.counted
+
+
+def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_path: Path):
+    """Where accelerate would let the first rank read all of them, and hand each rank its own."""
+    one = trained(Run(3, str(tmp_path / "one"), streamed=True))
+    four_alike = Run(3, str(tmp_path / "four"), streamed=True)
+    for results in four(4, all_trained, [four_alike, four_alike._replace(ring=2, rows=1)]):
+        for got in results:
+            near(got, one)
+
+
+def test_accelerates_hooks_come_back_in_front_of_others():
+    layer = torch.nn.Linear(2, 2)
+    accelerates: Any = lambda module, args: None
+    accelerates.__qualname__ = HOOK
+    layer.register_forward_pre_hook(accelerates)
+    layer.register_forward_pre_hook(lambda module, args: None)
+    before, hooks = list(layer._forward_pre_hooks.items()), AcceleratesHooks(torch.nn.Sequential(layer))
+    hooks.take_off()
+    assert list(layer._forward_pre_hooks.items()) == before[1:]
+    hooks.restore()
+    assert list(layer._forward_pre_hooks.items()) == before
 
 
 def test_a_loop_with_an_accelerator_and_its_cp_axis_keeps_documents_apart(four: Any):

@@ -28,7 +28,7 @@ IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
-    "logits_to_keep": "the last tokens are on one rank. Leave it out, and use_cache=False out of generate(), which passes it",
+    "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
     "is_causal": "the config says who sees whom: leave it out",
 }
 KEPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")
@@ -101,6 +101,18 @@ def _tokens(given: dict[str, Any]) -> Tensor:
 def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
     """ValueError for arguments that cannot be split, and for ones that are not of ``shape`` [batch, length]."""
     name, length = type(model).__name__, shape[1]
+    if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):
+        raise ValueError(
+            f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
+            f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
+        )
+    if "logits_to_keep" in given and given.get("use_cache") is False:
+        raise ValueError(
+            f"{name} got use_cache=False and logits_to_keep inside sequence_parallel, as generate(use_cache=False) passes them, "
+            "which would read the whole text again for every token. Call generate(..., use_cache=True), whose cache the ring "
+            'shares; without a cache generate outside of sequence_parallel, after model.set_attn_implementation("sdpa"). In a '
+            "call of your own leave logits_to_keep out"
+        )
     for argument, x in given.items():
         empty = (isinstance(x, bool | int) and not x) and argument != "is_causal"
         if argument in REFUSED and not empty:
@@ -127,11 +139,6 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
         )
     if "cu_seq_lens_q" in given and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
-    if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):
-        raise ValueError(
-            f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
-            f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
-        )
     if "shift_labels" in given and "labels" not in given:
         raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
 

@@ -18,6 +18,10 @@ NOT_SOFTMAX = re.compile(
 """Classes of modules that mix tokens otherwise than by softmax attention over all keys."""
 
 
+OF_ROWS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
+"""Classes of models whose head reads one token of a row, or whose loss is a softmax over its tokens."""
+
+
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
     """The outermost model of transformers in ``model``: itself, or what PEFT, DDP, FSDP or torch.compile have wrapped."""
     for module in model.modules():
@@ -76,6 +80,24 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             "prompt and prefix tuning put tokens in front of the sequence, which every rank would do to its shard: use LoRA"
         )
+
+
+def check_head(model: nn.Module) -> None:
+    """ValueError for a model whose head answers once a row, where a rank has a shard of it."""
+    inside = hugging_face_model(model)
+    if any(OF_ROWS.search(kind.__name__) for kind in type(inside).__mro__):
+        raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {answers_once(model)}")
+
+
+def answers_once(model: nn.Module) -> str:
+    """What is wrong with a head that answers once a row, and what to do."""
+    under = type(hugging_face_model(model).base_model).__name__
+    called = "model.get_base_model().base_model" if _adapters(model) else "model.base_model"
+    return (
+        "answers once a row, from tokens that one rank of a ring holds. Run what is under it: with "
+        f"sequence_parallel({called}, gather_logits=True) {under} returns last_hidden_state whole on every rank; apply "
+        "the head and the loss to that, divide the loss by the ranks of the ring, and after backward call sum_gradients(model)"
+    )
 
 
 def _adapters(model: nn.Module) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ..data.gather import gather
-from ..ring.agreement import tell
+from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
 from ..training.loss import loss as loss_of
 from ..training.loss import over_ranks
@@ -26,8 +25,8 @@ from .checkpointing import Checkpointing
 from .head import Head
 from .inputs import Shards, sharded
 from .masks import current, during
-from .models import check_model, hugging_face_model, rotary_by_length
-from .settings import attending, ring_of_model
+from .models import answers_once, check_head, check_model, hugging_face_model, rotary_by_length
+from .settings import attending, check_backend, device_of, ring_of_model
 from .turn import Turn
 from .whole import Ring
 
@@ -80,12 +79,17 @@ def sequence_parallel(
     Leaving restores the model: its attention, hooks, head and checkpointing.
 
     Raises ValueError, the same on every rank and before anything is sent round the ring, for models and arguments that cannot be
-    split, by name; where the ranks do not hold the same weights; and for batches that they do not share, which are compared at
-    every call.
+    split, by name, heads that answer once a row among them; for a backend of GPUs where the model is on a CPU; where torchrun has
+    started several processes and there is no process group; where the ranks do not hold the same weights; and for batches that
+    they do not share, which are compared at every call.
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
-    if not dist.is_initialized() and dist.is_torchelastic_launched():
-        warnings.warn("torchrun has started this process, and nothing is split before init_process_group is called", stacklevel=3)
+    _check_launched()
+    device = device_of(model)
+    try:
+        check_entry(model, ring, device)
+    except ValueError as error:
+        refuse(error, ring.group, device)
     _check_weights(model, ring)
     with on_shards(model, ring, gather_logits, loss_chunk):
         yield model
@@ -95,7 +99,6 @@ def sequence_parallel(
 def on_shards(model: nn.Module, ring: Ring, gather_logits: bool = False, loss_chunk: int | None = None) -> Iterator[None]:
     """What ``sequence_parallel`` does, of a model whose weights are, or will be, the same on every rank."""
     inside = hugging_face_model(model)
-    check_model(model)
     if inside in _inside:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:
@@ -113,6 +116,27 @@ def on_shards(model: nn.Module, ring: Ring, gather_logits: bool = False, loss_ch
             stack.callback(called.register_forward_pre_hook(calls.enter, with_kwargs=True).remove)
             stack.callback(called.register_forward_hook(calls.leave, always_call=True).remove)
         yield
+
+
+def check_entry(model: nn.Module, ring: Ring, device: str) -> None:
+    """ValueError for a model, to compute on a kind of ``device``, that cannot be split, or not by the backend of ``ring``."""
+    check_model(model)
+    check_head(model)
+    check_backend(ring.backend, device)
+
+
+def _check_launched() -> None:
+    """ValueError in one of several processes of torchrun that nobody has connected: each would train on all tokens by itself."""
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    from torch.distributed.elastic.utils.api import get_env_variable_or_raise
+
+    ranks = int(get_env_variable_or_raise("WORLD_SIZE"))
+    if ranks > 1:
+        raise ValueError(
+            f"torchrun has started {ranks} processes, and this one is connected with no other, so each would compute "
+            'the whole sequence by itself: call torch.distributed.init_process_group("nccl") first, on CPUs with "gloo"'
+        )
 
 
 def _check_weights(model: nn.Module, ring: Ring) -> None:
@@ -200,9 +224,14 @@ class Calls:
         fields = dict(output) if isinstance(output, ModelOutput) else None
         name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
         result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
-        added = {}
+        if not summed and result.shape[:2] != (shards.whole.batch, len(shards.whole.index)):
+            what = f"the head of {type(self.model).__name__}, which returns {list(result.shape)},"
+            raise ValueError(f"{what} {answers_once(self.model)}")
+        added: dict[str, Tensor | None] = {}
         if shards.labels is not None:
             added["loss"] = self._loss(result, shards.labels, shards, summed)
+        if fields is not None and fields.get("pooler_output") is not None:
+            added["pooler_output"] = None  # of the first token of a shard
         if summed:
             result = None
         elif self.gather_logits:

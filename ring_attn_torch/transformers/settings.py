@@ -7,15 +7,18 @@ from contextlib import contextmanager
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ring_attn_core.kernels.backends import BACKENDS, select
 from ring_attn_core.layouts import named
 from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
 
-from ..ring.groups import group_name, group_of
+from ..ring.groups import group_name, group_of, is_dtensor
 from .masks import NAME
 from .models import check_config, check_model, hugging_face_model, text_config
 from .whole import Ring
@@ -41,10 +44,12 @@ def enable(
     images or sound keep their attention.
 
     Raises ValueError for models that cannot run over a ring, with the names of the modules: layers that are no softmax attention
-    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own.
+    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own. And for a backend that
+    there is not, or whose kernels no device here can run.
     """
     named(layout)
     Options(layout=layout, strategy=strategy, backend=backend)
+    _check_name(backend)
     if isinstance(model_or_config, PreTrainedConfig):
         check_config(model_or_config)
         if group is not None:
@@ -54,6 +59,8 @@ def enable(
         setattr(text, KEPT, {"layout": layout, "strategy": strategy, "backend": backend})
         return model_or_config
     check_model(model_or_config)
+    if not torch.cuda.is_available():  # else the model may still go to a GPU
+        check_backend(backend, device_of(model_or_config))
     model = hugging_face_model(model_or_config)
     _of_models[model] = Ring(group_of(group_name(group)), layout, strategy, backend)
     text_config(model.config)._attn_implementation = NAME
@@ -70,6 +77,39 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
         named(layout)
         ring = ring._replace(layout=layout)
     return ring
+
+
+def device_of(model: nn.Module) -> str:
+    """The kind of device that a model computes on: "cpu" where all of its weights are there, those of FSDP2 as their mesh is."""
+    kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
+    return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
+
+
+def check_backend(backend: str, device: str) -> None:
+    """ValueError for a ``backend`` that there is not, and for one without kernels for a CPU on a ``device`` that is one.
+
+    What else a backend wants, of a GPU, of dtypes and heads, the first call says.
+    """
+    _check_name(backend)
+    if device != "cpu" or backend == "auto":
+        return
+    heads = (1, 1, 1, 64)
+    problem = Problem(
+        heads, heads, heads, ("bfloat16", "bfloat16", "bfloat16"), device, 1, Options(backend=backend), framework="torch"
+    )
+    try:
+        select(problem, backend)
+    except ValueError as error:
+        raise ValueError(
+            f'backend={backend!r} is for models on a GPU, and this one is on a CPU: move it first, with model.to("cuda"), or '
+            f"leave backend out of enable. {error}"
+        ) from None
+
+
+def _check_name(backend: str) -> None:
+    names = ["auto", *(candidate.name for candidate in BACKENDS)]
+    if backend not in names:
+        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(names)}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer
 
 from .models import hugging_face_model
-from .parallel import calls_of, on_shards
+from .parallel import calls_of, check_entry, on_shards
 from .settings import ring_of_model
 from .trainer_arguments import check_arguments, check_group, check_trainer
 from .whole import Ring
@@ -51,6 +51,7 @@ class RingTraining(Base):
         self._scope: ExitStack | None = None
         super().__init__(*args, **kwargs)
         check_trainer(self)
+        check_entry(self.model, self.ring, self.args.device.type)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, one that hands every rank of a ring the same rows."""
