@@ -14,10 +14,10 @@ backward at 530, 0.88 s; products 2.0e14, with the forward twice, at 650, 0.31 s
 and their gradients, some 120 passes over 1.07 GB at 4 TB/s, 0.05 s. 6.4e14 operations count: 510 TFLOP/s.
 
 Measured (results/hugging-face-h200.json; one H200, torch 2.11, transformers 5.23):
-  Qwen3-8B, 12 layers, 131,072 tokens, offload: 16.4 s, 501 TFLOP/s, 93 GB. In the sequence of more GPUs attention is a larger part,
-  and its rate higher: 4 of them, with 524,288 tokens and all 36 layers, were not to be had.
-  4 layers, 32,768 tokens: 432 TFLOP/s, 50 GB; transformers' sdpa 398 and 89 GB, with all logits. The losses of three steps are the
-  same to 9e-5 of 12.7, bfloat16's rounding.
+  Qwen3-8B, 12 layers, 131,072 tokens, offload: 16.4 s, 501 TFLOP/s, 93 GB. In the sequence of more GPUs attention is a larger
+  part, and its rate higher: 4 of them, with 524,288 tokens and all 36 layers, were not to be had.
+  4 layers, 32,768 tokens: 432 TFLOP/s, 50 GB; transformers' sdpa 398 and 89 GB, with all logits. The losses of three steps are
+  the same to 9e-5 of 12.7, bfloat16's rounding.
   gpt-oss-20b, 4 layers, 65,536 tokens: 318 TFLOP/s, 95 GB, of whose operations 37 % are attention's, 34 the head's and 23 the
   experts', in grouped products. Neither sdpa nor accelerate's context parallelism has sinks.
 """
