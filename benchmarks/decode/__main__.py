@@ -82,9 +82,10 @@ def tiles(rounds: int) -> list[dict[str, Any]]:
     from ..support.turns import copy_bandwidth, take_turns
 
     bandwidth, cells = copy_bandwidth(), []
-    tried = [(16, slots, warps, stages) for slots, warps in ((32, 4), (64, 4), (128, 4), (128, 8)) for stages in (1, 2, 4, 6, 8)]
-    for case in (Case(), Case(fp8=True)):
-        for block in tried:
+    sizes = (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)
+    tried = [(slots, warps, stages) for slots, warps in sizes for stages in (2, 4, 6, 8)]
+    for case in (Case(), Case(fp8=True), Case(queries=8), Case(queries=8, fp8=True)):
+        for block in ((16 if case.queries == 1 else 32, *of_slots) for of_slots in tried):
             for residents in (1, 2, 3, 4):
                 cells.append({"case": str(case), "tiles": block, "residents": residents})
                 try:

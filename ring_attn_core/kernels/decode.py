@@ -74,25 +74,29 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 
     A tile has 16 rows where they suffice, the least that a product takes. What counts is how many bytes are on their way, for a
     GPU must read some 50 KB ahead on every multiprocessor (4.2 TB/s x 1.5 us / 132) to read at full speed: 64 slots of k and v of
-    128 in two bytes are 32 KiB. Triton loads positions one turn of the loop before k and v, which depend on them, so that 6
-    stages keep two tiles on their way, 4 one, and 8 three, of one byte.
+    128 in two bytes are 32 KiB. Triton loads positions one turn of the loop before k and v, which depend on them, so that 4
+    stages keep one tile on its way, and 6 two. Of those that reach this the fastest on an H200 (``benchmarks.decode --part
+    tiles``) are four programs of 16 rows with one tile each, 3 % ahead of three with two. Of one byte, they are faster by a third
+    with two warps than with four. More rows leave registers for two programs, which need two tiles each, or larger ones.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":
         return TileConfig(min(block_q, 32), 32 if width <= 128 else 16, 4, 4)
-    stages = (8 if fp8 else 6) if shared_memory(capability) > 128 * 1024 else 4
-    return TileConfig(block_q, 64 if width <= 128 else 32, 4, stages)
+    large = shared_memory(capability) > 128 * 1024
+    if width > 128:
+        return TileConfig(block_q, 32, 4, (8 if fp8 else 6) if large else 4)
+    if fp8:
+        return TileConfig(block_q, 64, 2, 4) if block_q == 16 else TileConfig(block_q, 128 if large else 64, 4, 4)
+    return TileConfig(block_q, 64, 4, 6 if large and (block_q > 16 or width < 128) else 4)
 
 
 def residents(call: DecodeCall) -> int:
-    """Return how many programs share a multiprocessor: as many as its memory holds the tiles of that are on their way, 4 at most.
-
-    The registers of 108 a thread would do for 4.
-    """
+    """Return how many programs share a multiprocessor: as many as its memory holds the tiles of that are on their way, and as its
+    registers suffice for: 4 at most, of more than 16 rows 2."""
     itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
     tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
     held = tile * max((call.tiles.stages - 1) // 2, 1) + 8 * 1024
-    return max(1, min(4, shared_memory(call.capability) // held))
+    return max(1, min(4 if call.tiles.block_q == 16 else 2, shared_memory(call.capability) // held))
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
