@@ -14,7 +14,7 @@ from ring_attn_jax.inference.sampling import sample as sample_in_jax  # noqa: E4
 from ring_attn_torch.inference.sampling import sample as sample_in_torch  # noqa: E402
 
 from .jax import test_generate as in_jax  # noqa: E402
-from .support.generation import DRAWN, PROMPTS  # noqa: E402
+from .support.generation import DRAWN, PROMPTS, check_each  # noqa: E402
 from .torch import test_generate as in_torch  # noqa: E402
 
 ASKED: list[dict[str, Any]] = [{"max_new_tokens": 63}, {"max_new_tokens": 60, "temperature": 1.2, "top_k": 20, "seed": 4}]
@@ -31,6 +31,12 @@ def test_both_frameworks_generate_the_same_text(gloo, ranks):
         model = in_jax.model_of("features", None if ranks == 1 else ranks)
         ours = [model.generate(PROMPTS, chunk=16 if ranks == 2 else None, **asked) for asked in ASKED]
     assert gloo(ranks, generated_on_rank) == [ours] * ranks
+
+
+def test_both_generate_the_same_where_requests_have_numbers_of_their_own():
+    with jax.enable_x64(True):
+        ours = check_each(in_jax.model_of("features").generate)
+    assert check_each(in_torch.model_of("features").generate) == ours
 
 
 @pytest.mark.parametrize("sampling", DRAWN[1:], ids=str)

@@ -19,6 +19,7 @@ from ..support.generation import (
     BAD,
     BLIND,
     CASES,
+    DRAW,
     DRAWN,
     FIRST,
     MANY,
@@ -28,6 +29,7 @@ from ..support.generation import (
     VALID,
     Logits,
     call,
+    check_each,
     check_greedy,
     check_logits,
     given_to_steps,
@@ -62,13 +64,12 @@ RINGS = {"features": (1, 2, 4), "grouped": (2,), "windows": (1, 2), "alibi": (2,
 def answers_on_rank(group: Group, name: str, new: int) -> list[list[list[int]]]:
     """Greedy tokens of whole prompts and of prompts in chunks, and drawn ones with and without another prompt before them."""
     model = model_of(name, group)
-    drawn = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "seed": 5}
     chunk = None if CASES[name].get("alibi") else 4
     return [
         model.generate(PROMPTS, new),
         model.generate([np.array(x) for x in PROMPTS], new // 4, chunk=chunk),
-        model.generate(PROMPTS, 12, **drawn),
-        model.generate([PROMPTS[2], PROMPTS[1]], 12, **drawn),
+        model.generate(PROMPTS, 12, **DRAW),
+        model.generate([PROMPTS[2], PROMPTS[1]], 12, **DRAW),
     ]
 
 
@@ -149,6 +150,17 @@ def test_a_request_ends_with_a_stop_id_and_tokens_come_in_order():
     assert done == [(12, 25), (20, 25), (25, 25)]
 
 
+def each_on_rank(group: Group, name: str) -> list[list[list[int]]]:
+    return check_each(model_of(name, group).generate)
+
+
+@pytest.mark.parametrize("name", ["features", "windows"])
+def test_a_request_with_all_its_tokens_is_left_out_and_needs_no_room(gloo, name):
+    """The second prompt fills the cache: a token more of it would be refused."""
+    first, *others = [x for ranks in (1, 2) for x in gloo(ranks, each_on_rank, name)]
+    assert all(other == first for other in others)
+
+
 def test_float8_keeps_a_cache_that_generates():
     model = model_of("features", dtype="float32")
     assert len(model.generate(PROMPTS, 9, cache_dtype="float8_e4m3fn", chunk=5)[1]) == 9
@@ -190,7 +202,12 @@ def disagreement_on_rank(group: Group, arguments: dict[str, Any]) -> str:
 
 
 def test_ranks_that_are_asked_for_different_things_all_hear_of_it(gloo):
-    for changes, message in (({"prompts": [[1], [2]]}, "other prompts"), ({"seed": 3}, "seed=3, and rank 0 0")):
+    others: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"prompts": [[1], [2]]}, "other prompts"),
+        ({"max_new_tokens": [3, 3, 2]}, "max_new_tokens=[3, 3, 2], and rank 0 [3, 3, 3]"),
+        ({"seed": 3}, "seed=3, and rank 0 0"),
+    )
+    for changes, message in others:
         got = gloo(2, disagreement_on_rank, PerRank(call(), call(**changes)))
         assert got[0] == got[1]
         assert f"rank 1 was given {message}" in got[0]

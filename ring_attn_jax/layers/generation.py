@@ -16,7 +16,7 @@ class Generates:
     def generate(
         self,
         prompts: Sequence[Any],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -29,6 +29,8 @@ class Generates:
         progress: Progress | None = None,
     ) -> list[list[int]]:
         """The new tokens of every prompt, at most ``max_new_tokens``, up to and with the first that is one of ``stop``.
+
+        ``max_new_tokens``: an int, or one for each prompt; a request that has all its tokens takes part in no more steps.
 
         ``prompts``: lists or arrays of token ids, of any lengths, the same in every process; the ring shares them. Prompts are
         prefilled in shards of the model's layout, then every step computes the next token of all requests, until all have ended.
