@@ -57,6 +57,7 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
     assert "12 tokens, " in done.stderr
     for options, message in (
         (("--top-p", "2"), "top_p must be a number above 0"),
+        (("--top-k", "5"), "top_k=5, top_p=None have no effect on it: set a temperature"),
         (("--framework", "numpy"), "unknown framework"),
     ):
         refused = generate(folder, *options)

@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 class Sampling:
     """``temperature`` 0: the most probable token. ``top_k``, ``top_p``: only the most probable ones; None: all of them.
 
-    Raises ValueError for numbers outside their range.
+    Raises ValueError for numbers outside their range, and for ``top_k`` and ``top_p`` where nothing is drawn.
     """
 
     temperature: float = 0.0
@@ -58,6 +58,11 @@ class Sampling:
             raise ValueError(f"top_k must be an int of at least 1, or None for all tokens, got {in_words(self.top_k)}")
         if self.top_p is not None and (not _is_finite(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be a number above 0 and at most 1, or None for all tokens, got {in_words(self.top_p)}")
+        if not self.temperature and (self.top_k, self.top_p) != (None, None):
+            raise ValueError(
+                f"temperature=0 takes the most probable token, and top_k={self.top_k}, top_p={self.top_p} have no effect on it: "
+                "set a temperature above 0, or leave them out"
+            )
         if not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 

@@ -110,6 +110,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top_k": ({"top_k": 0}, "top_k must be an int of at least 1"),
     "top_p": ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1"),
     "top_p above": ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1"),
+    "top_k of nothing": ({"top_k": 5}, "temperature=0 takes the most probable token, and top_k=5, top_p=None have no effect"),
     "seed": ({"seed": 2**63}, "seed must be an int that fits in 64 bits"),
     "stop": ({"stop": [VOCAB]}, f"stop holds {VOCAB}"),
     "stop as text": ({"stop": "."}, "stop must be token ids"),

@@ -47,10 +47,10 @@ class Generates:
         A model with ``mesh`` generates over it, one without is a ring of one on its device; not inside jit or shard_map. The step
         is compiled once for so many requests and a cache of such a size; lengths of prompts are rounded up a little for that.
 
-        Raises ValueError, before anything is computed, for what does not fit: empty prompts, ids outside the vocabulary, numbers
-        outside their range, masks that are neither causal nor a window before the token, weights that are split over devices
-        (FSDP, tensor parallelism), a chunk shorter than a prompt where the model has ALiBi, and where the processes of a program
-        were given different things.
+        Raises ValueError, before anything is computed, for what does not fit: empty prompts, text, ids outside the vocabulary,
+        numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a window before
+        the token, weights that are split over devices (FSDP, tensor parallelism), a chunk shorter than a prompt where the model
+        has ALiBi, and where the processes of a program were given different things.
         """
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}

@@ -44,10 +44,10 @@ class Generates:
         prefill, so that activations are there for no more; None: all. ``progress(done, total)``: called after each chunk with
         tokens of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
-        Raises ValueError, the same on every rank and before anything is sent, for what does not fit: empty prompts, ids outside
-        the vocabulary, numbers outside their range, masks that are neither causal nor a window before the token, weights that are
-        split over ranks (FSDP, tensor parallelism), a chunk shorter than a prompt where the model has ALiBi, and where the ranks
-        were given different things.
+        Raises ValueError, the same on every rank and before anything is sent, for what does not fit: empty prompts, text, ids
+        outside the vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither
+        causal nor a window before the token, weights that are split over ranks (FSDP, tensor parallelism), a chunk shorter than
+        a prompt where the model has ALiBi, and where the ranks were given different things.
         """
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
