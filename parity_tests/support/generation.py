@@ -97,6 +97,9 @@ def check_logits(got: Logits, truth: np.ndarray, plain: np.ndarray) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompts": []}, "prompts must be a list of lists of token ids, at least one"),
     "one prompt as it is": ({"prompts": [1, 2]}, r"prompts\[0\] must be a list of token ids, got 1: for one prompt pass \[ids\]"),
+    "text": ({"prompts": "text"}, r"got text: encode it with the model's tokenizer first, or.* by list\(text.encode\(\)\)"),
+    "texts": ({"prompts": [[1], "text"]}, "got text: encode it with the model's tokenizer first"),
+    "bytes": ({"prompts": [b"text"]}, "got text: encode it with the model's tokenizer first"),
     "an empty prompt": ({"prompts": [[1], []]}, "prompt 1 is empty"),
     "a float": ({"prompts": [[1.5]]}, r"prompts\[0\] must hold token ids, ints, and has 1.5"),
     "another vocabulary": ({"prompts": [[1, VOCAB]]}, f"prompt 0 holds {VOCAB}, and a vocabulary of {VOCAB} has 0 to"),

@@ -196,6 +196,12 @@ def _most(new: Any, prompts: int) -> tuple[int, ...]:
 
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
     """Lists, tuples or arrays of ints as tuples; ValueError for anything else."""
+    some = [prompts] if isinstance(prompts, str | bytes) else prompts if isinstance(prompts, list | tuple) else []
+    if any(isinstance(row, str | bytes) for row in some):
+        raise ValueError(
+            "prompts must be lists of token ids, got text: encode it with the model's tokenizer first, or, for a vocabulary of "
+            "bytes, by list(text.encode())"
+        )
     plain = lambda x: x.tolist() if hasattr(x, "tolist") else list(x) if isinstance(x, list | tuple) else x
     rows = [plain(row) for row in plain(prompts)] if isinstance(plain(prompts), list) else None
     if not rows:
