@@ -77,6 +77,25 @@ class Sampling:
         return Choice(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
 
 
+def check_drawn(logits: Any, choice: Choice, requests: Any, positions: Any) -> None:
+    """ValueError for logits that are no floats [batch, vocab], and for requests or positions that are no integers [batch]."""
+    shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
+    if len(shape) != 2 or not shape[1] or "float" not in dtype:
+        raise ValueError(
+            f"logits must be floats [batch, vocab], one row for each request, got {dtype} {list(shape)}: of what decode_step "
+            "returns take logits[:, -1]"
+        )
+    if choice.temperature is not None and positions is None:
+        raise ValueError(
+            "positions is missing: at a temperature above 0 a token is drawn by its position, or every step would draw by the "
+            "same numbers. Pass how many tokens of each request are cached, cache.lengths"
+        )
+    for name, given in (("requests", requests), ("positions", positions)):
+        if given is not None and not _are_integers(given, shape[0]):
+            got = repr(given) if isinstance(given, list | tuple) else in_words(given)
+            raise ValueError(f"{name} must be {shape[0]} integers, one for each row of logits, got {got}")
+
+
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
     """32 random bits for each token that may stand at a position of a request; ``philox``: what multiplies, and makes words.
 
@@ -86,6 +105,12 @@ def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]
     return philox2x32((token, token * 0), key, *philox)[0]
+
+
+def _are_integers(x: Any, number: int) -> bool:
+    if isinstance(x, list | tuple):
+        return len(x) == number and all(map(is_integer, x))
+    return tuple(getattr(x, "shape", ())) == (number,) and "int" in str(getattr(x, "dtype", ""))
 
 
 def _is_finite(x: Any) -> bool:

@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_core.reference import sampling as reference
 from ring_attn_jax import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
 from ring_attn_jax.inference import stepper
-from ring_attn_jax.inference.sampling import sample
 
 from ..support.generation import (
     BAD,
     BLIND,
-    DRAWN,
     EACH,
     FIRST,
     FULL,
@@ -230,15 +227,3 @@ def test_no_token_of_a_prompt_is_taken_from_its_padding():
             prefill_prompts(model, ids, kept, known)
     cut = jax.jit(lambda kept, lengths: prefill_prompts(model, ids, kept, lengths, fresh=True)[1].lengths)
     assert cut(kept, lengths).tolist() == [4, 5]
-
-
-@pytest.mark.parametrize("sampling", DRAWN, ids=str)
-def test_tokens_are_those_that_the_reference_draws(sampling):
-    logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
-    logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
-    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
-    choice = sampling.choice._replace(low=np.uint32(sampling.choice.low), high=np.uint32(sampling.choice.high))
-    with jax.enable_x64(True):
-        got = sample(jnp.asarray(logits), choice, jnp.asarray(requests), jnp.asarray(positions))
-    expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
-    assert got.tolist() == expected

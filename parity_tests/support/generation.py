@@ -94,6 +94,30 @@ def check_logits(got: Logits, truth: np.ndarray, plain: np.ndarray) -> None:
     assert relative_error(mine, exact) <= bound(naive, exact, "float32")
 
 
+BAD_DRAWS: dict[str, tuple[dict[str, Any], str]] = {
+    "logits of a step": (
+        {"logits": (2, 1, 5)},
+        r"logits must be floats \[batch, vocab\].*\[2, 1, 5\]: of what decode_step returns",
+    ),
+    "ids as logits": (
+        {"dtype": "int32"},
+        r"logits must be floats \[batch, vocab\], one row for each request, got .*int32 \[2, 5\]",
+    ),
+    "no vocabulary": ({"logits": (2, 0)}, r"logits must be floats \[batch, vocab\]"),
+    "no positions": (
+        {"temperature": 1.0},
+        "positions is missing: .* Pass how many tokens of each request are cached, cache.lengths",
+    ),
+    "too few positions": ({"temperature": 1.0, "positions": [3]}, r"positions must be 2 integers.* got \[3\]"),
+    "floats": ({"temperature": 1.0, "positions": [3, 0.5]}, r"positions must be 2 integers.* got \[3, 0.5\]"),
+    "bools": ({"requests": [True, False]}, "requests must be 2 integers, one for each row of logits"),
+    "one for all": ({"requests": 3}, "requests must be 2 integers, one for each row of logits, got 3"),
+    "an array": ({"requests": np.ones((2, 1), np.int32)}, r"requests must be 2 integers.* got ndarray of shape \[2, 1\]"),
+    "top_p of nothing": ({"top_p": 0.5}, "temperature=0 takes the most probable token"),
+    "temperature": ({"temperature": -1.0}, "temperature must be a number of at least 0"),
+}
+"""Arguments of sample that are refused: the logits' shape and dtype, and others as they are; and what the error says."""
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompts": []}, "prompts must be a list of lists of token ids, at least one"),
     "one prompt as it is": ({"prompts": [1, 2]}, r"prompts\[0\] must be a list of token ids, got 1: for one prompt pass \[ids\]"),

@@ -11,16 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn_core.reference import sampling as reference
 from ring_attn_torch import CacheSizes, KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
-from ring_attn_torch.inference.sampling import sample
 
 from ..support.generation import (
     BAD,
     BLIND,
     CASES,
     DRAW,
-    DRAWN,
     FIRST,
     MANY,
     NEW,
@@ -273,27 +270,3 @@ def split_on_rank(group: Group) -> str:
     with pytest.raises(ValueError, match=r"is a DTensor, split over ranks by FSDP"):
         model.generate(PROMPTS, 1)
     return "it is"
-
-
-@pytest.mark.parametrize("sampling", DRAWN, ids=str)
-def test_tokens_are_those_that_the_reference_draws(sampling):
-    logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
-    logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
-    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
-    got = sample(torch.tensor(logits), sampling.choice, torch.tensor(requests), torch.tensor(positions))
-    expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
-    assert got.tolist() == expected
-
-
-@pytest.mark.parametrize("sampling", DRAWN[1:], ids=str)
-def test_tokens_are_drawn_as_often_as_they_are_probable(sampling):
-    logits, draws = np.random.default_rng(1).standard_normal(12) * 2, 20_000
-    many = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
-    got = sample(many, sampling.choice, torch.arange(draws) % 7, torch.arange(draws) // 7)
-    p = reference.probabilities(logits, sampling)
-    counts = np.bincount(got.numpy(), minlength=12)
-    assert not counts[p == 0].any()
-    expected = draws * p[p > 0]
-    free = (p > 0).sum() - 1
-    chi_square = ((counts[p > 0] - expected) ** 2 / expected).sum()
-    assert chi_square < free + 5 * np.sqrt(2 * free)

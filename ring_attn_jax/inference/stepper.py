@@ -16,7 +16,7 @@ from ring_attn_core.model.generation import Generation
 from ..sharded import Where
 from .cache import KVCache
 from .forward import decoded, inside_shard_map, last_hidden, logits_of
-from .sampling import sample
+from .sampling import drawn
 
 Read = Callable[[], list[int]]
 SAME = PartitionSpec()
@@ -112,7 +112,7 @@ def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable
 
 
 def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
-    return sample(logits, choice, jnp.arange(len(logits)), cache.lengths)
+    return drawn(logits, choice, jnp.arange(len(logits)), cache.lengths)
 
 
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -14,7 +14,7 @@ from ring_attn_core.model.generation import Generation
 from ..ring.groups import ranks_of
 from .cache import KVCache
 from .forward import decode_step, logits_of, summed
-from .sampling import sample
+from .sampling import drawn
 
 Read = Callable[[], list[int]]
 
@@ -99,7 +99,7 @@ class Stepper:
         self._take(logits[:, 0])
 
     def _take(self, logits: Tensor) -> None:
-        new = sample(logits, self._choice, self._requests, self._cache.lengths)
+        new = drawn(logits, self._choice, self._requests, self._cache.lengths)
         if ranks_of(self._cache.ring) > 1:
             dist.broadcast(new, group=self._cache.ring, group_src=0)
         self.tokens.copy_(new)
