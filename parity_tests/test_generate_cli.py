@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ for package in ("torch", "safetensors", "rich", "typer"):
 
 import torch  # noqa: E402
 
+from ring_attn_cli.generate.run import speed  # noqa: E402
 from ring_attn_cli.generate.settings import Settings  # noqa: E402
 from ring_attn_cli.generate.text import Text  # noqa: E402
 from ring_attn_torch import RingTransformer, save_llama, save_weights  # noqa: E402
@@ -54,9 +57,11 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
     assert done.stdout == expected(folder, temperature=1.0, top_k=50)
     assert "weights on 2 x cpu" in done.stderr
     assert f"{len(PROMPT.encode())} of {len(PROMPT.encode())} tokens" in done.stderr
-    assert "12 tokens, " in done.stderr
+    assert re.search(r"12 tokens, the first after \d+\.\d\d s, from number 4 on [\d,]+\.\d tokens/s, ", done.stderr)
     for options, message in (
         (("--top-p", "2"), "top_p must be a number above 0"),
+        (("--top-k", "5"), "top_k=5, top_p=None have no effect on it: set a temperature"),
+        (("--stop", "300"), "--stop holds 300, and a vocabulary of 256 has 0 to 255"),
         (("--framework", "numpy"), "unknown framework"),
     ):
         refused = generate(folder, *options)
@@ -87,6 +92,25 @@ def test_what_cannot_begin_is_refused(folder, tmp_path):
         Settings(weights=folder / "weights", prompt=folder / "prompt.txt", ranks=0)
 
 
+def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder, tmp_path):
+    """There are no weights to load."""
+    config = {"vocab": 128}, {"vocab_size": 128, "model_type": "llama", "eos_token_id": [2, 128]}
+    for each in config:
+        (tmp_path / "config.json").write_text(json.dumps(each))
+        with pytest.raises(ValueError, match=r"prompt.txt, read as bytes, holds 195, and a vocabulary of 128 has 0 to 127"):
+            Text(Settings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2,)))
+        with pytest.raises(ValueError, match="--stop holds -1, and a vocabulary of 128"):
+            Settings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2, -1))
+    with pytest.raises(ValueError, match=r"eos_token_id of config.json holds 128, and a vocabulary of 128"):
+        Settings(weights=tmp_path, prompt=folder / "prompt.txt")
+
+
+def test_the_speed_is_of_tokens_that_wait_for_nothing_but_their_step():
+    came = [5.0, 9.0, 10.0, 10.5, 11.0, 11.5]
+    assert speed(2.0, came) == "6 tokens, the first after 3.00 s, from number 4 on 2.0 tokens/s, 500.0 ms a token"
+    assert speed(2.0, came[:3]) == "3 tokens, the first after 3.00 s"
+
+
 def test_characters_of_several_tokens_come_whole(folder, tmp_path):
     text = Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt"))
     assert text.ids == list(PROMPT.encode())
@@ -104,6 +128,9 @@ def test_a_tokenizer_beside_the_weights_is_used(folder, tmp_path):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator([PROMPT] * 4, trainer)
     made.save(str(path))
-    text = Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt", tokenizer=path))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab": 270}))
+    text = Text(Settings(weights=tmp_path, prompt=folder / "prompt.txt"))
+    with pytest.raises(ValueError, match=r"tokenizer.json, holds \d+, and a vocabulary of 256 has 0 to 255"):
+        Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt", tokenizer=path))
     assert 1 < len(text.ids) < len(PROMPT.encode())
     assert "".join(text.add(x) for x in [*text.ids, *text.ids]) == PROMPT * 2

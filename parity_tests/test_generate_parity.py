@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
-from ring_attn_jax.inference.sampling import sample as sample_in_jax  # noqa: E402
-from ring_attn_torch.inference.sampling import sample as sample_in_torch  # noqa: E402
+from ring_attn_jax import sample as sample_in_jax  # noqa: E402
+from ring_attn_torch import sample as sample_in_torch  # noqa: E402
 
 from .jax import test_generate as in_jax  # noqa: E402
-from .support.generation import DRAWN, PROMPTS  # noqa: E402
+from .support.generation import DRAWN, PROMPTS, check_each  # noqa: E402
 from .torch import test_generate as in_torch  # noqa: E402
 
 ASKED: list[dict[str, Any]] = [{"max_new_tokens": 63}, {"max_new_tokens": 60, "temperature": 1.2, "top_k": 20, "seed": 4}]
@@ -33,14 +34,17 @@ def test_both_frameworks_generate_the_same_text(gloo, ranks):
     assert gloo(ranks, generated_on_rank) == [ours] * ranks
 
 
+def test_both_generate_the_same_where_requests_have_numbers_of_their_own():
+    with jax.enable_x64(True):
+        ours = check_each(in_jax.model_of("features").generate)
+    assert check_each(in_torch.model_of("features").generate) == ours
+
+
 @pytest.mark.parametrize("sampling", DRAWN[1:], ids=str)
 def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
     logits = np.random.default_rng(2).standard_normal((16, 5000)).astype(np.float32) * 4
-    at = np.arange(16), np.arange(16) + 1000
-    choice = sampling.choice
-    words = {"low": np.uint32(choice.low), "high": np.uint32(choice.high)}
-    theirs = sample_in_torch(torch.tensor(logits), choice, *map(torch.tensor, at))
-    assert (
-        sample_in_jax(jax.numpy.asarray(logits), choice._replace(**words), *map(jax.numpy.asarray, at)).tolist()
-        == theirs.tolist()
-    )
+    at: dict[str, Any] = {"requests": np.arange(16), "positions": np.arange(16) + 1000}
+    theirs = sample_in_torch(torch.tensor(logits), **asdict(sampling), **at)
+    assert sample_in_jax(jax.numpy.asarray(logits), **asdict(sampling), **at).tolist() == theirs.tolist()
+    with jax.enable_x64(True):  # float32 draws in float32
+        assert sample_in_jax(jax.numpy.asarray(logits), **asdict(sampling), **at).tolist() == theirs.tolist()

@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 class Sampling:
     """``temperature`` 0: the most probable token. ``top_k``, ``top_p``: only the most probable ones; None: all of them.
 
-    Raises ValueError for numbers outside their range.
+    Raises ValueError for numbers outside their range, and for ``top_k`` and ``top_p`` where nothing is drawn.
     """
 
     temperature: float = 0.0
@@ -58,6 +58,11 @@ class Sampling:
             raise ValueError(f"top_k must be an int of at least 1, or None for all tokens, got {in_words(self.top_k)}")
         if self.top_p is not None and (not _is_finite(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be a number above 0 and at most 1, or None for all tokens, got {in_words(self.top_p)}")
+        if not self.temperature and (self.top_k, self.top_p) != (None, None):
+            raise ValueError(
+                f"temperature=0 takes the most probable token, and top_k={self.top_k}, top_p={self.top_p} have no effect on it: "
+                "set a temperature above 0, or leave them out"
+            )
         if not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
@@ -72,6 +77,25 @@ class Sampling:
         return Choice(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
 
 
+def check_drawn(logits: Any, choice: Choice, requests: Any, positions: Any) -> None:
+    """ValueError for logits that are no floats [batch, vocab], and for requests or positions that are no integers [batch]."""
+    shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
+    if len(shape) != 2 or not shape[1] or "float" not in dtype:
+        raise ValueError(
+            f"logits must be floats [batch, vocab], one row for each request, got {dtype} {list(shape)}: of what decode_step "
+            "returns take logits[:, -1]"
+        )
+    if choice.temperature is not None and positions is None:
+        raise ValueError(
+            "positions is missing: at a temperature above 0 a token is drawn by its position, or every step would draw by the "
+            "same numbers. Pass how many tokens of each request are cached, cache.lengths"
+        )
+    for name, given in (("requests", requests), ("positions", positions)):
+        if given is not None and not _are_integers(given, shape[0]):
+            got = repr(given) if isinstance(given, list | tuple) else in_words(given)
+            raise ValueError(f"{name} must be {shape[0]} integers, one for each row of logits, got {got}")
+
+
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
     """32 random bits for each token that may stand at a position of a request; ``philox``: what multiplies, and makes words.
 
@@ -81,6 +105,12 @@ def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]
     return philox2x32((token, token * 0), key, *philox)[0]
+
+
+def _are_integers(x: Any, number: int) -> bool:
+    if isinstance(x, list | tuple):
+        return len(x) == number and all(map(is_integer, x))
+    return tuple(getattr(x, "shape", ())) == (number,) and "int" in str(getattr(x, "dtype", ""))
 
 
 def _is_finite(x: Any) -> bool:

@@ -23,6 +23,7 @@ from .inference.decode import tree_attention_decode
 from .inference.forward import decode_step, prefill_prompts
 from .inference.merge import merge_ring
 from .inference.prefill import prefill
+from .inference.sampling import sample
 from .layers.adapters import attention_fn
 from .layers.dilated_adapter import dilated_attention_fn
 from .sharded import sharded_ring_attention
@@ -85,6 +86,7 @@ __all__ = [
     "prefill_prompts",
     "prefix_extents",
     "ring_attention",
+    "sample",
     "save_llama",
     "save_weights",
     "shard_batch",

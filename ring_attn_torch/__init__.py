@@ -19,6 +19,7 @@ from .inference.decode import tree_attention_decode
 from .inference.forward import decode_step, prefill_prompts
 from .inference.merge import merge_ring
 from .inference.prefill import prefill
+from .inference.sampling import sample
 from .layers.attention import RingAttention
 from .layers.dilated import DilatedRingAttention
 from .layers.dilated_multihead import DilatedAttention
@@ -81,6 +82,7 @@ __all__ = [
     "prefill_prompts",
     "prefix_extents",
     "ring_attention",
+    "sample",
     "save_llama",
     "save_weights",
     "shard_batch",

@@ -23,6 +23,13 @@ def test_float32_and_int32_hold_every_number_of_a_choice_and_none_becomes_0(temp
     assert np.int32(choice.top_k) == 2**31 - 1
 
 
+@pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "top_p": 1}], ids=str)
+def test_at_temperature_0_nothing_is_drawn_so_top_k_and_top_p_are_refused(kept):
+    with pytest.raises(ValueError, match=r"have no effect on it: set a temperature above 0, or leave them out"):
+        Sampling(**kept)
+    Sampling(5e-324, **kept)
+
+
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1, -(10**400), 10**400], ids=brief)
 def test_what_is_no_share_or_no_temperature_is_refused(number):
     with pytest.raises(ValueError, match="top_p must be a number above 0"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_torch import RingTransformer, to_numpy
+from ring_attn_torch import KVCache, RingTransformer, to_numpy
 from ring_attn_torch.inference import stepper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -23,23 +23,49 @@ def made() -> RingTransformer:
     return model.cuda()
 
 
+class Eager(stepper.Stepper):
+    """One that captures nothing."""
+
+    def step(self) -> None:
+        self._compute()
+        self._steps += 1
+
+
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_a_replayed_step_draws_what_eager_steps_draw(asked, monkeypatch):
     model = made()
     captured = model.generate(PROMPTS, 40, **asked)
     stop = [captured[0][6], captured[1][9]]
     ended = model.generate(PROMPTS, 40, **asked, stop=stop)
-
-    class Eager(stepper.Stepper):
-        def step(self) -> None:
-            self._compute()
-            self._steps += 1
-
     monkeypatch.setattr("ring_attn_torch.inference.generate.Stepper", Eager)
     assert model.generate(PROMPTS, 40, **asked) == captured
     assert model.generate(PROMPTS, 40, **asked, stop=stop) == ended
     for new, all_of_them in zip(ended, captured, strict=True):
         assert new == all_of_them[: len(new)]
+
+
+@pytest.mark.parametrize("asked", ASKED[::2], ids=str)
+def test_a_replayed_step_leaves_out_who_has_all_its_tokens(asked, monkeypatch):
+    """The second prompt fills its part of the cache, in the prefill or in a replayed step, long before the first one ends."""
+    model, caches = made(), []
+
+    class Kept(stepper.Stepper):
+        def __init__(self, model: Any, cache: KVCache, asked: Any) -> None:
+            super().__init__(model, cache, asked)
+            caches.append(cache)
+
+    monkeypatch.setattr("ring_attn_torch.inference.generate.Stepper", Kept)
+    prompts = [PROMPTS[0], PROMPTS[1] + PROMPTS[2][:19], PROMPTS[2]]  # of 5, 320 and 64 tokens
+    for full, new in ((320, [40, 1, 9]), (315, [40, 6, 2])):
+        cut = [prompts[0], prompts[1][:full], prompts[2]]
+        got = model.generate(cut, new, **asked)
+        assert caches[-1].spec.capacity == 320
+        assert caches[-1].lengths.tolist() == [len(prompt) + n - 1 for prompt, n in zip(cut, new, strict=True)]
+        longer = model.generate(cut, [40, new[1], 40], **asked)  # of a cache of the same size
+        assert got == [row[:n] for row, n in zip(longer, new, strict=True)]
+        with monkeypatch.context() as patched:
+            patched.setattr("ring_attn_torch.inference.generate.Stepper", Eager)
+            assert model.generate(cut, new, **asked) == got
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -52,10 +78,10 @@ def test_a_step_keeps_the_host_from_nothing_but_its_tokens():
         torch.cuda.set_sync_debug_mode("error" if len(came) > 6 else "default")
 
     try:
-        model.generate(PROMPTS, 12, on_token=on_token)
+        model.generate(PROMPTS, [12, 4, 12], on_token=on_token)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(came) == 36
+    assert len(came) == 28
 
 
 def test_jax_generates_the_same_text_in_float32():

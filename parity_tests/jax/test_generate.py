@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_core.reference import sampling as reference
 from ring_attn_jax import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
 from ring_attn_jax.inference import stepper
-from ring_attn_jax.inference.sampling import sample
 
 from ..support.generation import (
     BAD,
     BLIND,
-    DRAWN,
+    EACH,
     FIRST,
+    FULL,
     MANY,
     NEW,
     PROMPTS,
@@ -30,6 +29,7 @@ from ..support.generation import (
     VALID,
     Logits,
     call,
+    check_each,
     check_greedy,
     check_logits,
     given_to_steps,
@@ -110,6 +110,28 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
         assert new == all_of_them[: ends[0] + 1 if ends else NEW - 1]
     assert [[token for request, token in came if request == row] for row in range(3)] == got
     assert done == [(25, 25)]
+
+
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_request_with_all_its_tokens_is_left_out_and_other_numbers_compile_nothing(ranks, monkeypatch):
+    steppers: list[stepper.Stepper] = []
+
+    class Kept(stepper.Stepper):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            steppers.append(self)
+
+    monkeypatch.setattr("ring_attn_jax.inference.generate.Stepper", Kept)
+    with jax.enable_x64(True):
+        model = model_of("features", ranks)
+        check_each(model.generate)
+        compiled = stepper.Placed.of(model).compiled
+        kinds = [program._cache_size() for program in compiled]
+        got = model.generate(FULL, [2, 9, 5])
+        assert [program._cache_size() for program in compiled] == kinds
+    assert list(map(len, got)) == [2, 9, 5]
+    for each, cached in zip((EACH, [2, 9, 5]), (steppers[0], steppers[-1]), strict=True):
+        assert cached.cache.lengths.tolist() == [len(prompt) + new - 1 for prompt, new in zip(FULL, each, strict=True)]
 
 
 def story(name: str, ranks: int, garbage: int) -> Logits:
@@ -205,15 +227,3 @@ def test_no_token_of_a_prompt_is_taken_from_its_padding():
             prefill_prompts(model, ids, kept, known)
     cut = jax.jit(lambda kept, lengths: prefill_prompts(model, ids, kept, lengths, fresh=True)[1].lengths)
     assert cut(kept, lengths).tolist() == [4, 5]
-
-
-@pytest.mark.parametrize("sampling", DRAWN, ids=str)
-def test_tokens_are_those_that_the_reference_draws(sampling):
-    logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
-    logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
-    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
-    choice = sampling.choice._replace(low=np.uint32(sampling.choice.low), high=np.uint32(sampling.choice.high))
-    with jax.enable_x64(True):
-        got = sample(jnp.asarray(logits), choice, jnp.asarray(requests), jnp.asarray(positions))
-    expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
-    assert got.tolist() == expected

@@ -24,6 +24,11 @@ CASES: dict[str, dict[str, Any]] = {
 PROMPTS = [[5, 9, 2], [int(x) for x in np.random.default_rng(8).integers(0, VOCAB, 21)], [7]]
 NEW, MANY = 64, 512
 
+FULL = [PROMPTS[0], [int(x) for x in np.random.default_rng(10).integers(0, VOCAB, 64)], PROMPTS[2]]
+EACH = [3, 1, 9]
+"""The most new tokens of each of these prompts, of which the second fills a cache of 64 slots of one rank by itself."""
+DRAW: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "seed": 5}
+
 FIRST = 7, 2, 4
 """Tokens of each request in the first chunk of the story of logits; 5, 6 and 0 more follow, then drafted tokens one by one."""
 SECOND = 5, 6, 0
@@ -89,18 +94,50 @@ def check_logits(got: Logits, truth: np.ndarray, plain: np.ndarray) -> None:
     assert relative_error(mine, exact) <= bound(naive, exact, "float32")
 
 
+BAD_DRAWS: dict[str, tuple[dict[str, Any], str]] = {
+    "logits of a step": (
+        {"logits": (2, 1, 5)},
+        r"logits must be floats \[batch, vocab\].*\[2, 1, 5\]: of what decode_step returns",
+    ),
+    "ids as logits": (
+        {"dtype": "int32"},
+        r"logits must be floats \[batch, vocab\], one row for each request, got .*int32 \[2, 5\]",
+    ),
+    "no vocabulary": ({"logits": (2, 0)}, r"logits must be floats \[batch, vocab\]"),
+    "no positions": (
+        {"temperature": 1.0},
+        "positions is missing: .* Pass how many tokens of each request are cached, cache.lengths",
+    ),
+    "too few positions": ({"temperature": 1.0, "positions": [3]}, r"positions must be 2 integers.* got \[3\]"),
+    "floats": ({"temperature": 1.0, "positions": [3, 0.5]}, r"positions must be 2 integers.* got \[3, 0.5\]"),
+    "bools": ({"requests": [True, False]}, "requests must be 2 integers, one for each row of logits"),
+    "one for all": ({"requests": 3}, "requests must be 2 integers, one for each row of logits, got 3"),
+    "an array": ({"requests": np.ones((2, 1), np.int32)}, r"requests must be 2 integers.* got ndarray of shape \[2, 1\]"),
+    "top_p of nothing": ({"top_p": 0.5}, "temperature=0 takes the most probable token"),
+    "temperature": ({"temperature": -1.0}, "temperature must be a number of at least 0"),
+}
+"""Arguments of sample that are refused: the logits' shape and dtype, and others as they are; and what the error says."""
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompts": []}, "prompts must be a list of lists of token ids, at least one"),
     "one prompt as it is": ({"prompts": [1, 2]}, r"prompts\[0\] must be a list of token ids, got 1: for one prompt pass \[ids\]"),
+    "text": ({"prompts": "text"}, r"got text: encode it with the model's tokenizer first, or.* by list\(text.encode\(\)\)"),
+    "texts": ({"prompts": [[1], "text"]}, "got text: encode it with the model's tokenizer first"),
+    "bytes": ({"prompts": [b"text"]}, "got text: encode it with the model's tokenizer first"),
     "an empty prompt": ({"prompts": [[1], []]}, "prompt 1 is empty"),
     "a float": ({"prompts": [[1.5]]}, r"prompts\[0\] must hold token ids, ints, and has 1.5"),
     "another vocabulary": ({"prompts": [[1, VOCAB]]}, f"prompt 0 holds {VOCAB}, and a vocabulary of {VOCAB} has 0 to"),
     "a negative id": ({"prompts": [[-1]]}, "prompt 0 holds -1"),
     "no new token": ({"max_new_tokens": 0}, "max_new_tokens must be an int of at least 1, got 0"),
+    "no new token of one": ({"max_new_tokens": [3, 0, 2]}, r"max_new_tokens\[1\] must be an int of at least 1, got 0"),
+    "a bool of new tokens": ({"max_new_tokens": True}, "max_new_tokens must be an int of at least 1, got True"),
+    "a bool among them": ({"max_new_tokens": [3, 2, True]}, r"max_new_tokens\[2\] must be an int of at least 1, got True"),
+    "too few numbers": ({"max_new_tokens": [3, 9]}, "max_new_tokens has 2 numbers, and there are 3 prompts: pass one for each"),
     "temperature": ({"temperature": -0.5}, "temperature must be a number of at least 0"),
     "top_k": ({"top_k": 0}, "top_k must be an int of at least 1"),
     "top_p": ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1"),
     "top_p above": ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1"),
+    "top_k of nothing": ({"top_k": 5}, "temperature=0 takes the most probable token, and top_k=5, top_p=None have no effect"),
     "seed": ({"seed": 2**63}, "seed must be an int that fits in 64 bits"),
     "stop": ({"stop": [VOCAB]}, f"stop holds {VOCAB}"),
     "stop as text": ({"stop": "."}, "stop must be token ids"),
@@ -112,6 +149,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 BLIND: tuple[tuple[Band, str], ...] = ((full(), "layer 0 has the mask"), (Band(-1, 3), "layer 0 has the mask"))
 """Masks by which no text is generated."""
+
+
+def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]]:
+    """Assert that requests of different numbers of new tokens have those of calls with one number; returns them, also drawn."""
+    answers = []
+    for options in ({}, DRAW):
+        got = generate(FULL, EACH, **options)
+        assert list(map(len, got)) == EACH
+        assert got == [generate(FULL, new, **options)[row] for row, new in enumerate(EACH)]
+        answers.append(got)
+    return answers
 
 
 def call(**changes: Any) -> dict[str, Any]:

@@ -206,6 +206,17 @@ def test_a_step_does_not_wait_for_the_device_and_the_host_asks_only_where_bounds
         cache.step()
 
 
+def test_a_full_cache_takes_a_captured_step_of_no_token_and_counts_of_each_request_are_noted(monkeypatch):
+    cache = small(capacity=6)
+    cache.replayed([6, 2])
+    assert cache.ledger.lengths == [6, 2]
+    valid = torch.tensor([[False], [True]])
+    monkeypatch.setattr("ring_attn_torch.inference.requests.capturing", lambda x: True)
+    cache.step(valid=valid)
+    with pytest.raises(ValueError, match="the cache is full: request 0 has 6 tokens"):
+        cache.step()
+
+
 def test_what_the_host_counts_too_much_is_corrected_before_a_cache_is_called_full():
     cache = small(capacity=6)
     none = torch.zeros(2, 2, dtype=torch.bool)

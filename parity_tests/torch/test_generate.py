@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn_core.reference import sampling as reference
 from ring_attn_torch import CacheSizes, KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
-from ring_attn_torch.inference.sampling import sample
 
 from ..support.generation import (
     BAD,
     BLIND,
     CASES,
-    DRAWN,
+    DRAW,
     FIRST,
     MANY,
     NEW,
@@ -28,6 +26,7 @@ from ..support.generation import (
     VALID,
     Logits,
     call,
+    check_each,
     check_greedy,
     check_logits,
     given_to_steps,
@@ -62,13 +61,12 @@ RINGS = {"features": (1, 2, 4), "grouped": (2,), "windows": (1, 2), "alibi": (2,
 def answers_on_rank(group: Group, name: str, new: int) -> list[list[list[int]]]:
     """Greedy tokens of whole prompts and of prompts in chunks, and drawn ones with and without another prompt before them."""
     model = model_of(name, group)
-    drawn = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "seed": 5}
     chunk = None if CASES[name].get("alibi") else 4
     return [
         model.generate(PROMPTS, new),
         model.generate([np.array(x) for x in PROMPTS], new // 4, chunk=chunk),
-        model.generate(PROMPTS, 12, **drawn),
-        model.generate([PROMPTS[2], PROMPTS[1]], 12, **drawn),
+        model.generate(PROMPTS, 12, **DRAW),
+        model.generate([PROMPTS[2], PROMPTS[1]], 12, **DRAW),
     ]
 
 
@@ -149,6 +147,17 @@ def test_a_request_ends_with_a_stop_id_and_tokens_come_in_order():
     assert done == [(12, 25), (20, 25), (25, 25)]
 
 
+def each_on_rank(group: Group, name: str) -> list[list[list[int]]]:
+    return check_each(model_of(name, group).generate)
+
+
+@pytest.mark.parametrize("name", ["features", "windows"])
+def test_a_request_with_all_its_tokens_is_left_out_and_needs_no_room(gloo, name):
+    """The second prompt fills the cache: a token more of it would be refused."""
+    first, *others = [x for ranks in (1, 2) for x in gloo(ranks, each_on_rank, name)]
+    assert all(other == first for other in others)
+
+
 def test_float8_keeps_a_cache_that_generates():
     model = model_of("features", dtype="float32")
     assert len(model.generate(PROMPTS, 9, cache_dtype="float8_e4m3fn", chunk=5)[1]) == 9
@@ -190,7 +199,12 @@ def disagreement_on_rank(group: Group, arguments: dict[str, Any]) -> str:
 
 
 def test_ranks_that_are_asked_for_different_things_all_hear_of_it(gloo):
-    for changes, message in (({"prompts": [[1], [2]]}, "other prompts"), ({"seed": 3}, "seed=3, and rank 0 0")):
+    others: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"prompts": [[1], [2]]}, "other prompts"),
+        ({"max_new_tokens": [3, 3, 2]}, "max_new_tokens=[3, 3, 2], and rank 0 [3, 3, 3]"),
+        ({"seed": 3}, "seed=3, and rank 0 0"),
+    )
+    for changes, message in others:
         got = gloo(2, disagreement_on_rank, PerRank(call(), call(**changes)))
         assert got[0] == got[1]
         assert f"rank 1 was given {message}" in got[0]
@@ -256,27 +270,3 @@ def split_on_rank(group: Group) -> str:
     with pytest.raises(ValueError, match=r"is a DTensor, split over ranks by FSDP"):
         model.generate(PROMPTS, 1)
     return "it is"
-
-
-@pytest.mark.parametrize("sampling", DRAWN, ids=str)
-def test_tokens_are_those_that_the_reference_draws(sampling):
-    logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
-    logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
-    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
-    got = sample(torch.tensor(logits), sampling.choice, torch.tensor(requests), torch.tensor(positions))
-    expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
-    assert got.tolist() == expected
-
-
-@pytest.mark.parametrize("sampling", DRAWN[1:], ids=str)
-def test_tokens_are_drawn_as_often_as_they_are_probable(sampling):
-    logits, draws = np.random.default_rng(1).standard_normal(12) * 2, 20_000
-    many = torch.tensor(logits, dtype=torch.float32).expand(draws, -1)
-    got = sample(many, sampling.choice, torch.arange(draws) % 7, torch.arange(draws) // 7)
-    p = reference.probabilities(logits, sampling)
-    counts = np.bincount(got.numpy(), minlength=12)
-    assert not counts[p == 0].any()
-    expected = draws * p[p > 0]
-    free = (p > 0).sum() - 1
-    chi_square = ((counts[p > 0] - expected) ** 2 / expected).sum()
-    assert chi_square < free + 5 * np.sqrt(2 * free)

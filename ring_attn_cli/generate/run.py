@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from .settings import Settings
 from .text import Text
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors")}
+WARM = 3
+"""New tokens before the speed is measured: the first is the prompt's, with the next two the step is compiled and captured."""
 PATIENCE = 1800.0
 """Seconds without a word after which it is given up: a chunk of a long prompt, or compiling a large model."""
 
@@ -54,20 +57,18 @@ class Watch:
         columns = TextColumn("prompt"), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task(f"{len(text.ids):,} tokens", total=len(text.ids))
-        self._began = self._first = time.monotonic()
-        self._tokens = 0
+        self._began = time.monotonic()
+        self._came: list[float] = []
 
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._progress.stop()
-        if self._tokens:
+        if self._came:
             self._write(self._text.end() + "\n")
-        if kind is None and self._tokens > 1:
-            seconds = time.monotonic() - self._first
-            speed = (self._tokens - 1) / max(seconds, 1e-9)
-            self._console.print(f"{self._tokens:,} tokens, {speed:,.1f} tokens/s, {1000 / speed:,.1f} ms a token")
+            if kind is None:
+                self._console.print(speed(self._began, self._came))
 
     def __call__(self, kind: str, what: Any) -> None:
         """Show what is reported."""
@@ -77,16 +78,24 @@ class Watch:
             self._progress.start()
         elif kind == "prefilled":
             done, total = what
-            speed = done / max(time.monotonic() - self._began, 1e-9)
-            words = f"{done:,} of {total:,} tokens, {speed:,.0f} tokens/s"
+            rate = done / max(time.monotonic() - self._began, 1e-9)
+            words = f"{done:,} of {total:,} tokens, {rate:,.0f} tokens/s"
             self._progress.update(self._task, completed=done, description=words)
             if done == total:
                 self._progress.stop()
         elif kind == "token":
-            self._first = self._first if self._tokens else time.monotonic()
-            self._tokens += 1
+            self._came.append(time.monotonic())
             self._write(self._text.add(what))
 
     def _write(self, words: str) -> None:
         sys.stdout.write(words)
         sys.stdout.flush()
+
+
+def speed(began: float, came: Sequence[float]) -> str:
+    """How fast tokens came, in seconds from ``began``: the first apart, which waits for the prompt, then those after ``WARM``."""
+    words = f"{len(came):,} tokens, the first after {came[0] - began:,.2f} s"
+    if len(came) <= WARM:
+        return words
+    each = max(came[-1] - came[WARM - 1], 1e-9) / (len(came) - WARM)
+    return f"{words}, from number {WARM + 1} on {1 / each:,.1f} tokens/s, {1000 * each:,.1f} ms a token"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ring_attn_core.mistakes import is_integer
+from ring_attn_core.model.generation import check_ids
 from ring_attn_core.sampling import Sampling
 
 
@@ -44,6 +46,7 @@ class Settings:
                 f"{self.weights} is no folder with a config.json: pass one that save_weights or Hugging Face has written, such "
                 "as the folder weights in that of a run of ring-attn train"
             )
+        self.check_ids([x for x in self.ends if is_integer(x)], "eos_token_id of config.json" if self.stop is None else "--stop")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -53,6 +56,12 @@ class Settings:
         except ValueError as error:
             raise ValueError(f"{self.weights / 'config.json'} is no JSON: {error}") from error
         return config if isinstance(config, dict) else {}
+
+    def check_ids(self, ids: list[int], whose: str) -> None:
+        """ValueError, before any weights are loaded, for ids outside the vocabulary, where config.json says how large it is."""
+        vocab = self.config.get("vocab_size" if self.llama else "vocab")
+        if isinstance(vocab, int):
+            check_ids(ids, vocab, f"{whose} holds")
 
     @property
     def llama(self) -> bool:

@@ -31,6 +31,7 @@ class Text:
             self.ids = list(text.encode())
         else:
             self.ids = self._tokenizer.encode(text, add_special_tokens=settings.llama).ids
+        settings.check_ids(self.ids, f"{settings.prompt}, read {'as bytes' if path is None else f'by {path}'},")
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._new: list[int] = []
         self._shown = 0

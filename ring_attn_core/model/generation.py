@@ -25,14 +25,14 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Generation:
-    """``prompts`` as tuples of ints, ``new``: the most new tokens of each, ``stop``: ids that end a request.
+    """``prompts`` as tuples of ints, ``new``: the most new tokens of each of them, ``stop``: ids that end a request.
 
     ``chunk``: the most tokens of a prompt in one prefill, None for all. ``cache_dtype``: the name of the cache's dtype.
     """
 
     config: TransformerConfig
     prompts: tuple[tuple[int, ...], ...]
-    new: int
+    new: tuple[int, ...]
     sampling: Sampling
     stop: tuple[int, ...]
     chunk: int | None
@@ -50,8 +50,7 @@ class Generation:
             if not ids:
                 raise ValueError(f"prompt {row} is empty: begin it with a token, such as the tokenizer's id for a beginning")
             check_ids(ids, config.vocab, f"prompt {row} holds")
-        if not is_integer(new) or new < 1:
-            raise ValueError(f"max_new_tokens must be an int of at least 1, got {in_words(new)}")
+        most = _most(new, len(rows))
         stop, chunk, kept = options.pop("stop"), options.pop("chunk"), options.pop("cache_dtype")
         stop = (stop,) if is_integer(stop) else tuple(stop) if isinstance(stop, Sequence | set | frozenset) else stop
         if not isinstance(stop, tuple) or not all(map(is_integer, stop)):
@@ -67,7 +66,7 @@ class Generation:
             )
         if kept not in (None, dtype, FP8):
             raise ValueError(f"cache_dtype must be one of {dtype}, {FP8}, or None for {dtype}, got {in_words(kept)}")
-        return cls(config, rows, int(new), Sampling(**options), stop, chunk if chunk is None else int(chunk), kept or dtype)
+        return cls(config, rows, most, Sampling(**options), stop, chunk if chunk is None else int(chunk), kept or dtype)
 
     @property
     def lengths(self) -> list[int]:
@@ -78,6 +77,11 @@ class Generation:
     def total(self) -> int:
         """Return how many tokens all prompts have."""
         return sum(self.lengths)
+
+    @property
+    def ends(self) -> list[int]:
+        """Return how many tokens the cache has of every request when its last one is drawn, which is cached nowhere."""
+        return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
         """Where every chunk begins, and how many tokens of each prompt are in it."""
@@ -106,17 +110,17 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """How many slots the rank that holds most of a request needs for it. The last new token is cached nowhere."""
+        """How many slots the rank that holds most of a request needs for it."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
-        return max(*counts, -(-(sum(counts) + self.new - 1) // ranks))
+        return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what every rank must have in common, by name, as JSON carries it."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         sampling = {name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
-        asked = {"prompts": digest, "max_new_tokens": self.new, "stop": list(self.stop), "chunk": self.chunk}
+        asked = {"prompts": digest, "max_new_tokens": list(self.new), "stop": list(self.stop), "chunk": self.chunk}
         return asked | {"cache_dtype": self.cache_dtype} | sampling
 
 
@@ -124,7 +128,7 @@ class Answers:
     """The new tokens of every request so far; ``on_token(request, token)`` is called for each as it comes."""
 
     def __init__(self, asked: Generation, on_token: OnToken | None) -> None:
-        self._stop, self._on_token = frozenset(asked.stop), on_token
+        self._stop, self._new, self._on_token = frozenset(asked.stop), asked.new, on_token
         self.tokens: list[list[int]] = [[] for _ in asked.prompts]
         self._open = set(range(len(asked.prompts)))
 
@@ -133,7 +137,7 @@ class Answers:
         for request in sorted(self._open):
             token = tokens[request]
             self.tokens[request].append(token)
-            if token in self._stop:
+            if token in self._stop or len(self.tokens[request]) == self._new[request]:
                 self._open.remove(request)
             if self._on_token is not None:
                 self._on_token(request, token)
@@ -177,8 +181,27 @@ def _rounded(slots: int) -> int:
     return -(-slots // SLOTS) * SLOTS
 
 
+def _most(new: Any, prompts: int) -> tuple[int, ...]:
+    """The most new tokens of each prompt, of an int for all of them or one for each; ValueError for anything else."""
+    several = isinstance(new, list | tuple)
+    each = list(new) if several else [new] * prompts
+    if len(each) != prompts:
+        raise ValueError(f"max_new_tokens has {len(each)} numbers, and there are {prompts} prompts: pass one for each, or an int")
+    for i, number in enumerate(each):
+        if not is_integer(number) or number < 1:
+            name = f"max_new_tokens[{i}]" if several else "max_new_tokens"
+            raise ValueError(f"{name} must be an int of at least 1, got {in_words(number)}: pass an int, or one for each prompt")
+    return tuple(map(int, each))
+
+
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
     """Lists, tuples or arrays of ints as tuples; ValueError for anything else."""
+    some = [prompts] if isinstance(prompts, str | bytes) else prompts if isinstance(prompts, list | tuple) else []
+    if any(isinstance(row, str | bytes) for row in some):
+        raise ValueError(
+            "prompts must be lists of token ids, got text: encode it with the model's tokenizer first, or, for a vocabulary of "
+            "bytes, by list(text.encode())"
+        )
     plain = lambda x: x.tolist() if hasattr(x, "tolist") else list(x) if isinstance(x, list | tuple) else x
     rows = [plain(row) for row in plain(prompts)] if isinstance(plain(prompts), list) else None
     if not rows:

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.sampling import Choice, words
+from ring_attn_core.sampling import Choice, Sampling, check_drawn, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
 
-def sample(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax.Array) -> jax.Array:
+
+def sample(
+    logits: Float[Array, "batch vocab"],
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    requests: Int[Array, " batch"] | Sequence[int] | None = None,
+    positions: Int[Array, " batch"] | Sequence[int] | None = None,
+) -> Int[Array, " batch"]:
+    """The next token of each request, int32 [batch], drawn from its logits as ``RingTransformer.generate`` draws it.
+
+    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. What is drawn is a function of the logits, the
+    seed, ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, how many tokens of each are cached:
+    ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, whatever
+    else is in the batch. At temperature 0, the default, the most probable token needs neither. Logits,
+    requests and positions may be traced.
+
+    Raises ValueError for other shapes and dtypes, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, and
+    above it without ``positions``.
+    """
+    choice = Sampling(temperature, top_k, top_p, seed).choice
+    check_drawn(logits, choice, requests, positions)
+    numbers = lambda given: jnp.arange(len(logits), dtype=jnp.int32) if given is None else jnp.asarray(given)
+    return drawn(jnp.asarray(logits), choice, numbers(requests), numbers(positions))
+
+
+def drawn(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """int32 [b]: the tokens of ``requests`` [b] at ``positions`` [b], of logits [b vocab], as ``choice`` says.
 
     What :mod:`ring_attn_core.sampling` describes, in float32 (float64 for float64).
@@ -21,7 +52,7 @@ def sample(logits: jax.Array, choice: Choice, requests: jax.Array, positions: ja
     if choice.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    scores = (wide - wide.max(-1, keepdims=True)) / choice.temperature
+    scores = (wide - wide.max(-1, keepdims=True)) / jnp.asarray(choice.temperature, wide.dtype)
     tokens = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
     if choice.top_k is not None or choice.top_p is not None:
         tokens = jnp.argsort(scores, axis=-1, descending=True, stable=True).astype(jnp.int32)
@@ -31,7 +62,7 @@ def sample(logits: jax.Array, choice: Choice, requests: jax.Array, positions: ja
             scores = jnp.where(rank >= choice.top_k, -jnp.inf, scores)
         if choice.top_p is not None:
             p = jax.nn.softmax(scores, -1)
-            scores = jnp.where(p.cumsum(-1) - p >= choice.top_p, -jnp.inf, scores)
+            scores = jnp.where(p.cumsum(-1) - p >= jnp.asarray(choice.top_p, p.dtype), -jnp.inf, scores)
     best = (scores + gumbel(choice, requests, positions, tokens, scores.dtype)).argmax(-1, keepdims=True)
     return jnp.take_along_axis(tokens, best, -1)[:, 0]
 
@@ -40,6 +71,7 @@ def gumbel(choice: Choice, requests: jax.Array, positions: jax.Array, tokens: ja
     """[b n]: the noise of each of ``tokens`` [b n], -log of exponential numbers that come from 32 random bits each."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
-    bits = words((choice.low, choice.high), *at, word(tokens), (multiply, jnp.uint32))
+    seed = jnp.asarray(choice.low, jnp.uint32), jnp.asarray(choice.high, jnp.uint32)
+    bits = words(seed, *at, word(tokens), (multiply, jnp.uint32))
     uniform = jnp.minimum((bits.astype(dtype) + 0.5) * 2.0**-32, 1 - 2.0**-24)  # float32 would round some of them to 1
     return -jnp.log(-jnp.log1p(-uniform))

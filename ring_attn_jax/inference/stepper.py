@@ -16,7 +16,7 @@ from ring_attn_core.model.generation import Generation
 from ..sharded import Where
 from .cache import KVCache
 from .forward import decoded, inside_shard_map, last_hidden, logits_of
-from .sampling import sample
+from .sampling import drawn
 
 Read = Callable[[], list[int]]
 SAME = PartitionSpec()
@@ -85,23 +85,23 @@ def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
         return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, chunk))
 
     @jax.jit
-    def first(weights: Any, cache: KVCache, hidden: jax.Array, choice: Any, stop: jax.Array) -> Any:
+    def first(weights: Any, cache: KVCache, hidden: jax.Array, choice: Any, ends: Any) -> Any:
         def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            hidden, choice, stop = given
+            hidden, choice, ends = given
             new = _drawn(logits_of(model_of(weights), hidden), cache, choice)
-            return (new, _ends(new, stop)), cache
+            return (new, _ended(new, cache, ends)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, choice, stop))[0]
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, choice, ends))[0]
 
     @partial(jax.jit, donate_argnames="cache")
-    def step(weights: Any, cache: KVCache, newest: Any, choice: Any, stop: jax.Array) -> Any:
+    def step(weights: Any, cache: KVCache, newest: Any, choice: Any, ends: Any) -> Any:
         def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            (tokens, finished), choice, stop = given
+            (tokens, finished), choice, ends = given
             logits, cache = decoded(model_of(weights), cache, (tokens[:, None], ~finished[:, None]))
             new = _drawn(logits[:, 0], cache, choice)
-            return (new, finished | _ends(new, stop)), cache
+            return (new, finished | _ended(new, cache, ends)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, choice, stop))
+        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, choice, ends))
 
     return Programs(prefill, first, step)
 
@@ -112,15 +112,18 @@ def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable
 
 
 def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
-    return sample(logits, choice, jnp.arange(len(logits)), cache.lengths)
+    return drawn(logits, choice, jnp.arange(len(logits)), cache.lengths)
 
 
-def _ends(tokens: jax.Array, stop: jax.Array) -> jax.Array:
-    return (tokens[:, None] == stop).any(1)
+def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """bool [requests]: whose newest token is the last; ``ends``: the stop ids, and ``Generation.ends``."""
+    stop, lengths = ends
+    return (tokens[:, None] == stop).any(1) | (cache.lengths >= lengths)
 
 
 class Stepper:
-    """``cache``, and ``newest``: int32 [requests], the newest tokens, and bool [requests], which requests have ended."""
+    """``cache``, and ``newest``: int32 [requests], the newest tokens, and bool [requests], which requests have ended, by a
+    stop id or with all their tokens."""
 
     def __init__(self, placed: Placed, cache: KVCache, asked: Generation) -> None:
         self._placed, self.cache = placed, cache
@@ -128,18 +131,19 @@ class Stepper:
         number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x)))
         choice = choice._replace(low=np.uint32(choice.low), high=np.uint32(choice.high), temperature=number(choice.temperature))
         choice = choice._replace(top_k=number(choice.top_k), top_p=number(choice.top_p))
-        self._choice, self._stop = placed.put(choice), placed.put(np.asarray(asked.stop, np.int32))
+        ends = np.asarray(asked.stop, np.int32), np.asarray(asked.ends, np.int32)
+        self._choice, self._ends = placed.put(choice), placed.put(ends)
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
         """Whether the host looks at tokens while the device computes the next ones."""
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts."""
-        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._choice, self._stop)
+        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._choice, self._ends)
 
     def step(self) -> None:
         """Put the newest token of every request that goes on into the cache, and draw the next one."""
-        given = self._placed.weights, self.cache, self.newest, self._choice, self._stop
+        given = self._placed.weights, self.cache, self.newest, self._choice, self._ends
         self.newest, self.cache = self._placed.compiled.step(*given)
 
     def read(self) -> Read:

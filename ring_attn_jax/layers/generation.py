@@ -16,7 +16,7 @@ class Generates:
     def generate(
         self,
         prompts: Sequence[Any],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -29,6 +29,8 @@ class Generates:
         progress: Progress | None = None,
     ) -> list[list[int]]:
         """The new tokens of every prompt, at most ``max_new_tokens``, up to and with the first that is one of ``stop``.
+
+        ``max_new_tokens``: an int, or one for each prompt; a request that has all its tokens takes part in no more steps.
 
         ``prompts``: lists or arrays of token ids, of any lengths, the same in every process; the ring shares them. Prompts are
         prefilled in shards of the model's layout, then every step computes the next token of all requests, until all have ended.
@@ -45,10 +47,10 @@ class Generates:
         A model with ``mesh`` generates over it, one without is a ring of one on its device; not inside jit or shard_map. The step
         is compiled once for so many requests and a cache of such a size; lengths of prompts are rounded up a little for that.
 
-        Raises ValueError, before anything is computed, for what does not fit: empty prompts, ids outside the vocabulary, numbers
-        outside their range, masks that are neither causal nor a window before the token, weights that are split over devices
-        (FSDP, tensor parallelism), a chunk shorter than a prompt where the model has ALiBi, and where the processes of a program
-        were given different things.
+        Raises ValueError, before anything is computed, for what does not fit: empty prompts, text, ids outside the vocabulary,
+        numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a window before
+        the token, weights that are split over devices (FSDP, tensor parallelism), a chunk shorter than a prompt where the model
+        has ALiBi, and where the processes of a program were given different things.
         """
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}

@@ -64,9 +64,9 @@ def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress
 
 
 def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
-    answers = Answers(asked, on_token)
-    for number in range(1, asked.new + 1):
-        read, more = stepper.read(), number < asked.new
+    answers, most = Answers(asked, on_token), max(asked.new)
+    for number in range(1, most + 1):
+        read, more = stepper.read(), number < most
         if more and stepper.ahead:
             stepper.step()
         if answers.take(read()):

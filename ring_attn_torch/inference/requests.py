@@ -90,9 +90,10 @@ class Requests:
             self.version = next(VERSIONS)
         return self
 
-    def replayed(self, tokens: int = 1) -> Self:
+    def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
         """Note on the host that a CUDA graph of a step of ``tokens`` tokens of every request, and of its ``advance``, ran."""
-        self.ledger.appended(range(self.spec.batch), tokens)
+        for row, more in enumerate([tokens] * self.spec.batch if isinstance(tokens, int) else tokens):
+            self.ledger.appended([row], more)
         return self
 
     def rollback(self, lengths: Lengths) -> Self:
@@ -165,13 +166,18 @@ class Requests:
         return self
 
     def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int], valid: Tensor | None = None) -> None:
-        """ValueError unless ``rows`` may have ``tokens`` more, or only those that are ``valid`` [rows, tokens]."""
+        """ValueError unless ``rows`` may have ``tokens`` more, or only those that are ``valid`` [rows, tokens].
+
+        How many are valid in a CUDA graph that is captured now is known to whoever replays it.
+        """
+        if valid is not None and capturing(valid):
+            return
         capacity = self.spec.capacity
         if capacity is not None and any(
             self.ledger.lengths[row] + more > capacity for more, row in zip(tokens, rows, strict=True)
         ):
             self._ask()
-            if valid is not None and not capturing(valid):
+            if valid is not None:
                 tokens = valid.sum(1).tolist()
             for more, row in zip(tokens, rows, strict=True):
                 checks.check_full(self.spec, self.ledger.lengths[row], more, row)

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from ring_attn_core.sampling import Choice, words
+from ring_attn_core.dropout import WORD
+from ring_attn_core.sampling import Choice, Sampling, check_drawn, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
+from ..op import no_autocast
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
-def sample(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Float[Tensor, "batch vocab"],
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    requests: Int[Tensor, " batch"] | Sequence[int] | None = None,
+    positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
+) -> Int[Tensor, " batch"]:
+    """The next token of each request, int64 [batch], drawn from its logits as ``RingTransformer.generate`` draws it.
+
+    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. What is drawn is a function of the logits, the
+    seed, ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, how many tokens of each are cached:
+    ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, whatever
+    else is in the batch. At temperature 0, the default, the most probable token needs neither. Without a gradient.
+
+    Raises ValueError for other shapes and dtypes, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, and
+    above it without ``positions``.
+    """
+    choice = Sampling(temperature, top_k, top_p, seed).choice
+    check_drawn(logits, choice, requests, positions)
+    logits = torch.as_tensor(logits)
+    with torch.no_grad(), no_autocast(logits.device.type):
+        return drawn(logits, choice, _numbers(requests, logits), _numbers(positions, logits))
+
+
+def _numbers(given: Any, logits: Tensor) -> Tensor:
+    """[batch] on the device of the logits; None: 0, 1, ..."""
+    if given is None:
+        return torch.arange(len(logits), device=logits.device)
+    return torch.as_tensor(given, device=logits.device).long() & WORD
+
+
+def drawn(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -> Tensor:
     """int64 [b]: the tokens of ``requests`` [b] at ``positions`` [b], of logits [b vocab], as ``choice`` says.
 
     What :mod:`ring_attn_core.sampling` describes, in float32 (float64 for float64).

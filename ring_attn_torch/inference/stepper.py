@@ -14,13 +14,14 @@ from ring_attn_core.model.generation import Generation
 from ..ring.groups import ranks_of
 from .cache import KVCache
 from .forward import decode_step, logits_of, summed
-from .sampling import sample
+from .sampling import drawn
 
 Read = Callable[[], list[int]]
 
 
 class Stepper:
-    """``tokens`` int64 [requests], the newest ones, and ``finished`` bool [requests]: which requests have ended.
+    """``tokens`` int64 [requests], the newest ones, and ``finished`` bool [requests]: which requests have ended, by a
+    stop id or with all their tokens.
 
     On a CPU a step is computed as it stands. On CUDA the first one is too, for kernels are compiled and communicators made in it,
     the second is captured in a CUDA graph, and from then on the graph is replayed. Rank 0's tokens are everybody's: GPUs that
@@ -34,6 +35,8 @@ class Stepper:
         self.finished = torch.zeros(cache.spec.batch, dtype=torch.bool, device=device)
         self._requests = torch.arange(cache.spec.batch, device=device)
         self._stop = torch.tensor(asked.stop, dtype=torch.int64, device=device)
+        self._ends = torch.tensor(asked.ends, dtype=torch.int32, device=device)
+        self._new = asked.new
         self.ahead = device.type == "cuda"
         """Whether the host looks at tokens while the device computes the next ones."""
         self._steps = 0
@@ -51,9 +54,7 @@ class Stepper:
         elif self._graph is None:
             self._begin_graph()
         else:
-            self._cache.check_room(1)
-            self._graph.replay()
-            self._cache.replayed(1)
+            self._replay(self._graph)
         self._steps += 1
 
     def read(self) -> Read:
@@ -81,21 +82,25 @@ class Stepper:
                 self._compute()
             torch.cuda.current_stream().wait_stream(stream)
             return
-        self._cache.check_room(1)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
             self._compute()
+        self._replay(self._graph)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """The host does not wait to hear which requests a stop id has ended, and knows which have all their tokens."""
+        more = [int(self._steps + 1 < new) for new in self._new]
+        self._cache.check_room(more)
         graph.replay()
-        self._cache.replayed(1)
-        self._graph = graph
+        self._cache.replayed(more)
 
     def _compute(self) -> None:
         logits, _ = decode_step(self._model, self.tokens[:, None], self._cache, valid=~self.finished[:, None])
         self._take(logits[:, 0])
 
     def _take(self, logits: Tensor) -> None:
-        new = sample(logits, self._choice, self._requests, self._cache.lengths)
+        new = drawn(logits, self._choice, self._requests, self._cache.lengths)
         if ranks_of(self._cache.ring) > 1:
             dist.broadcast(new, group=self._cache.ring, group_src=0)
         self.tokens.copy_(new)
-        self.finished |= (new[:, None] == self._stop).any(1)
+        self.finished |= (new[:, None] == self._stop).any(1) | (self._cache.lengths >= self._ends)

@@ -16,7 +16,7 @@ class Generates:
     def generate(
         self,
         prompts: Sequence[Any],
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -30,6 +30,8 @@ class Generates:
     ) -> list[list[int]]:
         """The new tokens of every prompt, at most ``max_new_tokens``, up to and with the first that is one of ``stop``.
 
+        ``max_new_tokens``: an int, or one for each prompt; a request that has all its tokens takes part in no more steps.
+
         ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank; the ring shares them. Prompts are
         prefilled in shards of the model's layout, then every step computes the next token of all requests, until all have ended.
 
@@ -42,10 +44,10 @@ class Generates:
         prefill, so that activations are there for no more; None: all. ``progress(done, total)``: called after each chunk with
         tokens of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
-        Raises ValueError, the same on every rank and before anything is sent, for what does not fit: empty prompts, ids outside
-        the vocabulary, numbers outside their range, masks that are neither causal nor a window before the token, weights that are
-        split over ranks (FSDP, tensor parallelism), a chunk shorter than a prompt where the model has ALiBi, and where the ranks
-        were given different things.
+        Raises ValueError, the same on every rank and before anything is sent, for what does not fit: empty prompts, text, ids
+        outside the vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither
+        causal nor a window before the token, weights that are split over ranks (FSDP, tensor parallelism), a chunk shorter than
+        a prompt where the model has ALiBi, and where the ranks were given different things.
         """
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}

@@ -1,0 +1,76 @@
+"""Drawing tokens in JAX: what the reference draws, what generate draws, and what is refused."""
+
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ring_attn_core.reference import sampling as reference
+from ring_attn_jax import KVCache, decode_step, prefill_prompts, sample
+
+from ..support.generation import BAD_DRAWS, DRAW, DRAWN, PROMPTS
+from .ring import mesh_of
+from .test_generate import model_of
+
+
+@pytest.mark.parametrize("sampling", DRAWN, ids=str)
+def test_tokens_are_those_that_the_reference_draws(sampling):
+    logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
+    logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
+    requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
+    with jax.enable_x64(True):
+        got = sample(jnp.asarray(logits), **asdict(sampling), requests=requests, positions=jnp.asarray(positions))
+    expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
+    assert got.tolist() == expected
+    assert got.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("options", [DRAW, pytest.param({}, marks=pytest.mark.exhaustive)], ids=["drawn", "greedy"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_loop_over_steps_draws_what_generate_draws(ranks, options):
+    """Steps and draws are compiled as one."""
+    with jax.enable_x64(True):
+        model = model_of("features", ranks)
+        cache = KVCache.make(model.config, 3, 48, dtype="float64", mesh=mesh_of(ranks))
+        graph, state = nnx.split(model)
+
+        @jax.jit
+        def step(state: Any, tokens: Any, cache: Any) -> Any:
+            logits, cache = decode_step(nnx.merge(graph, state), tokens[:, None], cache)
+            return sample(logits[:, -1], **options, positions=cache.lengths), cache
+
+        ids = jnp.asarray([[*prompt, *[0] * (21 - len(prompt))] for prompt in PROMPTS])
+        prompted = jax.jit(lambda state, ids, cache, n: prefill_prompts(nnx.merge(graph, state), ids, cache, n))
+        logits, cache = prompted(state, ids, cache, jnp.asarray([len(prompt) for prompt in PROMPTS]))
+        tokens = [sample(logits, **options, positions=cache.lengths)]
+        for _ in range(11):
+            newest, cache = step(state, tokens[-1], cache)
+            tokens.append(newest)
+        assert jnp.stack(tokens, 1).tolist() == model.generate(PROMPTS, 12, **options)
+
+
+def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced():
+    logits, at = jax.random.normal(jax.random.key(0), (5, 300)), jnp.arange(5) * 1000
+    options: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9, "seed": -3}
+    whole = sample(logits, **options, positions=at)
+    traced = jax.jit(lambda logits, requests, at: sample(logits, **options, requests=requests, positions=at))
+    assert traced(logits[::-1], jnp.arange(5)[::-1], at[::-1])[::-1].tolist() == whole.tolist()
+    assert traced(logits, jnp.arange(5), at + 1).tolist() != whole.tolist()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert sample(logits[:1], **options, positions=at[:1]).tolist() == whole[:1].tolist()
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_DRAWS.values(), ids=BAD_DRAWS)
+def test_what_does_not_fit_is_refused(changes, message):
+    options = dict(changes)
+    shape, dtype = options.pop("logits", (2, 5)), options.pop("dtype", "float32")
+    with pytest.raises(ValueError, match=message):
+        sample(jnp.ones(shape, dtype), **options)
