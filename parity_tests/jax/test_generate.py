@@ -195,6 +195,14 @@ def test_a_step_that_does_not_fit_is_refused(ids, options, message):
             function(model, jnp.asarray(ids), kept)
 
 
+@pytest.mark.parametrize("kept", [None, {}])
+def test_what_is_no_cache_is_refused(kept):
+    model = model_of("features", 2, "float32")
+    for function in (decode_step, prefill_prompts):
+        with pytest.raises(ValueError, match=r"cache must be a KVCache, got .*: make one with KVCache.make\(model.config, ...\)"):
+            function(model, jnp.ones((1, 1), jnp.int32), kept)
+
+
 def test_no_token_of_a_prompt_is_taken_from_its_padding():
     """Zigzag pads 5 tokens to 8."""
     model = model_of("features", 2, "float32")

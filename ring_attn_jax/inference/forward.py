@@ -215,6 +215,7 @@ def check_model(model: Any) -> None:
 
 def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model)
+    checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     where = model.where
     instead = "make it and the cache with mesh=, of one device where there is but one"
