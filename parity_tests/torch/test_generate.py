@@ -260,6 +260,20 @@ def test_autocast_around_it_changes_nothing():
     assert got == model.generate(PROMPTS, 3, chunk=9)
 
 
+def test_torch_compile_leaves_a_step_as_it_stands():
+    model, ids = model_of("features"), torch.tensor([[3, 1, 4]])
+
+    def program(ids: torch.Tensor, kept: KVCache) -> torch.Tensor:
+        prompt, _ = prefill_prompts(model, ids + 1, kept)
+        return prompt[:, None] + 2 * decode_step(model, ids, kept)[0]
+
+    caches = [KVCache.make(model.config, 1, 24, dtype="float64") for _ in range(2)]
+    compiled = torch.compile(program, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(program(ids, caches[0]), compiled(ids, caches[1]))
+    assert caches[1].ledger.lengths == caches[1].lengths.tolist() == [6]
+
+
 def test_weights_that_are_split_over_ranks_are_refused(gloo):
     assert gloo(2, split_on_rank) == ["it is"] * 2
 
