@@ -266,4 +266,6 @@ def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own(
 
 def test_a_cache_is_made_for_a_models_config():
     config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
-    assert KVCache.make(config, 1, 7).k.shape == (3, 1, 8, 2, 8)
+    cache = KVCache.make(config, 1, 7)
+    assert (cache.k.shape, cache.k.dtype) == ((3, 1, 8, 2, 8), torch.float32)
+    assert KVCache.make(config, 1, 7, dtype=torch.float16).k.dtype == torch.float16

@@ -69,7 +69,7 @@ class KVCache(Requests):
         batch: int,
         capacity: int | None = None,
         *,
-        dtype: torch.dtype | str = "bfloat16",
+        dtype: torch.dtype | str | None = None,
         window: int | None = None,
         room: int | None = None,
         page: int | None = None,
@@ -80,10 +80,11 @@ class KVCache(Requests):
     ) -> KVCache:
         """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
 
-        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
-        "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
-        ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
-        first, by a step that advances; larger ones are cut to the largest.
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the one in
+        which the config computes, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", in which
+        numbers are kept divided by a scale of every head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by
+        default the least power of two that holds what is written first, by a step that advances; larger ones are cut to the
+        largest.
 
         ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
         request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
@@ -98,7 +99,9 @@ class KVCache(Requests):
             where = torch.empty(0, device=device).device
             scaled = k_scale is not None or v_scale is not None
             options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
-            spec = CacheSpec.of(config, batch, capacity, ranks_of(ring), dtype=dtype_name(dtype), **options)
+            spec = CacheSpec.of(
+                config, batch, capacity, ranks_of(ring), dtype=None if dtype is None else dtype_name(dtype), **options
+            )
             scales = given_scales(spec, k_scale, v_scale, where)
         except Exception as error:
             refuse(error, ring, where.type)
