@@ -132,7 +132,13 @@ class KVCache(Requests):
         held = self._held(which["rows"])
         tensors: Any = appended(held, tokens, valid)
         host = tuple(of), None
-        record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False} | which
+        record: dict[str, Any] = {
+            "tokens": tokens,
+            "layout": None,
+            "length": tokens,
+            "fresh": False,
+            "certain": valid is None,
+        } | which
         return Step(**tensors, **record, before=held.lengths, version=self.version, host=host)
 
     def prefill_step(
@@ -177,7 +183,7 @@ class KVCache(Requests):
         which = self._rows(of, rows is None)
         cached = self._held(which["rows"])
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
-        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk)} | which
+        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
         host = tuple(of), tuple(map(tuple, shares))
         return Step(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
@@ -229,7 +235,8 @@ class KVCache(Requests):
             self.lengths[step.rows] = step.lengths
             self.owners[step.into, step.owner_slots] = step.owners
         self.version = next(VERSIONS)
-        self.scaled |= step.written
+        if step.certain:
+            self.scaled |= step.written
         if not capturing(self.counts):
             rows, shares = step.host
             if shares is None:
