@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from ring_attn_core.cache.ledger import Ledger
 from ring_attn_core.cache.placement import earlier, held, owners, place, positions, turns
 from ring_attn_core.cache.spec import CacheSizes, CacheSpec
 from ring_attn_core.layouts import LAYOUTS, padded_local
+from ring_attn_core.model.config import TransformerConfig
 
 SIZES = CacheSizes(2, 2, 8)
 QUICK = settings(derandomize=True, deadline=None, max_examples=100)
@@ -79,6 +82,13 @@ def test_a_cache_that_cannot_be_is_refused(arguments, message):
     given = {"config": SIZES, "batch": 2, "capacity": 9, "ranks": 2, "dtype": "float32"} | arguments
     with pytest.raises(ValueError, match=message):
         CacheSpec.of(**given)
+
+
+def test_a_cache_without_a_dtype_has_that_in_which_the_model_computes():
+    config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4)
+    kept, computed = replace(config, param_dtype="float64"), replace(config, compute_dtype="float16")
+    dtypes = [CacheSpec.of(each, 2, 9, 2, dtype=None).dtype for each in (SIZES, config, kept, computed)]
+    assert dtypes == ["bfloat16", "float32", "float64", "float16"]
 
 
 def test_capacity_is_that_of_all_ranks_and_with_a_window_of_each():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from ring_attn_jax import CacheSizes, KVCache, prefill
+from ring_attn_jax import CacheSizes, KVCache, TransformerConfig, prefill
 
 from ..support.caches import check
 from ..support.stories import CHOSEN, REST
@@ -158,6 +158,37 @@ def test_a_step_that_stops_leaves_no_scale_and_given_ones_can_divide():
             small(dtype="float8_e4m3fn", k_scale=wrong, v_scale=ones)
 
 
+@pytest.mark.parametrize("first", ["chunk", "step"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_a_token_leaves_no_scale(ranks, first):
+    """What a request has is to the bit what it has alone, whatever stood where no token was, and whichever rank has its first."""
+
+    def written(cache: KVCache, step: Any, value: float) -> KVCache:
+        real = jnp.broadcast_to((step.positions >= 0)[..., None, None], (*step.positions.shape, 2, 8))
+        new = jnp.where(real, value, 1e6)
+        return cache.append(0, new, new, step).append(1, new, new, step).advance(step)
+
+    def empty_steps(cache: KVCache) -> KVCache:
+        cache = written(cache, cache.step(2, valid=jnp.zeros((2, 2), bool)), 1.0)
+        cache = written(cache, cache.prefill_step(2, "contiguous", jnp.zeros(2, jnp.int32)), 1.0)
+        return written(cache, cache.step(1, valid=jnp.zeros((1, 1), bool), rows=[1]), 1.0)
+
+    def continued(cache: KVCache, new: list[int]) -> KVCache:
+        if first == "chunk":
+            cache = written(cache, cache.prefill_step(2, "contiguous", jnp.asarray(new)), 1.0)
+        cache = written(cache, cache.step(1, valid=jnp.asarray(new, bool)[:, None]), 1.0)
+        return written(cache, cache.step(1, valid=jnp.asarray(new, bool)[:, None]), 3.0)
+
+    two, one = (KVCache.make(SIZES, n, 8, dtype="float8_e4m3fn", mesh=mesh_of(ranks)) for n in (2, 1))
+    late = on_ring(lambda cache: continued(empty_steps(cache), [0, 1]), two)
+    alone = on_ring(lambda cache: continued(cache, [1]), one)
+    assert (alone.k_scale == 2.0**-8).all()
+    for name, dim in {"k": 1, "v": 1, "positions": 0, "counts": 0, "lengths": 0, "owners": 0}.items():
+        np.testing.assert_array_equal(np.asarray(getattr(late, name)).take([1], dim), getattr(alone, name), err_msg=name)
+    np.testing.assert_array_equal(late.k_scale, alone.k_scale)
+    np.testing.assert_array_equal(late.v_scale, alone.v_scale)
+
+
 def test_lengths_to_go_back_to_that_are_traced_are_not_below_0():
     back = jax.jit(lambda cache, lengths: cache.rollback(lengths))(filled(small(), 5), jnp.array([-3, 2]))
     assert (back.lengths.tolist(), back.counts.tolist(), back.lengths.dtype) == ([0, 2], [[0, 0], [1, 1]], jnp.int32)
@@ -170,3 +201,10 @@ def test_a_cache_needs_a_mesh_or_a_shard_map():
         small(mesh=None)
     made = jax.shard_map(lambda: small(mesh=None), mesh=mesh_of(2), in_specs=(), out_specs=small().specs)()
     assert made.k.shape == small().k.shape
+
+
+def test_a_cache_is_made_for_a_models_config():
+    config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
+    cache = KVCache.make(config, 1, 7, mesh=mesh_of(1))
+    assert (cache.k.shape, cache.k.dtype) == ((3, 1, 7, 2, 8), jnp.float32)
+    assert KVCache.make(config, 1, 7, dtype=jnp.float16, mesh=mesh_of(1)).k.dtype == jnp.float16

@@ -217,6 +217,22 @@ def test_a_step_that_does_not_fit_is_refused(ids, options, message):
             function(model, jnp.asarray(ids), kept)
 
 
+def test_text_is_not_generated_inside_jit():
+    model = model_of("features", None, "float32")
+    calls = (lambda: jax.jit(lambda: model.generate(PROMPTS, 1))(), lambda: nnx.jit(lambda m: m.generate(PROMPTS, 1))(model))
+    for call_it in calls:
+        with pytest.raises(ValueError, match=r"call it outside of jit. Inside of jit there are decode_step and prefill_prompts"):
+            call_it()
+
+
+@pytest.mark.parametrize("kept", [None, {}])
+def test_what_is_no_cache_is_refused(kept):
+    model = model_of("features", 2, "float32")
+    for function in (decode_step, prefill_prompts):
+        with pytest.raises(ValueError, match=r"cache must be a KVCache, got .*: make one with KVCache.make\(model.config, ...\)"):
+            function(model, jnp.ones((1, 1), jnp.int32), kept)
+
+
 def test_no_token_of_a_prompt_is_taken_from_its_padding():
     """Zigzag pads 5 tokens to 8."""
     model = model_of("features", 2, "float32")

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ring_attn_torch import KVCache, prefill
+from ring_attn_torch import CacheSizes, KVCache, prefill
+from ring_attn_torch.inference.step import Step
 
 from ..support.stories import Append, Call, Prefill, Story
 from .models import Group, rank_in
@@ -67,3 +68,29 @@ def snapshot(cache: KVCache) -> dict[str, np.ndarray]:
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:
     return (x.double() if x.is_floating_point() else x).cpu().numpy().copy()
+
+
+def late_on_rank(group: Group, first: str) -> list[dict[str, np.ndarray]]:
+    """A float8 cache whose request in row 1 has no token in its first steps and chunk, and one of that request alone.
+
+    ``first``: whether its first token comes in a "chunk", which of two ranks the first one holds, or in a "step".
+    """
+    sizes = CacheSizes(2, 2, 8)
+    late, alone = (KVCache.make(sizes, n, 8, dtype="float8_e4m3fn", group=group) for n in (2, 1))
+
+    def written(cache: KVCache, step: Step, value: float) -> None:
+        real = (step.positions >= 0)[..., None, None].expand(-1, -1, 2, 8)
+        new = torch.where(real, value, 1e6)
+        for layer in range(2):
+            cache.append(layer, new, new, step)
+        cache.advance(step)
+
+    written(late, late.prefill_step(2, "contiguous", [0, 0]), 1.0)
+    written(late, late.step(2, valid=torch.zeros(2, 2, dtype=torch.bool)), 1.0)
+    written(late, late.step(1, valid=torch.zeros(1, 1, dtype=torch.bool), rows=[1]), 1.0)
+    for cache, new in ((late, [0, 1]), (alone, [1])):
+        if first == "chunk":
+            written(cache, cache.prefill_step(2, "contiguous", new), 1.0)
+        for value in (1.0, 3.0):
+            written(cache, cache.step(1, valid=torch.tensor(new, dtype=torch.bool)[:, None]), value)
+    return [snapshot(late), snapshot(alone)]

@@ -14,7 +14,7 @@ from ring_attn_torch import CacheSizes, KVCache, TransformerConfig, prefill
 from ..support.caches import check
 from ..support.spawn import PerRank
 from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
-from .caches import on_rank, snapshot
+from .caches import late_on_rank, on_rank, snapshot
 from .models import Group
 
 
@@ -275,6 +275,19 @@ def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own(
     assert (cache.k_scale == 2.0**-8).all() and (cache.v_scale == 2.0**-8).all()
 
 
+@pytest.mark.parametrize("first", ["chunk", "step"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_a_token_leaves_no_scale(gloo, ranks, first):
+    """What a request has is to the bit what it has alone, whatever stood where no token was, and whichever rank has its first."""
+    for late, alone in gloo(ranks, late_on_rank, first):
+        for name, x in alone.items():
+            dim = {"k": 1, "v": 1, "k_scale": None, "v_scale": None}.get(name, 0)
+            np.testing.assert_array_equal(late[name] if dim is None else late[name].take([1], dim), x, err_msg=name)
+        assert (alone["k_scale"] == 2.0**-8).all()
+
+
 def test_a_cache_is_made_for_a_models_config():
     config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
-    assert KVCache.make(config, 1, 7).k.shape == (3, 1, 8, 2, 8)
+    cache = KVCache.make(config, 1, 7)
+    assert (cache.k.shape, cache.k.dtype) == ((3, 1, 8, 2, 8), torch.float32)
+    assert KVCache.make(config, 1, 7, dtype=torch.float16).k.dtype == torch.float16

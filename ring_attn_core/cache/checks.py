@@ -171,6 +171,12 @@ def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> Cach
     return replace(spec, slots=max(spec.slots, -(-needed // spec.page) * spec.page))
 
 
+def check_cache(cache: Any, kind: type) -> None:
+    """ValueError for a ``cache`` that is none of this ``kind``, the package's KVCache."""
+    if not isinstance(cache, kind):
+        raise ValueError(f"cache must be a KVCache, got {in_words(cache)}: make one with KVCache.make(model.config, ...)")
+
+
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
     """ValueError for a cache that is not for this model, or whose window forgets what a layer sees.
 

@@ -65,9 +65,12 @@ class CacheSpec:
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
         """Return the cache for requests of ``capacity`` tokens in all. With a window: of the newest ``capacity`` of every rank.
 
+        ``dtype`` None: the one in which a TransformerConfig computes, and bfloat16 for sizes, which do not say it.
         Raises ValueError for sizes that do not fit.
         """
         check_ranks(ranks)
+        if options.get("dtype") is None:
+            options["dtype"] = getattr(config, "compute_dtype", None) or getattr(config, "param_dtype", "bfloat16")
         window, room, page = (options.get(name) for name in ("window", "room", "page"))
         if window is None:
             if room is not None:

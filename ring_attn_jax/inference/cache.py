@@ -68,7 +68,7 @@ class KVCache(Requests):
         batch: int,
         capacity: int | None = None,
         *,
-        dtype: Any = "bfloat16",
+        dtype: Any = None,
         window: int | None = None,
         room: int | None = None,
         page: int | None = None,
@@ -79,10 +79,11 @@ class KVCache(Requests):
     ) -> KVCache:
         """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
 
-        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
-        "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
-        ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
-        first, by a step that advances; larger ones are cut to the largest.
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the one in
+        which the config computes, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", in which
+        numbers are kept divided by a scale of every head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by
+        default the least power of two that holds what is written first, by a step that advances; larger ones are cut to the
+        largest.
 
         ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
         request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
@@ -206,8 +207,10 @@ class KVCache(Requests):
         return Held(of(self.positions), of(self.counts), of(self.lengths), self.spec, lax.axis_index(self.axis_name))
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: Any) -> Any:
     """The name of a dtype; of what is none, what was passed."""
+    if dtype is None:  # of which jnp.dtype makes float64
+        return None
     try:
         return str(jnp.dtype(dtype))
     except TypeError:

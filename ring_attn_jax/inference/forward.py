@@ -192,19 +192,25 @@ def computes_in(model: Any) -> str:
     return str(model.compute_dtype or model.embed.embedding[...].dtype)
 
 
-def check_model(model: Any) -> None:
-    """ValueError for what is no RingTransformer, or one whose weights or layers cannot be decoded with."""
+def check_model(model: Any, traced: bool = False) -> None:
+    """ValueError for what is no RingTransformer, cannot be decoded with, or stands inside jit and is not to be ``traced``."""
     from flax import nnx
 
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
+    weights = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    if not traced and any(isinstance(x, Tracer) for x in (jnp.zeros(()), *(p.get_value() for _, p in weights))):
+        raise ValueError(
+            "generate looks at tokens on the host and compiles its own step, and here it is traced: call it outside of jit. "
+            "Inside of jit there are decode_step and prefill_prompts"
+        )
     if isinstance(model.where, Where) and model.where.head_axis is not None:
         raise ValueError(
             f"head_axis={model.where.head_axis!r} splits heads over devices (tensor parallelism), and generation computes with "
             "whole weights on every device: make the model without it, with save_weights and load_weights"
         )
-    for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, p in weights:
         sharding = getattr(p.get_value(), "sharding", None)
         if sharding is not None and not isinstance(p.get_value(), Tracer) and not sharding.is_fully_replicated:
             raise ValueError(
@@ -214,7 +220,8 @@ def check_model(model: Any) -> None:
 
 
 def _check(model: Any, ids: Any, cache: KVCache) -> None:
-    check_model(model)
+    check_model(model, traced=True)
+    checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     where = model.where
     instead = "make it and the cache with mesh=, of one device where there is but one"

@@ -69,7 +69,7 @@ class KVCache(Requests):
         batch: int,
         capacity: int | None = None,
         *,
-        dtype: torch.dtype | str = "bfloat16",
+        dtype: torch.dtype | str | None = None,
         window: int | None = None,
         room: int | None = None,
         page: int | None = None,
@@ -80,10 +80,11 @@ class KVCache(Requests):
     ) -> KVCache:
         """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
 
-        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
-        "float32", "float64", or "float8_e4m3fn", in which numbers are kept divided by a scale of every head and layer:
-        ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by default the least power of two that holds what is written
-        first, by a step that advances; larger ones are cut to the largest.
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the one in
+        which the config computes, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", in which
+        numbers are kept divided by a scale of every head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by
+        default the least power of two that holds what is written first, by a step that advances; larger ones are cut to the
+        largest.
 
         ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
         request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
@@ -98,7 +99,9 @@ class KVCache(Requests):
             where = torch.empty(0, device=device).device
             scaled = k_scale is not None or v_scale is not None
             options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
-            spec = CacheSpec.of(config, batch, capacity, ranks_of(ring), dtype=dtype_name(dtype), **options)
+            spec = CacheSpec.of(
+                config, batch, capacity, ranks_of(ring), dtype=None if dtype is None else dtype_name(dtype), **options
+            )
             scales = given_scales(spec, k_scale, v_scale, where)
         except Exception as error:
             refuse(error, ring, where.type)
@@ -129,7 +132,13 @@ class KVCache(Requests):
         held = self._held(which["rows"])
         tensors: Any = appended(held, tokens, valid)
         host = tuple(of), None
-        record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False} | which
+        record: dict[str, Any] = {
+            "tokens": tokens,
+            "layout": None,
+            "length": tokens,
+            "fresh": False,
+            "certain": valid is None,
+        } | which
         return Step(**tensors, **record, before=held.lengths, version=self.version, host=host)
 
     def prefill_step(
@@ -174,7 +183,7 @@ class KVCache(Requests):
         which = self._rows(of, rows is None)
         cached = self._held(which["rows"])
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
-        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk)} | which
+        record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
         host = tuple(of), tuple(map(tuple, shares))
         return Step(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
@@ -226,7 +235,8 @@ class KVCache(Requests):
             self.lengths[step.rows] = step.lengths
             self.owners[step.into, step.owner_slots] = step.owners
         self.version = next(VERSIONS)
-        self.scaled |= step.written
+        if step.certain:
+            self.scaled |= step.written
         if not capturing(self.counts):
             rows, shares = step.host
             if shares is None:

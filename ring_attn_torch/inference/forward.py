@@ -21,7 +21,7 @@ from ..attend.tiles import accumulation_dtype
 from ..data.layout import to_layout
 from ..op import no_autocast
 from ..ring.agreement import Call, agree_on, refuse
-from ..ring.groups import is_dtensor, local, rank_in, ranks_of
+from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of
 from .cache import KVCache
 from .decode import tree_attention_decode
 from .merge import ring_of
@@ -48,13 +48,18 @@ def decode_step(
     ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
     model's ring, in its compute dtype or float8, without a window or with one that is as wide as the widest of the layers.
     ``valid``: which of them are tokens; of others, anywhere in a row, the logits mean nothing, and the cache takes none of them.
-    All ranks compute the same logits, each with its part of the cache; dropout and torch.autocast are off.
+    All ranks compute the same logits, each with its part of the cache; dropout and torch.autocast are off, and torch.compile
+    leaves this as it stands.
 
     What the model gives at these positions for the whole sequence, to the rounding of another order of sums. Raises ValueError,
     the same on every rank and with the cache as it was, for what does not fit: another cache, masks that are neither causal
     nor a window before the token, weights that are split over ranks, ids outside the vocabulary (not looked at on a GPU). Once
     it has run, a CUDA graph may capture it: ``docs/cache.md``.
     """
+    return _as_it_stands(_decoded)(model, ids, cache, valid)
+
+
+def _decoded(model: nn.Module, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
     _agree("decode_step", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         step = cache.step(ids.shape[1], valid=valid)
@@ -88,14 +93,25 @@ def prefill_prompts(
 
     Raises what :func:`decode_step` raises, and for a request that has tokens already where the model has ALiBi.
     """
-    with torch.no_grad(), no_autocast(model.embed.weight.device.type):  # type: ignore[union-attr]
+    return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
+
+
+def _prompted(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool) -> tuple[Tensor, KVCache]:
+    _agree("prefill_prompts", model, ids, cache)
+    with torch.no_grad(), no_autocast(ids.device.type):
         hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
         return logits_of(model, summed(hidden, cache)), cache
 
 
+def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which torch.compile leaves alone: the host keeps count of the cache, and ranks compare their calls."""
+    if not torch.compiler.is_compiling():
+        return function  # without the import of torch._dynamo, which takes a second
+    return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")
+
+
 def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False) -> Tensor:
     """[batch, dim]: the last block's output for the last token of each request, 0 where it has none or another rank holds it."""
-    _agree("prefill_prompts", model, ids, cache)
     options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
     ranks = ranks_of(cache.ring)
     given = ids.shape[1] if lengths is None else lengths
@@ -177,11 +193,19 @@ def _agree(call: str, model: Any, ids: Any, cache: Any) -> None:
     """The same ValueError on all ranks for a model, ids and a cache that do not fit, at the first such call."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
-    agree_on(Call(call, device, (("ids_shape", shape),)), cache.ring, lambda: _check(model, ids, cache))
+    agree_on(Call(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
+
+
+def _ring(model: Any, cache: Any) -> Group:
+    """The ring of the cache; for what is no cache that of the model, whose other ranks are to hear of it."""
+    if isinstance(cache, KVCache):
+        return cache.ring
+    return ring_of(model.blocks[0].attention.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None
 
 
 def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model)
+    checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     ranks = ranks_of(ring_of(model.blocks[0].attention.group))
     if ranks != cache.spec.ranks:

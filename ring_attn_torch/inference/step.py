@@ -50,6 +50,8 @@ class Step:
     owner_slots: Tensor
     owners: Tensor
     """int16 [requests, remembered]: the rank of every new token, and where the cache notes it."""
+    certain: bool = True
+    """Whether some request gets a token, as far as the host knows: how many of ``valid`` are ones, only the device does."""
     version: int = 0
     host: tuple[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = ((), None)
     """The requests as ints, and how many tokens of the chunk the ranks hold of each, None without a layout."""
