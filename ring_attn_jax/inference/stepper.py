@@ -116,7 +116,7 @@ def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
 
 
 def _ends(tokens: jax.Array, stop: jax.Array) -> jax.Array:
-    return (tokens[:, None] == stop).any(1)
+    return (tokens[:, None] == stop[None]).any(1)
 
 
 class Stepper:
