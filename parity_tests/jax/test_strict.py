@@ -17,14 +17,18 @@ from jax.sharding import AxisType
 
 from ring_attn_core import Run, causal, sliding_window
 from ring_attn_jax import (
+    KVCache,
     attend_block,
+    decode_step,
     document_extents,
     from_layout,
     merge,
+    prefill_prompts,
     prefix_extents,
     shard_batch,
     sharded_ring_attention,
     to_layout,
+    tree_attention_decode,
 )
 from ring_attn_jax.layers.rotary import RotaryEmbedding
 from ring_attn_jax.layers.transformer import RingTransformer
@@ -154,3 +158,72 @@ def test_layouts_positions_and_extents():
         return there, turned, mask, prefix_extents(prefix, 9), document_extents(cu_seqlens=ends, length=9)
 
     check_as_usual(program, x, jnp.asarray([2, 5]), jnp.asarray([0, 4, 9]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"window": 5, "room": 4}, {"dtype": "float8_e4m3fn"}], ids=["plain", "window", "float8"])
+def test_prompts_and_steps_over_a_cache(options, ranks):
+    wide = {"windows": [5, 3], "alibi": False, "softcap": 5.0, "sinks": True} if "window" in options else {}
+    sizes: dict[str, Any] = {"vocab": 11, "dim": 16, "depth": 2, "heads": 4, "kv_heads": 2}
+    with promoting("standard", "allow"):
+        model = RingTransformer(**sizes, **wide, compute_dtype=jnp.bfloat16, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 8)), jnp.int32)
+
+    def program(state, ids, lengths):
+        model, cache = nnx.merge(graph, state), KVCache.make(sizes_of, 2, 32, **options, mesh=mesh_of(ranks))
+        prompts, cache = prefill_prompts(model, ids[:, :4], cache, lengths, fresh=True)
+        more, cache = prefill_prompts(model, ids[:, 4:], cache, lengths)
+        steps, cache = decode_step(model, ids[:, :3], cache, valid=jnp.asarray([[True, False, True], [False, False, True]]))
+        last, cache = decode_step(model, ids[:, :1], cache.rollback(cache.lengths - 1))
+        cache = cache.fork(0, 1).reset(0)
+        arrays = cache.positions, cache.counts, cache.lengths, cache.owners, cache.k_scale, cache.evict(1).k.astype(jnp.float32)
+        return prompts, more, steps, last, arrays
+
+    sizes_of = model.config
+    check_as_usual(program, state, ids, jnp.asarray([4, 2]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cache_between_steps_and_generated_text(ranks):
+    sizes: dict[str, Any] = {"vocab": 11, "dim": 16, "depth": 1, "heads": 4, "kv_heads": 2, "windows": [3]}
+
+    def played() -> Any:
+        model = RingTransformer(**sizes, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
+        texts = [
+            model.generate([[1, 2, 3], [4]], 4, chunk=2, cache_dtype=kept, **sampling)
+            for kept in (None, "float8_e4m3fn")
+            for sampling in ({}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "stop": [7]})
+        ]
+        cache = KVCache.make(model.config, 2, 8, page=2, mesh=mesh_of(ranks)).check_room([3, 2], "zigzag")
+        _, cache = prefill_prompts(model, jnp.ones((2, 3), jnp.int32), cache, [3, 2])
+        cache = cache.check_room(1).reserve(9).rollback([2, 2]).fork(1, 0).evict(1)
+        _, cache = decode_step(model, jnp.ones((2, 1), jnp.int32), cache)
+        return texts, np.asarray(cache.k), np.asarray(cache.positions), cache.lengths.tolist()
+
+    here = played()
+    with promoting("standard", "allow"):
+        usual = played()
+    jax.tree.map(np.testing.assert_array_equal, here, usual)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_few_queries_over_a_cache(dtype):
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        q, k, v = (jnp.asarray(rng.standard_normal((2, n, heads, 8)), dtype) for n, heads in ((3, 4), (2048, 2), (2048, 2)))
+        where = jnp.broadcast_to(jnp.arange(2048, dtype=jnp.int32), (2, 2048))
+        score = {"softcap": 5.0, "sinks": jnp.ones(4), "alibi_slopes": jnp.full(4, 0.1), "window": 1500}
+        tree = jnp.asarray([[[True, False, False], [True, True, False], [True, False, True]]] * 2)
+        at = jnp.asarray([[2000, 2001, 2002]] * 2, jnp.int32)
+
+        def on_rank(q, k, v, where):
+            places = {"q_positions": at, "k_positions": where}
+            plain = tree_attention_decode(q, k, v, **places)
+            return plain, tree_attention_decode(q, k, v, **places, **score, tree_mask=tree, return_lse=True)
+
+        slots = jax.P(None, "seq")
+        specs = REPLICATED, slots, slots, slots
+        check_as_usual(jax.shard_map(on_rank, mesh=mesh_of(2), in_specs=specs, out_specs=REPLICATED), q, k, v, where)

@@ -234,23 +234,6 @@ def test_a_step_that_does_not_fit_is_refused_and_the_cache_is_as_it_was(sizes, i
     assert (kept.positions == -1).all()
 
 
-def test_what_is_no_cache_is_refused_on_every_rank(gloo):
-    first, second = gloo(2, no_cache_on_rank)
-    assert first == second
-    for got, what in zip(first, ("rank 0: ", "rank 0: ", "rank 1: ", "rank 1: "), strict=True):
-        assert got == f"{what}cache must be a KVCache, got None: make one with KVCache.make(model.config, ...)"
-
-
-def no_cache_on_rank(group: Group) -> list[str]:
-    """Of calls without a cache on both ranks, then on rank 1 alone."""
-    model = model_of("grouped", group)
-    kept = KVCache.make(model.config, 2, 24, dtype="float64", group=group)
-    ids = torch.ones(2, 5, dtype=torch.int64)
-    right = kept if dist.get_rank(group) == 0 else None
-    calls = [(function, cache) for cache in (None, right) for function in (decode_step, prefill_prompts)]
-    return [message_of(lambda call=call: call[0](model, ids, call[1])) for call in calls]
-
-
 def test_no_token_of_a_prompt_is_taken_from_its_padding():
     assert padding_on_rank(None) == "lengths[1]=6: it must be 0 to 5, what ids hold"
 
@@ -272,20 +255,6 @@ def test_autocast_around_it_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         got = model.generate(PROMPTS, 3, chunk=9)
     assert got == model.generate(PROMPTS, 3, chunk=9)
-
-
-def test_torch_compile_leaves_a_step_as_it_stands():
-    model, ids = model_of("features"), torch.tensor([[3, 1, 4]])
-
-    def program(ids: torch.Tensor, kept: KVCache) -> torch.Tensor:
-        prompt, _ = prefill_prompts(model, ids + 1, kept)
-        return prompt[:, None] + 2 * decode_step(model, ids, kept)[0]
-
-    caches = [KVCache.make(model.config, 1, 24, dtype="float64") for _ in range(2)]
-    compiled = torch.compile(program, backend="aot_eager")
-    with torch.no_grad():
-        assert torch.equal(program(ids, caches[0]), compiled(ids, caches[1]))
-    assert caches[1].ledger.lengths == caches[1].lengths.tolist() == [6]
 
 
 def test_weights_that_are_split_over_ranks_are_refused(gloo):

@@ -47,7 +47,7 @@ def turns(counts: Any, levels: Any, earlier: Any) -> Any:
     ``counts`` [batch, ranks], ``levels`` [batch, ranks, slots], which slots of a rank, counted from 0, none below its count;
     ``earlier`` [ranks, ranks] as above. Arrays of numpy, torch or jnp.
     """
-    return (levels[..., None] + earlier[:, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
+    return (levels[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:

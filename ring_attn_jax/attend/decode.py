@@ -82,12 +82,13 @@ def ended_by_kernel(
 def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """out and lse of pairs [s b n h e+1] and of the sinks, in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
-    top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks.astype(lses.dtype))
+    sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]
+    top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks)
     top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lses - top)
+    weights = jnp.exp(lses - top[None])
     total = weights.sum(0)
     if sinks is not None:
-        total = total + jnp.exp(sinks.astype(top.dtype) - top)
+        total = total + jnp.exp(sinks - top)
     nothing = total == 0
     total = jnp.where(nothing, 1, total)
     out = (weights[..., None] * outs).sum(0) / total[..., None]
@@ -105,7 +106,7 @@ def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
     chunk = max(CHUNK // max(b * n * h, 1), CONVERTED) if k.dtype == wide else CONVERTED
     rows = jnp.moveaxis(q.astype(wide).reshape(b, n, g, h // g, d), 1, 2).reshape(b, g, -1, d) * problem.factor
     if arrays.k_scale is not None:
-        rows = rows * arrays.k_scale.astype(wide)[:, None, None]
+        rows = rows * arrays.k_scale.astype(wide)[None, :, None, None]
     if q.size == 0 or t == 0:
         zeros = jnp.zeros_like(rows, shape=(b, n, h, e + 1))
         return zeros.at[..., -1].set(-jnp.inf)
@@ -123,7 +124,7 @@ def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
         state, _ = lax.scan(step, state, jnp.arange(first, t, chunk, dtype=jnp.int32))
     pair = state.pair()
     if arrays.v_scale is not None:
-        pair = pair.at[..., :-1].multiply(arrays.v_scale.astype(wide)[:, None, None])
+        pair = pair.at[..., :-1].multiply(arrays.v_scale.astype(wide)[None, :, None, None])
     return jnp.moveaxis(pair.reshape(b, g, n, h // g, e + 1), 1, 2).reshape(b, n, h, e + 1)
 
 
@@ -215,7 +216,7 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
         return dot("bgmd,bcgd->bgmc", rows, keys)
-    mine = jnp.eye(g, dtype=bool)[:, None, :, None]
+    mine = jnp.eye(g, dtype=bool)[None, :, None, :, None]
     apart = jnp.where(mine, rows[:, :, :, None], 0).reshape(b, g * m, g * d)
     return dot("bmd,bcd->bmc", apart, keys.reshape(*keys.shape[:2], g * d)).reshape(b, g, m, -1)
 

@@ -116,7 +116,7 @@ def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tup
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
-    slot = jnp.arange(spec.slots, dtype=jnp.int32)
+    slot = jnp.arange(spec.slots, dtype=jnp.int32)[None]
     if spec.window is None:
         end = count
         positions = jnp.where(slot < count, positions, jnp.iinfo(jnp.int32).max)
@@ -125,8 +125,8 @@ def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tup
         oldest_first = (count + slot) % spec.slots
         rows = jnp.arange(len(count))[:, None]
         k, v, positions = k[rows, oldest_first], v[rows, oldest_first], positions[rows, oldest_first]
-    place = shards(step.layout, spec.ranks, step.tokens)[0].reshape(-1)  # type: ignore[arg-type]
-    first = jnp.zeros((len(count), len(place)), jnp.int32)
+    place = shards(step.layout, spec.ranks, step.tokens)[0].reshape(1, -1)  # type: ignore[arg-type]
+    first = jnp.zeros((len(count), place.size), jnp.int32)
     if window is not None:
         first = _first_of(positions, jnp.maximum(step.before[:, None] + place - window, 0))
     elif spec.window is not None:
@@ -145,7 +145,7 @@ def _merged(out: jax.Array, lse: jax.Array) -> State:
     """The pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, added in rank order."""
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lse - top)
+    weights = jnp.exp(lse - top[None])
     z, total = jnp.zeros_like(top), jnp.zeros_like(out[0])
     for rank in range(len(out)):
         z = z + weights[rank]

@@ -107,10 +107,10 @@ class Requests:
             keep = jnp.maximum(lengths, 0).astype(jnp.int32)  # type: ignore[arg-type]
         keep = jnp.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
-        slot = jnp.arange(spec.remembered, dtype=jnp.int32)
+        slot = jnp.arange(spec.remembered, dtype=jnp.int32)[None]
         position = last - (last - slot) % spec.remembered  # the newest that is noted there
         removed = (position >= keep[:, None]) & (position >= 0)
-        owned = self.owners[:, :, None] == jnp.arange(spec.ranks, dtype=jnp.int16)
+        owned = self.owners[:, :, None] == jnp.arange(spec.ranks, dtype=jnp.int16)[None, None]
         counts = self.counts - (owned & removed[..., None]).sum(1, dtype=jnp.int32)
         positions = jnp.where(self.positions >= keep[:, None], -1, self.positions)
         return replace(self, positions=positions, counts=counts, lengths=keep)
@@ -154,4 +154,4 @@ class Requests:
 
 def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
     """``x`` with ``value`` for the requests along ``axis`` that are named; a scatter would ask how its result is sharded."""
-    return jnp.where(rows.reshape((-1, *[1] * (x.ndim - axis - 1))), jnp.asarray(value, x.dtype), x)
+    return jnp.where(rows.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)]), jnp.asarray(value, x.dtype), x)

@@ -54,9 +54,9 @@ def of_first(
 
 def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
     """x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
-    return jnp.clip(x.astype(jnp.float32) / scale[:, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
 
 
 def restored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` where it has one."""
-    return x if scale is None else (x.astype(jnp.float32) * scale[:, None]).astype(dtype)
+    return x if scale is None else (x.astype(jnp.float32) * scale[None, None, :, None]).astype(dtype)

@@ -75,7 +75,7 @@ class Held:
 def appended(held: Held, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
     """The arrays of a step of ``tokens`` tokens that are the same on every rank, of which ``valid`` [b, tokens] are some."""
     spec, batch = held.spec, len(held.lengths)
-    index = jnp.arange(tokens, dtype=jnp.int32)
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
     if valid is None:
         chunk = jnp.full_like(held.lengths, tokens)
         positions = held.lengths[:, None] + index
@@ -85,7 +85,7 @@ def appended(held: Held, tokens: int, valid: jax.Array | None) -> dict[str, Any]
         chunk = number[:, -1]
         positions = jnp.where(valid, held.lengths[:, None] + number - 1, -1)
         order = jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
-    levels = held.counts[..., None] + index
+    levels = held.counts[..., None] + index[None]
     turns = placement.turns(held.counts, levels, jnp.asarray(placement.earlier(spec.ranks), jnp.int32)).astype(jnp.int32)
     taken = turns < chunk[:, None, None]
     writes = min(tokens, spec.slots)
@@ -114,20 +114,20 @@ def prefilled(held: Held, chunk: jax.Array, layout: str, local: int) -> dict[str
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
     mine = of_rank[held.rank]
-    more = (of_rank < chunk[:, None, None]).sum(-1, dtype=jnp.int32)
+    more = (of_rank[None] < chunk[:, None, None]).sum(-1, dtype=jnp.int32)
     own = more[:, held.rank, None]
     writes = min(local, spec.slots)
-    index = own - writes + jnp.arange(writes, dtype=jnp.int32)  # the last ones, where a window keeps no more
+    index = own - writes + jnp.arange(writes, dtype=jnp.int32)[None]  # the last ones, where a window keeps no more
     source = jnp.maximum(index, 0)
     level = held.counts[:, held.rank, None] + index
     return {
-        "positions": jnp.where(mine < chunk[:, None], held.lengths[:, None] + mine, -1),
+        "positions": jnp.where(mine[None] < chunk[:, None], held.lengths[:, None] + mine[None], -1),
         "source": source,
         "chunk": chunk,
         "counts": held.counts + more,
         "lengths": held.lengths + chunk,
         **_written(held, index >= 0, level, held.lengths[:, None] + mine[source]),
-        **_noted(held, chunk, jnp.broadcast_to(owners, (len(chunk), len(owners)))),
+        **_noted(held, chunk, jnp.broadcast_to(owners[None], (len(chunk), len(owners)))),
     }
 
 
@@ -148,6 +148,6 @@ def _noted(held: Held, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.A
     """Where the cache notes the ranks ``of_token`` [b, tokens], of as many of the last ones as it remembers."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)
-    token = chunk[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)
+    token = chunk[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]
     slot = jnp.where(token >= 0, (held.lengths[:, None] + token) % remembered, remembered)
     return {"owner_slots": slot, "owners": jnp.take_along_axis(of_token, jnp.maximum(token, 0), 1)}

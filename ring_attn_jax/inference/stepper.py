@@ -118,7 +118,7 @@ def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
     """bool [requests]: whose newest token is the last; ``ends``: the stop ids, and ``Generation.ends``."""
     stop, lengths = ends
-    return (tokens[:, None] == stop).any(1) | (cache.lengths >= lengths)
+    return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)
 
 
 class Stepper:
