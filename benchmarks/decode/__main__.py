@@ -15,9 +15,9 @@ are needed, take 0.85 us a tile of 64 slots, where reading it takes 3 us of a pr
 
 Measured (one H200, torch 2.11, Triton 3.6, results/decode-h200.json): 0.94, for reading alone is faster than a copy; FlashInfer
 0.93, SDPA, whose heads lie apart in memory, 0.92. Over 131,072 slots 1.04, FlashInfer 1.05. Three programs a multiprocessor, each
-with two tiles on their way, took 0.98 where four with one take 0.96. Float8 takes 0.66 ms, 1.31 times its bytes, and took 1.02 with
-four warps a program instead of two: what holds it up is no reading. Eight queries leave registers for two programs, and take 1.03;
-counted as three, the second wave was half empty and took 1.29.
+with two tiles on their way, took 0.98 where four with one take 0.96. Float8 takes 0.66 ms, 1.31 times its bytes, and took 1.02
+with four warps a program instead of two: what holds it up is no reading. Eight queries leave registers for two programs, and take
+1.03; counted as three, the second wave was half empty and took 1.29.
 """
 
 from __future__ import annotations
