@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -19,7 +20,33 @@ print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := 
 """
 
 
+KEEPS_ITS_GRAPH = """
+from pathlib import Path
+import torch, torch.distributed as dist
+from ring_attn_torch import RingTransformer, gather, gather_token, loss
+
+dist.init_process_group("gloo")
+model = RingTransformer(vocab=8, dim=8, depth=1, heads=1, auto_shard=True)
+logits = model(torch.zeros(1, 8, dtype=torch.long))
+x = torch.ones(1, 4, 2, requires_grad=True)
+kept = loss(logits, torch.zeros(1, 8, dtype=torch.long)), gather(x).sum(), gather_token(x).sum()
+sum(kept).backward()
+dist.destroy_process_group()
+threads = [name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())]
+print(f"rank {x.grad.sum().item() > 0} {threads}\\n", end="")
+"""
+
+
 def test_nothing_keeps_the_group_alive_after_it_was_destroyed():
     """A thread of gloo that outlives it can abort Python's exit: see ring/groups.py."""
     done = subprocess.run([sys.executable, "-c", DESTROYS], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_nor_does_the_graph_of_a_result(tmp_path):
+    program = tmp_path / "keeps_its_graph.py"
+    program.write_text(KEEPS_ITS_GRAPH)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert sorted(done.stdout.split("\n")) == ["", "rank True []", "rank True []"], done.stdout + done.stderr

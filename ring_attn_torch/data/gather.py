@@ -77,7 +77,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Group) -> Tensor:
-        ctx.ring = ring
+        ctx.ring = group_name(ring)  # the group itself would live as long as the graph
         sent = x.contiguous()
         sent = sent.view(torch.uint8) if x.dtype == torch.bool else sent
         shards = sent.new_empty(ranks_of(ring) * x.shape[0], *x.shape[1:])
@@ -86,10 +86,10 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
-        wide = dwhole.to(torch.promote_types(dwhole.dtype, torch.float32))
-        dshards = torch.cat(wide.chunk(ranks_of(ctx.ring), 1))
-        dx = dshards.new_empty(dwhole.shape[0], dwhole.shape[1] // ranks_of(ctx.ring), *dwhole.shape[2:])
-        dist.reduce_scatter_tensor(dx, dshards, group=ctx.ring)
+        ring, wide = group_of(ctx.ring), dwhole.to(torch.promote_types(dwhole.dtype, torch.float32))
+        dshards = torch.cat(wide.chunk(ranks_of(ring), 1))
+        dx = dshards.new_empty(dwhole.shape[0], dwhole.shape[1] // ranks_of(ring), *dwhole.shape[2:])
+        dist.reduce_scatter_tensor(dx, dshards, group=ring)
         return dx.to(dwhole.dtype), None
 
 
