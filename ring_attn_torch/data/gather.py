@@ -76,8 +76,8 @@ class AllGather(torch.autograd.Function):
     """The shards of all ranks side by side along dim 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Group) -> Tensor:
-        ctx.ring = group_name(ring)  # the group itself would live as long as the graph
+    def forward(ctx: Any, x: Tensor, ring: dist.ProcessGroup) -> Tensor:
+        ctx.ring = ring.group_name  # the group itself would live as long as the graph
         sent = x.contiguous()
         sent = sent.view(torch.uint8) if x.dtype == torch.bool else sent
         shards = sent.new_empty(ranks_of(ring) * x.shape[0], *x.shape[1:])

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..data.layout import from_layout, to_layout
 from ..ring.agreement import refuse, tell
-from ..ring.groups import Group, group_name, group_of, rank_in, ranks_of
+from ..ring.groups import Group, group_of, rank_in, ranks_of
 from .attention import RingAttention, ring_of
 
 
@@ -90,14 +90,14 @@ class _Exchange(torch.autograd.Function):
     """``_exchange``, whose adjoint sends the gradients back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:
-        ctx.back, ctx.ring = (received, sent), group_name(ring)  # the group itself would live as long as the graph
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], ring: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.ring = sent, received, ring.group_name  # the group itself would live as long as the graph
         return _exchange(x, sent, received, ring)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchange(dout, *ctx.back, group_of(ctx.ring)), None, None, None
+        return _exchange(dout, ctx.received, ctx.sent, group_of(ctx.ring)), None, None, None
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:

@@ -52,6 +52,7 @@ def group_name(group: Any) -> str:
     return group.group_name
 
 
+@constant
 def group_of(name: str) -> Group:
     """The process group of that name."""
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
