@@ -13,8 +13,10 @@ def is_integer(x: Any) -> bool:
 
 
 def in_words(x: Any) -> str:
-    """Return what ``x`` is in a few words: type and shape of an array, a number or a text itself, of all else the type."""
+    """Return what ``x`` is in a few words: type and shape of an array, a number, text or class itself, else the type."""
     if isinstance(x, str | int | float | None):
         return repr(x)
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
     shape = getattr(x, "shape", None)
     return type(x).__name__ if shape is None else f"{type(x).__name__} of shape {list(shape)}"

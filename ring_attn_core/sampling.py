@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .dropout import Multiply, philox2x32, philox4x32, seed_words
+from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
 from .mistakes import in_words, is_integer
 
 DOMAIN = 1
@@ -94,6 +94,11 @@ def check_drawn(logits: Any, choice: Choice, requests: Any, positions: Any) -> N
         if given is not None and not _are_integers(given, shape[0]):
             got = repr(given) if isinstance(given, list | tuple) else in_words(given)
             raise ValueError(f"{name} must be {shape[0]} integers, one for each row of logits, got {got}")
+
+
+def number_words(numbers: Any) -> Any:
+    """Requests or positions that are a list as what counts of them, their low 32 bits; an array as it is."""
+    return [int(x) & WORD for x in numbers] if isinstance(numbers, list | tuple) else numbers
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:

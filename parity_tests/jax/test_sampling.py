@@ -68,6 +68,20 @@ def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced(
         assert sample(logits[:1], **options, positions=at[:1]).tolist() == whole[:1].tolist()
 
 
+def test_of_numbers_their_low_32_bits_count():
+    logits = jax.random.normal(jax.random.key(0), (2, 300))
+    draw = lambda **numbers: sample(logits, temperature=2.0, **numbers).tolist()
+    wide = draw(requests=[2**31, 2**40 + 7], positions=[2**63, -1])
+    assert wide == draw(requests=np.array([2**31, 7], np.uint32), positions=np.array([0, 2**32 - 1], np.uint32))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "seed"])
+def test_what_must_be_known_when_it_is_traced_is_refused_by_name(name):
+    options = {"temperature": 1.0, "positions": [0]}
+    with pytest.raises(ValueError, match=f"{name} is traced, .*: make it a static argument of jit"):
+        jax.jit(lambda x: sample(jnp.ones((1, 5)), **options | {name: x}))(1)
+
+
 @pytest.mark.parametrize(("changes", "message"), BAD_DRAWS.values(), ids=BAD_DRAWS)
 def test_what_does_not_fit_is_refused(changes, message):
     options = dict(changes)

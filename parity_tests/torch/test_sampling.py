@@ -73,6 +73,12 @@ def test_it_is_a_request_of_its_number_and_neither_its_row_nor_autocast_nor_a_gr
     assert sample(logits, temperature=2.0, top_p=0.9, seed=3, positions=at + 1).tolist() != whole.tolist()
 
 
+def test_of_numbers_their_low_32_bits_count():
+    logits = torch.randn(2, 300, generator=torch.manual_seed(0))
+    draw = lambda **numbers: sample(logits, temperature=2.0, **numbers).tolist()
+    assert draw(requests=[2**31, 2**40 + 7], positions=[2**63, -1]) == draw(requests=[2**31, 7], positions=[0, 2**32 - 1])
+
+
 @pytest.mark.parametrize(("changes", "message"), BAD_DRAWS.values(), ids=BAD_DRAWS)
 def test_what_does_not_fit_is_refused(changes, message):
     options = dict(changes)

@@ -19,6 +19,9 @@ from .config import TransformerConfig
 SLOTS = 64
 """A cache of a call has a multiple of so many slots a rank, for another call to be served by the same compiled step."""
 
+MOST = 2**30
+"""New tokens of a request at most."""
+
 OnToken = Callable[[int, int], object]
 Progress = Callable[[int, int], object]
 
@@ -52,10 +55,7 @@ class Generation:
             check_ids(ids, config.vocab, f"prompt {row} holds")
         most = _most(new, len(rows))
         stop, chunk, kept = options.pop("stop"), options.pop("chunk"), options.pop("cache_dtype")
-        stop = (stop,) if is_integer(stop) else tuple(stop) if isinstance(stop, Sequence | set | frozenset) else stop
-        if not isinstance(stop, tuple) or not all(map(is_integer, stop)):
-            raise ValueError(f"stop must be token ids, ints, at which a request ends, got {in_words(stop)}")
-        stop = tuple(sorted({int(x) for x in stop}))
+        stop = _ids(stop)
         check_ids(stop, config.vocab, "stop holds")
         if chunk is not None and (not is_integer(chunk) or chunk < 1):
             raise ValueError(f"chunk must be an int of at least 1, tokens of a prompt in one prefill, got {in_words(chunk)}")
@@ -119,7 +119,9 @@ class Generation:
     def fingerprint(self) -> dict[str, Any]:
         """Return what every rank must have in common, by name, as JSON carries it."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
-        sampling = {name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        drawn = self.sampling.choice
+        sampling = {"temperature": drawn.temperature or 0.0, "top_k": drawn.top_k, "top_p": drawn.top_p}
+        sampling["seed"] = int(self.sampling.seed)
         asked = {"prompts": digest, "max_new_tokens": list(self.new), "stop": list(self.stop), "chunk": self.chunk}
         return asked | {"cache_dtype": self.cache_dtype} | sampling
 
@@ -183,15 +185,35 @@ def _rounded(slots: int) -> int:
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
     """The most new tokens of each prompt, of an int for all of them or one for each; ValueError for anything else."""
+    new = _plain(new)
     several = isinstance(new, list | tuple)
     each = list(new) if several else [new] * prompts
     if len(each) != prompts:
         raise ValueError(f"max_new_tokens has {len(each)} numbers, and there are {prompts} prompts: pass one for each, or an int")
     for i, number in enumerate(each):
+        name = f"max_new_tokens[{i}]" if several else "max_new_tokens"
         if not is_integer(number) or number < 1:
-            name = f"max_new_tokens[{i}]" if several else "max_new_tokens"
             raise ValueError(f"{name} must be an int of at least 1, got {in_words(number)}: pass an int, or one for each prompt")
+        if number > MOST:
+            raise ValueError(f"{name}={number}, and the cache is made for all of them: ask for {MOST} at most")
     return tuple(map(int, each))
+
+
+def _ids(stop: Any) -> tuple[int, ...]:
+    """The ids of ``stop`` in ascending order, of one of them or several; ValueError for anything else."""
+    stop = _plain(stop)
+    ids = [stop] if is_integer(stop) else stop
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | set | frozenset):
+        raise ValueError(f"stop must be token ids, ints, at which a request ends, got {in_words(stop)}")
+    for x in ids:
+        if not is_integer(x):
+            raise ValueError(f"stop must be token ids, ints, at which a request ends, and has {in_words(x)}")
+    return tuple(sorted({int(x) for x in ids}))
+
+
+def _plain(x: Any) -> Any:
+    """An array as lists or a number, all else as it is."""
+    return x.tolist() if hasattr(x, "tolist") else x
 
 
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
@@ -202,7 +224,7 @@ def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
             "prompts must be lists of token ids, got text: encode it with the model's tokenizer first, or, for a vocabulary of "
             "bytes, by list(text.encode())"
         )
-    plain = lambda x: x.tolist() if hasattr(x, "tolist") else list(x) if isinstance(x, list | tuple) else x
+    plain = lambda x: list(x) if isinstance(x, list | tuple) else _plain(x)
     rows = [plain(row) for row in plain(prompts)] if isinstance(plain(prompts), list) else None
     if not rows:
         raise ValueError(f"prompts must be a list of lists of token ids, at least one, got {in_words(prompts)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.sampling import Choice, Sampling, check_drawn, words
+from ring_attn_core.sampling import Choice, Sampling, check_drawn, number_words, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
@@ -32,16 +32,28 @@ def sample(
     ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. What is drawn is a function of the logits, the
     seed, ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, how many tokens of each are cached:
     ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, whatever
-    else is in the batch. At temperature 0, the default, the most probable token needs neither. Logits,
-    requests and positions may be traced.
+    else is in the batch. At temperature 0, the default, the most probable token needs neither. Of both their low 32 bits count.
+    NaN among the logits gives some token, and no error. Logits, requests and positions may be traced.
 
     Raises ValueError for other shapes and dtypes, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, and
     above it without ``positions``.
     """
+    for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
+        if isinstance(number, jax.core.Tracer):
+            raise ValueError(f"{name} is traced, and must be a number when the program is: make it a static argument of jit")
     choice = Sampling(temperature, top_k, top_p, seed).choice
     check_drawn(logits, choice, requests, positions)
-    numbers = lambda given: jnp.arange(len(logits), dtype=jnp.int32) if given is None else jnp.asarray(given)
-    return drawn(jnp.asarray(logits), choice, numbers(requests), numbers(positions))
+    logits = jnp.asarray(logits)
+    return drawn(logits, choice, _numbers(requests, logits), _numbers(positions, logits))
+
+
+def _numbers(given: Any, logits: jax.Array) -> jax.Array:
+    """[batch]; None: 0, 1, ..."""
+    if given is None:
+        return jnp.arange(len(logits), dtype=jnp.int32)
+    if isinstance(given, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in given):
+        return jnp.asarray(number_words(given), jnp.uint32)
+    return jnp.asarray(given)
 
 
 def drawn(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax.Array) -> jax.Array:

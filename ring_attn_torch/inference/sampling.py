@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.dropout import WORD
-from ring_attn_core.sampling import Choice, Sampling, check_drawn, words
+from ring_attn_core.sampling import Choice, Sampling, check_drawn, number_words, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
@@ -34,7 +34,8 @@ def sample(
     ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. What is drawn is a function of the logits, the
     seed, ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, how many tokens of each are cached:
     ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, whatever
-    else is in the batch. At temperature 0, the default, the most probable token needs neither. Without a gradient.
+    else is in the batch. At temperature 0, the default, the most probable token needs neither. Of both their low 32 bits count.
+    NaN among the logits gives some token, and no error. Without a gradient.
 
     Raises ValueError for other shapes and dtypes, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, and
     above it without ``positions``.
@@ -50,7 +51,7 @@ def _numbers(given: Any, logits: Tensor) -> Tensor:
     """[batch] on the device of the logits; None: 0, 1, ..."""
     if given is None:
         return torch.arange(len(logits), device=logits.device)
-    return torch.as_tensor(given, device=logits.device).long() & WORD
+    return torch.as_tensor(number_words(given), device=logits.device).long() & WORD
 
 
 def drawn(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -> Tensor:
