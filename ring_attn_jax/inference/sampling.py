@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ring_attn_core.sampling import Choice, Sampling, check_drawn, number_words, words
 
@@ -39,7 +40,7 @@ def sample(
     above it without ``positions``.
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
-        if isinstance(number, jax.core.Tracer):
+        if isinstance(number, Tracer):
             raise ValueError(f"{name} is traced, and must be a number when the program is: make it a static argument of jit")
     choice = Sampling(temperature, top_k, top_p, seed).choice
     check_drawn(logits, choice, requests, positions)
@@ -51,7 +52,7 @@ def _numbers(given: Any, logits: jax.Array) -> jax.Array:
     """[batch]; None: 0, 1, ..."""
     if given is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
-    if isinstance(given, list | tuple) and not any(isinstance(x, jax.core.Tracer) for x in given):
+    if isinstance(given, list | tuple) and not any(isinstance(x, Tracer) for x in given):
         return jnp.asarray(number_words(given), jnp.uint32)
     return jnp.asarray(given)
 
