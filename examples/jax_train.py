@@ -9,7 +9,8 @@ from flax import nnx
 
 from ring_attn_jax import RingTransformer, loss, shard_batch
 
-jax.config.update("jax_num_cpu_devices", 4)  # a laptop that plays four devices; leave this out on GPUs and TPUs
+jax.config.update("jax_platforms", "cpu")  # a laptop that plays four devices; on GPUs and TPUs leave out both lines
+jax.config.update("jax_num_cpu_devices", 4)
 mesh = jax.make_mesh((2, 2), ("data", "seq"))
 jax.set_mesh(mesh)  # before the weights are made: the axes are Explicit, and every array must know its mesh
 

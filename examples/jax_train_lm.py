@@ -19,7 +19,8 @@ from ring_attn_jax import Checkpoints, RingTransformer, SequenceShardedDataset, 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 LENGTH, ROWS, ACCUMULATE, RATE, WARMUP, CLIP = 1024, 2, 2, 3e-3, 10, 1.0
 
-jax.config.update("jax_num_cpu_devices", 4)  # a laptop that plays four devices; leave this out on GPUs and TPUs
+jax.config.update("jax_platforms", "cpu")  # a laptop that plays four devices; on GPUs and TPUs leave out both lines
+jax.config.update("jax_num_cpu_devices", 4)
 mesh = jax.make_mesh((4,), ("seq",))
 jax.set_mesh(mesh)  # before the weights are made
 model = RingTransformer(vocab=256, dim=128, depth=2, heads=4, kv_heads=2, mesh=mesh, rngs=nnx.Rngs(0))

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
-PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (README, *sorted((ROOT / "docs").glob("**/*.md")))}
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PROGRAM = re.compile(r"# ((jax|torch)_\w+\.py)\n(.*)", re.DOTALL)
-PROGRAMS = {name: body for page in PAGES.values() for block in BLOCK.findall(page) for name, _, body in PROGRAM.findall(block)}
+from ..support.programs import BLOCK, PAGES, PROGRAM, PROGRAMS, README, ROOT, run
+
 SCREENS = 130
 """The most lines that README.md may have: some three screens."""
 
@@ -82,16 +75,6 @@ def test_an_example_of_a_language_model_trains(framework, tmp_path):
     done = run(str(ROOT / "examples" / f"{framework}_train_lm.py"), framework, tmp_path, arguments=("10",))
     first, last = (float(value) for value in re.findall(r"loss ([\d.]+)", done))
     assert last < first - 0.5
-
-
-def run(program: str, framework: str, folder: Path = ROOT, processes: int = 4, arguments: tuple[str, ...] = ()) -> str:
-    """What a program prints, ``processes`` of it in PyTorch."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if framework == "torch" else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
-    command = [sys.executable, *launch, program, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -84,7 +84,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
             ignore_index=ignore_index,
         )
         self._batches = Batches(settings)
-        self._elsewhere = torch.zeros(1, dtype=torch.bool).share_memory_()  # whether a worker has begun to read
+        self._elsewhere = torch.zeros(1, dtype=torch.bool, device="cpu").share_memory_()  # whether a worker has begun to read
 
     def __iter__(self) -> Iterator[Shard]:
         """ids and labels int64 [batch, tokens], positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""

@@ -62,7 +62,7 @@ class Stepper:
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:
-            self._sent = [torch.empty(len(self.tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)]
+            self._sent = [torch.empty(len(self.tokens), dtype=torch.int64, device="cpu", pin_memory=True) for _ in range(2)]
         host, there = self._sent[self._steps % 2], torch.cuda.Event()
         host.copy_(self.tokens, non_blocking=True)
         there.record()

@@ -1,0 +1,47 @@
+"""The programs that README and docs/ print, by name, and how a user starts one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (README, *sorted((ROOT / "docs").glob("**/*.md")))}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROGRAM = re.compile(r"# ((jax|torch)_\w+\.py)\n(.*)", re.DOTALL)
+PROGRAMS = {name: body for page in PAGES.values() for block in BLOCK.findall(page) for name, _, body in PROGRAM.findall(block)}
+
+
+def run(
+    program: str,
+    framework: str,
+    folder: Path = ROOT,
+    processes: int = 4,
+    arguments: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+) -> str:
+    """Run a program in ``folder``, ``processes`` of it under torchrun for PyTorch, and return its standard output."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if framework == "torch" else []
+    return started([*launch, program, *arguments], folder, variables)
+
+
+def started(arguments: list[str], folder: Path, variables: dict[str, str] | None = None) -> str:
+    """Run this interpreter with ``arguments`` and return its standard output; fail with its standard error."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment(variables), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def environment(variables: dict[str, str] | None = None) -> dict[str, str]:
+    """Return a user's environment: this checkout on the path, one thread, and none of the flags that tests give to XLA."""
+    return os.environ | {"PYTHONPATH": _with_root(), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""} | (variables or {})
+
+
+def _with_root() -> str:
+    """Return the search path with this checkout in front of what it has."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
