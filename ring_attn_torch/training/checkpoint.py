@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -80,7 +80,6 @@ class Checkpoints:
         Raises ValueError for a step that is not after the newest one and for what is not JSON, and OSError where the save before
         has failed, the same on every rank.
         """
-        from torch.distributed.checkpoint.state_dict_saver import async_save
         from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
         self.wait()
@@ -98,7 +97,11 @@ class Checkpoints:
         new, done = self._saving(step), self.folder / f"step-{step:09}"
         writer = _writer(new, lambda: self._commit(new, done, described_run))
         if self._ring is None or self._background is not None:
-            saving: Any = async_save(tensors, storage_writer=writer, process_group=self._background, no_dist=self._ring is None)  # type: ignore[arg-type]
+            # Not torch's async_save, which refuses a default group of NCCL alone even if nothing is sent over it.
+            copies, thread = writer.stage(tensors), ThreadPoolExecutor(1, "checkpoint")
+            no_dist = self._ring is None
+            saving = thread.submit(save_now, copies, storage_writer=writer, process_group=self._background, no_dist=no_dist)
+            thread.shutdown(wait=False)  # once the save is done
             self._pending = step, saving
         else:
             try:
