@@ -31,8 +31,11 @@ FOUND = {
     "in_bfloat16": "bfloat16 where float32 was said",
     "lost_gradient": "dk is zero everywhere: the gradient is lost",
     "base_two": "lse is in base 2",
+    "half_of_dv": "dv is 0.5 times what it should be",
+    "strict_mask": "the mask is wrong: no query sees itself, where causal was said; and queries that see no key attend to all",
+    "without_delta": "the backward lacks delta = rowsum(dout * out)",
 }
-"""The five mistakes, and how each is named."""
+"""The mistakes, and how each is named."""
 
 BOTH = ("jax", "torch")
 ON_CPU = {**dict.fromkeys(("ring", "layer", "transformer", "dilated", "summary"), BOTH), "sdpa": ("torch",)}

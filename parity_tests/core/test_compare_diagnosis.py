@@ -13,40 +13,13 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from ring_attn_cli.compare.cases import Arrays, Case  # noqa: E402
-from ring_attn_cli.compare.diagnosis import Evidence, diagnose  # noqa: E402
+from ring_attn_cli.compare.diagnosis import diagnose  # noqa: E402
 from ring_attn_cli.compare.diagnosis.dense import Dense  # noqa: E402
-from ring_attn_cli.compare.measure import quantities  # noqa: E402
-from ring_attn_cli.compare.oracles import ORACLES, by_name  # noqa: E402
+from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
 from ring_attn_core.masks import causal, full, sliding_window  # noqa: E402
-from ring_attn_core.reference.oracle import plain, rounding  # noqa: E402
+from ring_attn_core.reference.oracle import rounding  # noqa: E402
 
-CASES = {
-    "plain": Case(length=61, head_dim=16),
-    "everything": Case(
-        length=61, head_dim=16, softcap=3.0, sinks=True, alibi=True, dropout_rate=0.2, key_mask=True, documents=3, mask="full"
-    ),
-}
-RANKS = 3
-
-
-def evidence(case: Case, plant: Callable[[Case, Arrays, Arrays], Arrays], ranks: int = RANKS) -> Evidence:
-    """What a plain computation in the dtype gives, changed by ``plant(case, inputs, result)``."""
-    oracle = ORACLES["attention"]
-    given = oracle.given(case)
-    truth = oracle.truth(case, given, given.cotangents)
-    got = plant(case, given.arrays, dict(truth.plain))
-    missed = [each.name for each in quantities(got, truth.exact, truth.bounds, case.dtype) if not each.within]
-    return Evidence(case, case.plan(ranks), given, truth, got, missed, frozenset(given.cotangents))
-
-
-def again(case: Case, result: Arrays, dtype: str | None = None, **changed: Any) -> Arrays:
-    """The plain computation with other inputs, numbers or dtype."""
-    given = ORACLES["attention"].given(case)
-    arrays = given.arrays | {"dout": given.cotangents["out"], "dlse": given.cotangents["lse"]}
-    keep = rounding(dtype or case.dtype)
-    arrays |= {name: keep(arrays[name]) for name in ("q", "k", "v", "dout")}
-    arguments: dict[str, Any] = {**arrays, "mask": case.band, "dtype": dtype or case.dtype, **case.scalars, **changed}
-    return by_name(plain(**arguments))
+from ..support.diagnosed import CASES, RANKS, again, evidence, rank_of  # noqa: E402
 
 
 def transposed(case: Case, x: Any) -> Any:
@@ -57,10 +30,7 @@ def transposed(case: Case, x: Any) -> Any:
 def parts(case: Case, given: Arrays) -> tuple[Any, dict[str, Any]]:
     """The rank of every token, and what each rank gives to the gradients of key head 0, for a case with one."""
     cotangents = ORACLES["attention"].given(case).cotangents
-    ranks = np.zeros(case.length, int)
-    for rank in range(RANKS):
-        held = np.array(list(case.plan(RANKS).positions(rank)))
-        ranks[held[held < case.length]] = rank
+    ranks = rank_of(case)
     dense = Dense(case, given, range(case.length), case.heads // case.kv_heads)
     return ranks, dense.parts(cotangents["out"][0], cotangents["lse"][0], ranks, RANKS)
 
@@ -87,18 +57,18 @@ def two_times_rank_0(case: Case, given: Arrays, result: Arrays) -> Arrays:
 
 
 MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
-    "not scaled": (lambda c, i, r: again(c, r, scale=1.0), "the scale is wrong: .* 4 times as much, as if they were not scaled"),
-    "scale 1% off": (lambda c, i, r: again(c, r, scale=1.01 * c.factor), "the scale is wrong: .* 1.01 times as much"),
+    "not scaled": (lambda c, i, r: again(c, scale=1.0), "the scale is wrong: .* 4 times as much, as if they were not scaled"),
+    "scale 1% off": (lambda c, i, r: again(c, scale=1.01 * c.factor), "the scale is wrong: .* 1.01 times as much"),
     "transposed heads": (
         lambda c, i, r: r | {name: transposed(c, r[name]) for name in ("out", "lse")},
         "heads of out are in another order: .* they come as 0, 2, 1, 3",
     ),
     "key heads reversed": (
-        lambda c, i, r: again(c, r, k=i["k"][:, :, ::-1], v=i["v"][:, :, ::-1]),
+        lambda c, i, r: again(c, k=i["k"][:, :, ::-1], v=i["v"][:, :, ::-1]),
         "query heads read the wrong key heads: 0 to 3 read key heads 1, 1, 0, 0, expected 0, 0, 1, 1",
     ),
-    "bfloat16": (lambda c, i, r: again(c, r, "bfloat16"), "bfloat16 where float32 was said"),
-    "float16": (lambda c, i, r: again(c, r, "float16"), r"float16 \(or tf32\) where float32 was said"),
+    "bfloat16": (lambda c, i, r: again(c, "bfloat16"), "bfloat16 where float32 was said"),
+    "float16": (lambda c, i, r: again(c, "float16"), r"float16 \(or tf32\) where float32 was said"),
     "lost": (lambda c, i, r: r | {"dk": 0 * r["dk"]}, "dk is zero everywhere: the gradient is lost"),
     "averaged": (lambda c, i, r: r | {"dv": r["dv"] / 3}, "dv is 0.3333 times .* averaged over the ranks"),
     "own part": (own_part, "dk is one rank's part only"),
@@ -107,12 +77,12 @@ MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
     "base 2": (lambda c, i, r: r | {"lse": r["lse"] / math.log(2)}, "lse is in base 2"),
     "base 2 with its gradient": (
         lambda c, i, r: (
-            again(c, r, dlse=ORACLES["attention"].given(c).cotangents["lse"] / math.log(2)) | {"lse": r["lse"] / math.log(2)}
+            again(c, dlse=ORACLES["attention"].given(c).cotangents["lse"] / math.log(2)) | {"lse": r["lse"] / math.log(2)}
         ),
         "lse is in base 2",
     ),
     "lse without a gradient": (
-        lambda c, i, r: again(c, r, dlse=0 * ORACLES["attention"].given(c).cotangents["lse"]),
+        lambda c, i, r: again(c, dlse=0 * ORACLES["attention"].given(c).cotangents["lse"]),
         "lse has lost its gradient: dq and dk are those of out alone",
     ),
     "lse off": (lambda c, i, r: r | {"lse": r["lse"] - 1.5}, "lse is -1.5 off everywhere"),
@@ -163,7 +133,7 @@ def test_nothing_is_said_of_what_is_right(case: Case):
 @pytest.mark.parametrize("mistake", MASKS)
 def test_another_mask_is_named(mistake: str):
     case, changed, words = MASKS[mistake]
-    said = diagnose(evidence(replace(case, length=61, head_dim=16), lambda c, i, r: again(c, r, **changed)))
+    said = diagnose(evidence(replace(case, length=61, head_dim=16), lambda c, i, r: again(c, **changed)))
     assert len(said) == 1 and said[0].startswith(words), said
 
 
@@ -176,7 +146,7 @@ def test_a_layout_that_is_taken_for_contiguous_is_named(layout: str):
     def contiguous(case: Case, given: Arrays, result: Arrays) -> Arrays:
         cotangents = ORACLES["attention"].given(case).cotangents
         arrays: dict[str, Any] = {name: given[name][:, held] for name in "qkv"}
-        shards = again(case, result, **arrays, dout=cotangents["out"][:, held], dlse=cotangents["lse"][:, held])
+        shards = again(case, **arrays, dout=cotangents["out"][:, held], dlse=cotangents["lse"][:, held])
         return {name: x[:, np.argsort(held)] for name, x in shards.items() if name in result}
 
     said = diagnose(evidence(case, contiguous))
@@ -185,7 +155,7 @@ def test_a_layout_that_is_taken_for_contiguous_is_named(layout: str):
 
 def test_padding_that_counts_as_keys_is_named():
     padded = lambda x: np.concatenate([x, np.zeros_like(x[:, :2])], 1)
-    plant = lambda c, i, r: {n: x[:, :61] for n, x in again(c, r, **_padded(c, i, padded)).items() if n in r}
+    plant = lambda c, i, r: {n: x[:, :61] for n, x in again(c, **_padded(c, i, padded)).items() if n in r}
     said = diagnose(evidence(Case(length=61, head_dim=16, mask="full", layout="contiguous"), plant))
     assert said == ["padding is attended to: hide the keys whose positions are not below length, 2 here"]
 
@@ -241,7 +211,7 @@ def test_own_keys_only_is_named():
     case = Case(length=60, head_dim=16, layout="contiguous")
 
     def local(case: Case, given: Arrays, result: Arrays) -> Arrays:
-        out = [again(Case(length=20, head_dim=16), result, **_shard(case, rank))["out"] for rank in range(3)]
+        out = [again(Case(length=20, head_dim=16), **_shard(case, rank))["out"] for rank in range(3)]
         return result | {"out": np.concatenate(out, 1)}
 
     assert "every rank attends to its own keys only" in diagnose(evidence(case, local))[0]

@@ -78,6 +78,57 @@ def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
     return xp.einsum("bhst,bthd->bshd", p / p.sum(-1)[..., None], v)
 
 
+def half_of_dv(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """The gradient of v is halved, on one device as on a ring."""
+    return _attend(q, k, v / 2 + _detached(v / 2), arguments)
+
+
+def strict_mask(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """No query sees itself, and scores that are not seen are -1e30, so that query 0 attends to everything alike."""
+    scores, v, xp = _scores(q, k, v, arguments, strict=True)
+    weights = xp.exp(scores - xp.amax(scores, -1)[..., None])
+    return xp.einsum("bsht,bthd->bshd", weights / weights.sum(-1)[..., None], v)
+
+
+def without_delta(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    """The backward of the softmax takes lse for a constant: ds = p * dp, without rowsum(dout * out)."""
+    scores, v, xp = _scores(q, k, v, arguments, strict=False)
+    lse = xp.log(xp.exp(scores).sum(-1))
+    return xp.einsum("bsht,bthd->bshd", xp.exp(scores - _detached(lse)[..., None]), v), lse
+
+
+def _scores(q: Any, k: Any, v: Any, arguments: dict[str, Any], strict: bool) -> tuple[Any, Any, Any]:
+    """Return scores [b s h t] over all keys, the values of all keys for every query head, and torch or jax.numpy."""
+    rank: Any
+    layout, length = arguments["layout"], arguments["length"]
+    if _in_torch(q):
+        import torch as xp
+        import torch.distributed as dist
+
+        from ring_attn_torch import gather, positions
+
+        ring, rank, ranks = (
+            {"group": arguments["group"]},
+            dist.get_rank(arguments["group"]),
+            dist.get_world_size(arguments["group"]),
+        )
+        repeated = lambda x: x.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    else:
+        import jax.numpy as xp
+        from jax import lax
+
+        from ring_attn_jax import gather, positions
+
+        axis = arguments["axis_name"]
+        ring, rank, ranks = {"axis_name": axis}, lax.axis_index(axis), lax.axis_size(axis)
+        repeated = lambda x: x.repeat(q.shape[2] // k.shape[2], 2)
+    mine: Any = positions(layout, ranks, length, rank)
+    k, v = (repeated(gather(x, layout=layout, length=length, **ring)) for x in (k, v))
+    lag = mine[:, None] - xp.arange(length)
+    scores = arguments["scale"] * xp.einsum("bshd,bthd->bsht", q, k)
+    return xp.where((lag > 0 if strict else lag >= 0)[:, None], scores, -1e30), v, xp
+
+
 def half_of_q(q: Any, k: Any, v: Any) -> Any:
     """Another shape."""
     return q[:, ::2]

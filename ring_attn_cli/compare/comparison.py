@@ -194,7 +194,7 @@ def _judged(
     between = lambda name, theirs: None if theirs is None or name not in theirs else apart(got[name], theirs[name])
     found = [replace(x, from_one_device=between(x.name, alone), from_other_framework=between(x.name, other)) for x in found]
     missed = [quantity.name for quantity in found if not quantity.within]
-    evidence = Evidence(one.case, one.case.plan(one.ranks), given, truth, got, missed, cotangents)
+    evidence = Evidence(one.case, one.case.plan(one.ranks), given, truth, got, missed, cotangents, alone)
     words = diagnose(evidence, one.variant.oracle == "attention")
     return Result(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
 

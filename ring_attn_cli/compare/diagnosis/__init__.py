@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from .backward import wrong_backward
 from .evidence import Evidence
 from .forward import HYPOTHESES, base_two, not_finite
 from .gradients import lost_gradient, lse_without_gradient
@@ -24,7 +25,10 @@ def diagnose(evidence: Evidence, attention: bool = True) -> list[str]:
     if said is not None:
         return [said]
     of_lse = [words for each in (base_two, lse_without_gradient) if attention and (words := each(evidence))]
-    lost = [words for name in _unexplained(evidence, bool(of_lse)) if (words := lost_gradient(evidence, name, attention))]
+    names = _unexplained(evidence, bool(of_lse))
+    if attention and {"dq", "dk"} & {*names} and (whole := wrong_backward(evidence)):
+        of_lse, names = [*of_lse, whole[0]], [name for name in names if name not in whole[1]]
+    lost = [words for name in names if (words := lost_gradient(evidence, name, attention))]
     return of_lse + lost or [f"no known mistake explains the error of {', '.join(evidence.missed)}"]
 
 

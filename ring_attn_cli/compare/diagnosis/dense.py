@@ -23,6 +23,17 @@ class Forward(NamedTuple):
     steepness: np.ndarray
 
 
+class Backward(NamedTuple):
+    """A backward: how often rowsum(dout * out) and dlse count in it, and whether each shard of keys has its own out and lse."""
+
+    delta: float = 1.0
+    dlse: float = 1.0
+    of_shards: bool = False
+
+
+RIGHT = Backward()
+
+
 class Dense:
     """The queries ``rows`` of batch row 0, of the first ``heads`` query heads, over all keys, in float64."""
 
@@ -61,20 +72,26 @@ class Dense:
         lse = np.where(something, np.log(np.where(something, total, 1)) + top, -np.inf)[..., 0]
         return Forward(((p * self.kept) @ self.v[reads]).swapaxes(0, 1), lse.swapaxes(0, 1), p, self.kept, steepness)
 
-    def parts(self, dout: np.ndarray, dlse: np.ndarray, of: np.ndarray, count: int) -> dict[str, np.ndarray]:
+    def parts(
+        self, dout: np.ndarray, dlse: np.ndarray, of: np.ndarray, count: int, backward: Backward = RIGHT
+    ) -> dict[str, np.ndarray]:
         """The gradients of row 0 by who gives them: {"dq": [count s h e], "dk", "dv": [count t d]}, summed over these heads.
 
         ``rows`` are all queries, and the heads those of key head 0. ``of`` [s]: the number of the part that a token belongs to.
-        dq's parts come from keys, dk's and dv's from queries.
+        dq's parts come from keys, dk's and dv's from queries. ``backward``: the one whose gradients these are.
         """
-        forward = self.forward(self.case.factor)
         dout = dout[:, : self.heads].astype(np.float64).swapaxes(0, 1)
-        dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1)
-        delta = (dout * forward.out.swapaxes(0, 1)).sum(-1) - np.where(np.isfinite(forward.lse.swapaxes(0, 1)), dlse, 0)
-        dp = dout @ self.v[self.reads].swapaxes(1, 2) * forward.kept
-        ds = forward.p * (dp - delta[..., None]) * forward.steepness * self.case.factor
-        dropped, k = forward.p * forward.kept, self.k[self.reads]
+        dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1) * backward.dlse
         members = [of == part for part in range(count)]
+        k = self.k[self.reads]
+        ds, dropped = np.zeros((2, *dout.shape[:2], k.shape[1]))
+        for keys in members if backward.of_shards else [np.ones(k.shape[1], bool)]:
+            forward = self.forward(self.case.factor, self.seen & keys)
+            finite = np.isfinite(forward.lse.swapaxes(0, 1))
+            delta = (dout * forward.out.swapaxes(0, 1)).sum(-1) * backward.delta - np.where(finite, dlse, 0)
+            dp = dout @ self.v[self.reads].swapaxes(1, 2) * forward.kept
+            ds += forward.p * (dp - delta[..., None]) * forward.steepness * self.case.factor
+            dropped += forward.p * forward.kept
         dq = [(ds[:, :, at] @ k[:, at]).swapaxes(0, 1) for at in members]
         dk = [(ds[:, at].swapaxes(1, 2) @ self.q[:, at]).sum(0) for at in members]
         dv = [(dropped[:, at].swapaxes(1, 2) @ dout[:, at]).sum(0) for at in members]

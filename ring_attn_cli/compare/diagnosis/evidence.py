@@ -22,7 +22,10 @@ ROWS = 96
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one variant gave, whole arrays in natural order, beside the truth; ``missed``: the names out of bound."""
+    """What one variant gave, whole arrays in natural order, beside the truth; ``missed``: the names out of bound.
+
+    ``alone``: what it gave on one device, if it ran there too and this is a ring of several.
+    """
 
     case: Case
     plan: RingPlan
@@ -31,13 +34,14 @@ class Evidence:
     got: Arrays
     missed: Collection[str]
     cotangents: Collection[str]
+    alone: Arrays | None = None
 
     def explained(self, name: str, before: float, after: float) -> bool:
         """Whether an error of ``after`` is what is left of ``before`` once its cause is known.
 
         Half of it at most, for what nearly keeps its bound is within 4 times of it whatever is tried.
         """
-        return after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
+        return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
     def error(self, name: str) -> float:
         return relative_error(first(self.got[name], self.truth.exact[name]), self.truth.exact[name])
@@ -56,9 +60,10 @@ class Evidence:
         rows = range(max(self.case.length - ROWS, 0), self.case.length)
         return Dense(self.case, self.given.arrays, rows, self.case.heads), rows
 
-    def distance(self, out: np.ndarray, rows: range) -> float:
-        """The relative error of what was measured, were ``out`` the truth of these rows."""
-        return relative_error(self.got["out"][0, rows.start : rows.stop], out)
+    def distance(self, out: np.ndarray, rows: range, judged: np.ndarray | None = None) -> float:
+        """Return the relative error of what was measured if ``out`` is the truth of these rows, or of the ``judged`` [s]."""
+        got = self.got["out"][0, rows.start : rows.stop]
+        return relative_error(got, out) if judged is None else relative_error(got[judged], out[judged])
 
     def error_of_heads(self, name: str, right: np.ndarray) -> float:
         """The relative error of the entries that ``right`` is about: those of batch row 0 and key head 0."""

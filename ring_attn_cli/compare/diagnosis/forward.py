@@ -13,17 +13,39 @@ from ring_attn_core.reference.tolerance import bound, relative_error
 from ..measure import first
 from ..oracles import by_name
 from .evidence import Evidence, Hypothesis
-from .masks import wrong_mask
+from .features import forgotten_feature, merged_alike
+from .masks import finite_fill, wrong_mask
 
 
 def not_finite(evidence: Evidence) -> str | None:
+    """NaN and infinities, but for an lse of -inf, which says that a query sees no key."""
     for name in evidence.missed:
-        got, right = evidence.got[name], evidence.truth.exact[name]
-        wrong = np.isfinite(right) & ~np.isfinite(first(got, right))
+        right = evidence.truth.exact[name]
+        got = first(evidence.got[name], right)
+        wrong = np.isfinite(right) & ~np.isfinite(got)
+        if name == "lse":
+            wrong &= ~np.isneginf(got)
         if wrong.any():
-            place = ", ".join(map(str, np.argwhere(wrong)[0]))
-            return f"{name} holds {np.count_nonzero(wrong)} values that are NaN or infinite, the first at [{place}]"
+            return f"{name} holds {np.count_nonzero(wrong)} values that are NaN or infinite, the first at {_place(wrong)}"
     return None
+
+
+def sees_nothing(evidence: Evidence) -> str | None:
+    """The lse of queries that see a key is -inf."""
+    if "lse" not in evidence.missed:
+        return None
+    right = evidence.truth.exact["lse"]
+    wrong = np.isfinite(right) & np.isneginf(first(evidence.got["lse"], right))
+    if not wrong.any():
+        return None
+    return (
+        f"lse is -inf, that of a query that sees no key, for {np.count_nonzero(wrong)} queries that see some, the first at "
+        f"{_place(wrong)}"
+    )
+
+
+def _place(wrong: np.ndarray) -> str:
+    return f"[{', '.join(map(str, np.argwhere(wrong)[0]))}]"
 
 
 def own_keys(evidence: Evidence) -> str | None:
@@ -177,5 +199,17 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum() / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300))
 
 
-HYPOTHESES: tuple[Hypothesis, ...] = (not_finite, own_keys, wrong_scale, heads, wrong_mask, narrow_dtype, narrow_state)
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    not_finite,
+    own_keys,
+    merged_alike,
+    finite_fill,
+    forgotten_feature,
+    wrong_scale,
+    heads,
+    wrong_mask,
+    narrow_dtype,
+    narrow_state,
+    sees_nothing,
+)
 """In the order in which they are tried; the first that holds is said."""

@@ -33,16 +33,48 @@ def lost_gradient(evidence: Evidence, name: str, attention: bool) -> str | None:
         return f"{name} is zero everywhere: the gradient is lost (a detach, a stop_gradient, or a backward that returns none)"
     factor = float((got * right).sum() / (right * right).sum())
     if evidence.explained(name, evidence.error(name), relative_error(got - factor * right + right, right)):
-        ranks = evidence.plan.ranks
-        known = {1 / ranks: "averaged over the ranks where it should be summed", float(ranks): "summed once more over the ranks"}
-        hint = next((f": {words}" for value, words in known.items() if ranks > 1 and abs(factor / value - 1) < 1e-2), "")
-        return f"{name} is {factor:.4g} times what it should be{hint}"
-    if name in ("dq", "dk", "dv") and (words := _on_other_ranks(evidence, name, got, right)):
-        return words
+        return f"{name} is {factor:.4g} times what it should be{_reason(evidence, name, factor, attention)}"
+    if name in ("dq", "dk", "dv"):
+        for each in (_on_other_ranks, _multiple_on_some_ranks):
+            if words := each(evidence, name, got, right):
+                return words
     if words := _in_another_order(evidence, name, got, right):
         return words
     known_parts = attention and name in ("dq", "dk", "dv") and evidence.plan.ranks > 1
     return _lost_part(evidence, name) if known_parts and evidence.plan.length <= LONGEST else None
+
+
+def _reason(evidence: Evidence, name: str, factor: float, attention: bool) -> str:
+    """Return what may make a gradient so many times too large: ", on one device too" or ": ...", or nothing."""
+    ranks, known, where = evidence.plan.ranks, [], ""
+    if evidence.alone is not None and name in evidence.alone:
+        right = evidence.truth.exact[name].astype(np.float64)
+        mine = first(evidence.alone[name], right).astype(np.float64)
+        if relative_error(mine, factor * right) < 1e-2:
+            where = ", on one device too"
+    if ranks > 1 and not where:
+        known += [(1 / ranks, "averaged over the ranks where it should be summed"), (ranks, "summed once more over the ranks")]
+    if attention and name in ("dq", "dk"):
+        known += [(1 / evidence.case.factor, "the scale is missing in it"), (evidence.case.factor, "scaled twice")]
+    hints = [words for value, words in known if abs(factor / value - 1) < 1e-2]
+    return where + (f": {', or '.join(hints)}" if hints else "")
+
+
+def _multiple_on_some_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
+    """Some ranks have a multiple of what they should."""
+    of, ranks = evidence.rank_of, evidence.plan.ranks
+    if ranks == 1:
+        return None
+    factors, corrected = [], got.copy()
+    for at in (of == rank for rank in range(ranks)):
+        norm = (right[:, at] ** 2).sum()
+        factors.append(float((got[:, at] * right[:, at]).sum() / norm) if norm else 1.0)
+        corrected[:, at] += (1 - factors[-1]) * right[:, at]
+    if not evidence.explained(name, evidence.error(name), relative_error(corrected, right)):
+        return None
+    off = [(rank, factor) for rank, factor in enumerate(factors) if abs(factor - 1) > 1e-2]
+    words = ", ".join(f"{factor:.4g} times what it should be on rank {rank}" for rank, factor in off)
+    return f"{name} is wrong on {'one rank' if len(off) == 1 else 'some ranks'}: {words}" if off else None
 
 
 def _on_other_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
