@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ np = pytest.importorskip("numpy")
 from ring_attn_cli.compare import measure, user  # noqa: E402
 from ring_attn_cli.compare.cases import Case  # noqa: E402
 from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
-from ring_attn_cli.compare.orders import cut, joined, where_at  # noqa: E402
+from ring_attn_cli.compare.orders import cut, importable, joined, where_at  # noqa: E402
 from ring_attn_cli.compare.variants import chosen  # noqa: E402
 from ring_attn_core.layouts import LAYOUTS  # noqa: E402
 
@@ -93,6 +96,20 @@ def test_a_users_mistake_is_said_in_words(name: str, case: dict[str, Any], words
 def test_a_module_that_does_not_exist_is_said():
     with pytest.raises(ValueError, match="there is no module 'no_such_module', neither in this folder nor installed"):
         user.load("no_such_module:f")
+
+
+def test_a_file_of_the_folder_stands_in_for_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("mine_alone", "wave"):
+        (tmp_path / f"{name}.py").write_text("def attention(q, k, v):\n    return q\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    importable(str(tmp_path))
+    assert user.load("mine_alone:attention").__module__ == "mine_alone"
+    assert str(tmp_path) not in str(importlib.import_module("wave").__file__)
+    with pytest.raises(
+        ValueError, match=r"wave has no function 'attention'.*: wave.py here is not read, .*: give the file another"
+    ):
+        user.load("wave:attention")
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def in_words(error: BaseException) -> str:
 
 
 def importable(folder: str) -> None:
-    """Let modules of this folder be imported, as ``python -m`` does; called after the frameworks are."""
+    """Let modules of this folder be imported. It comes last, so that a file random.py or torch.py in it stands in for nothing."""
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)
     importlib.invalidate_caches()
 
 

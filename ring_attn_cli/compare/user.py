@@ -6,6 +6,8 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,16 @@ def load(text: str) -> Callable[..., Any]:
     function = getattr(found, name, None)
     if not callable(function):
         there = [each for each, value in vars(found).items() if inspect.isfunction(value) and not each.startswith("_")]
-        raise ValueError(f"{module} has no function {name!r}: it has {', '.join(there) or 'none'}")
+        raise ValueError(f"{module} has no function {name!r}: it has {', '.join(there) or 'none'}{_hidden(found, module)}")
     return function
+
+
+def _hidden(found: ModuleType, module: str) -> str:
+    """Return what to say if a file of this folder was meant and an installed module of the same name was found."""
+    file = Path(*module.split(".")).with_suffix(".py")
+    if not file.is_file() or Path(getattr(found, "__file__", None) or "").resolve() == file.resolve():
+        return ""
+    return f": {file} here is not read, since Python has another module {module}: give the file another name"
 
 
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
