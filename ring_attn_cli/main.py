@@ -31,14 +31,20 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _commands(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    """Exact attention over sequences that no single device can hold."""
-    if version:
+def _print_version(asked: bool) -> None:
+    """Print the version and end the command, before a command is missed."""
+    if asked:
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Exact attention over sequences that no single device can hold."""
 
 
 @app.command()

@@ -12,7 +12,10 @@ from ..mistakes import mistakes_in_one_line
 
 def generate(
     weights: Annotated[Path, typer.Option(help="A folder of save_weights, ring-attn train or a Llama of Hugging Face.")],
-    prompt_file: Annotated[Path, typer.Option(help="A text in UTF-8, with which the new text begins.")],
+    prompt: Annotated[str | None, typer.Option(help="What the new text begins with.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file that holds it, in UTF-8, in place of --prompt.", show_default=False)
+    ] = None,
     framework: Annotated[str, typer.Option(help="jax or torch.")] = "torch",
     ranks: Annotated[int, typer.Option(help="Members of the ring: GPUs where there are enough, else on this CPU.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of the new text.")] = 128,
@@ -42,6 +45,7 @@ def generate(
         asked = Settings(
             weights=weights,
             prompt=prompt_file,
+            text=prompt,
             framework=framework,
             ranks=ranks,
             new=max_new_tokens,

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..processes import Crews
 from .settings import Settings
-from .text import Text
+from .text import Text, harmless
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors")}
 WARM = 3
@@ -88,7 +88,7 @@ class Watch:
             self._write(self._text.add(what))
 
     def _write(self, words: str) -> None:
-        sys.stdout.write(words)
+        sys.stdout.write(harmless(words) if sys.stdout.isatty() else words)
         sys.stdout.flush()
 
 

@@ -14,10 +14,14 @@ from ring_attn_core.sampling import Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of ``ring-attn generate``; ``stop`` None: what ends a text by the folder's config.json, if it says so."""
+    """The options of ``ring-attn generate``.
+
+    ``prompt``, ``text``: the file of the prompt, or the prompt itself. ``stop``: None for the ids of the folder's config.json.
+    """
 
     weights: Path
-    prompt: Path
+    prompt: Path | None = None
+    text: str | None = None
     framework: str = "torch"
     ranks: int = 1
     new: int = 128
@@ -37,8 +41,7 @@ class Settings:
         for name, count in (("--max-new-tokens", self.new), ("--chunk", self.chunk)):
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
-        if not self.prompt.is_file():
-            raise ValueError(f"{self.prompt} is no file: write into one what the text begins with")
+        self._check_prompt()
         if self.ranks < 1:
             raise ValueError(f"--ranks must be at least 1, got {self.ranks}")
         if not (self.weights / "config.json").is_file():
@@ -47,6 +50,36 @@ class Settings:
                 "as the folder weights in that of a run of ring-attn train"
             )
         self.check_ids([x for x in self.ends if is_integer(x)], "eos_token_id of config.json" if self.stop is None else "--stop")
+
+    def _check_prompt(self) -> None:
+        """Raise ValueError if there is no prompt or more than one."""
+        if self.prompt is None and self.text is None:
+            raise ValueError("pass what the text begins with: --prompt TEXT, or --prompt-file FILE")
+        if self.prompt is not None and self.text is not None:
+            raise ValueError("--prompt and --prompt-file were both passed: leave one of them out")
+        if self.prompt is not None and not self.prompt.is_file():
+            raise ValueError(f"{self.prompt} is no file: write into one what the text begins with, or pass --prompt TEXT")
+
+    @property
+    def origin(self) -> str:
+        """Return where the prompt comes from, as a message names it."""
+        return "--prompt" if self.prompt is None else str(self.prompt)
+
+    def read_prompt(self) -> str:
+        """Return the prompt. Raise ValueError if it is empty or not text in UTF-8."""
+        try:
+            if self.prompt is None:
+                assert self.text is not None
+                self.text.encode()  # bytes that are not UTF-8 reach a command as surrogates
+                text = self.text
+            else:
+                text = self.prompt.read_text(encoding="utf-8")
+        except UnicodeError as error:
+            raise ValueError(f"{self.origin} is no text in UTF-8 ({error}): save it as UTF-8, the prompt is text") from error
+        if not text:
+            what = "pass" if self.prompt is None else "write into it"
+            raise ValueError(f"{self.origin} is empty: {what} what the text begins with")
+        return text
 
     @property
     def config(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,12 @@ class Text:
         beside = settings.weights / "tokenizer.json"
         path = settings.tokenizer or (beside if beside.is_file() else None)
         self._tokenizer = None if path is None else _read(path)
-        try:
-            text = settings.prompt.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{settings.prompt} is no text in UTF-8 ({error}): save it as UTF-8, the prompt is text") from error
-        if not text:
-            raise ValueError(f"{settings.prompt} is empty: write into it what the text begins with")
+        text = settings.read_prompt()
         if self._tokenizer is None:
             self.ids = list(text.encode())
         else:
             self.ids = self._tokenizer.encode(text, add_special_tokens=settings.llama).ids
-        settings.check_ids(self.ids, f"{settings.prompt}, read {'as bytes' if path is None else f'by {path}'},")
+        settings.check_ids(self.ids, f"{settings.origin}, read {'as bytes' if path is None else f'by {path}'},")
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._new: list[int] = []
         self._shown = 0
@@ -51,6 +47,16 @@ class Text:
     def end(self) -> str:
         """What is left of a character that did not end."""
         return self._bytes.decode(b"", final=True) if self._tokenizer is None else ""
+
+
+STEERS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the order in which others are shown."""
+
+
+def harmless(text: str) -> str:
+    """Return ``text`` with control characters but line breaks and tabs as escapes, for a terminal would obey them."""
+    steers = lambda c: c not in "\n\t" and (unicodedata.category(c) == "Cc" or c in STEERS)
+    return "".join(c.encode("unicode_escape").decode() if steers(c) else c for c in text)
 
 
 def _read(path: Path) -> Any:
