@@ -97,7 +97,7 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path):
 def test_the_last_few_stay_without_a_pickle_among_them(tmp_path):
     run(tmp_path)
     assert Checkpoints(tmp_path).steps() == [3, 4, 5]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:09}" for step in (3, 4, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock"] + [f"step-{step:09}" for step in (3, 4, 5)]
     assert {path.suffix for path in tmp_path.glob("*/*")} == {".json", ".safetensors"}
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
     checkpoints.save(2, model, optimizer)
     checkpoints.close()
     assert checkpoints.steps() == [1, 2]
-    assert not [*tmp_path.glob(".*")]
+    assert [path.name for path in tmp_path.glob(".*")] == [".lock"]
 
 
 def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
@@ -128,7 +128,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"safetensors of \d+ bytes is truncated"):
         Checkpoints(tmp_path).resume(model, optimizer)
     file.write_bytes(whole)
-    for text, message in (("{", "run.json cannot be read as JSON"), ("{}", "says nothing of step, data, more, config")):
+    for text, message in (("{", "run.json cannot be read as JSON"), ("{}", "run.json says nothing of step, data, more, config")):
         (newest / "run.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             Checkpoints(tmp_path).resume(model, optimizer)
@@ -184,9 +184,11 @@ KILLED = """
 import os, pathlib, signal, sys
 import torch.distributed.checkpoint.state_dict  # once, and not in every child
 import safetensors.torch
+from ring_attn_core.model import checkpoint_folder
 from parity_tests.torch.test_checkpoint import run
 
 folder = pathlib.Path(sys.argv[1])
+checkpoint_folder.LAG = 0.1
 torch.set_num_threads(1)  # a process with more threads must not fork
 
 def dying(function, at, calls=[0]):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
+
+from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder
 
 from .config import Config
 
 CHECKPOINTS = "checkpoints"
-NAMES = {"torch": r"step-(\d{9,})", "jax": r"step_(\d+)"}
+NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
 """Of a checkpoint, by the framework that wrote it."""
+MARKS = RUN, "run/metadata"
+"""Files of which a complete checkpoint has one; the second is of JAX's earlier versions."""
 
 
 def newest(config: Config, framework: str) -> int:
     """The step of the newest checkpoint of this framework; 0 without one."""
-    named = (re.fullmatch(NAMES[framework], path.name) for path in Path(config.out, CHECKPOINTS).glob("step*"))
-    return max((int(name[1]) for name in named if name), default=0)
+    return max(CheckpointFolder(Path(config.out, CHECKPOINTS), NAMES[framework], MARKS).steps(), default=0)
 
 
 def check(config: Config, framework: str) -> None:

@@ -161,8 +161,7 @@ class JaxSide:
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:
-        if step not in self._checkpoints.steps():
-            self._checkpoints.save(step, self._model, self._optimizer, data=data)
+        self._checkpoints.save(step, self._model, self._optimizer, data=data)
 
     def close(self) -> None:
         """Let a save come to its end before another run may have the folder, whatever ended this one."""

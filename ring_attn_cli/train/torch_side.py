@@ -168,8 +168,7 @@ class TorchSide:
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:
-        if step not in self._checkpoints.steps():
-            self._checkpoints.save(step, self._model, self._optimizer, data=data)
+        self._checkpoints.save(step, self._model, self._optimizer, data=data)
 
     def finish(self) -> None:
         self._checkpoints.close()

@@ -31,23 +31,37 @@ def described(progress: Progress, config: TransformerConfig | None) -> dict[str,
         raise ValueError(f"data must be the text that the dataset's state() returns, or None, got {in_words(data)}")
     try:
         more = json.loads(json.dumps(more))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"more must be a dict that JSON can hold, numbers and texts: {error}") from error
     return {"step": step, "data": data, "more": more, "config": None if config is None else json.loads(config.to_json())}
 
 
-def progress_of(where: Path, found: dict[str, Any], config: TransformerConfig | None) -> Progress:
-    """Return the progress that ``described`` wrote; ValueError where the model's config differs, naming the fields."""
+def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Progress:
+    """Return the progress that ``described`` wrote, read from the file or folder ``where``.
+
+    Raises ValueError if a value is missing or not of its type, or if the model's config differs, naming the fields.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} must hold a JSON object, got a {type(found).__name__}: it is not a checkpoint, or a damaged one")
     lacking = [name for name in ("step", "data", "more", "config") if name not in found]
     if lacking:
         raise ValueError(f"{where} says nothing of {', '.join(lacking)}: it is no checkpoint, or a damaged one")
-    theirs, mine = found["config"], None if config is None else json.loads(config.to_json())
+    step, data, more, theirs = (found[name] for name in ("step", "data", "more", "config"))
+    for name, value, fits, expected in (
+        ("step", step, type(step) is int and step >= 0, "an int of at least 0"),
+        ("data", data, data is None or isinstance(data, str), "a text or null"),
+        ("more", more, isinstance(more, dict), "an object"),
+        ("config", theirs, theirs is None or isinstance(theirs, dict), "an object or null"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} in {where} must be {expected}, got {in_words(value)}: the checkpoint is damaged")
+    mine = None if config is None else json.loads(config.to_json())
     if theirs is not None and mine is not None:
         names = [name for name in {**theirs, **mine} if name not in MAY_CHANGE and theirs.get(name) != mine.get(name)]
         if names:
             listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
             raise ValueError(f"{where} is of another model: {listed}. Make the model as it was, or give this run another folder")
-    return Progress(found["step"], found["data"], found["more"])
+    return Progress(step, data, more)
 
 
 def check_arrays(where: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:

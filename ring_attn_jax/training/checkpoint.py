@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.progress import Progress, check_arrays, check_keep, check_next, described, progress_of
+from ring_attn_core.model.progress import Progress, check_arrays, check_keep, described, progress_of
 
 from ..layers.transformer import RingTransformer
+from .checkpoint_files import EARLIER, Files, run_of
+from .ranks import agreed
 
 
 class Checkpoints:
@@ -31,18 +37,17 @@ class Checkpoints:
     another mesh.
 
     A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has another name until all of it
-    is on the disk, so that a kill or a full disk at any moment leaves the ones before it whole.
+    is on the disk, and ``run.json`` comes last, with a digest of every file, so that a kill or a full disk at any moment leaves
+    the ones before it whole. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
-        import orbax.checkpoint as orbax
-
         check_keep(keep)
         self.folder, self.keep = Path(folder).resolve(), keep
-        options = orbax.CheckpointManagerOptions(max_to_keep=keep, step_prefix="step", cleanup_tmp_directories=True)
-        handlers = {"state": orbax.PyTreeCheckpointHandler(), "run": orbax.JsonCheckpointHandler()}
-        self._manager = orbax.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-        self._pending: int | None = None
+        self._folder = CheckpointFolder(self.folder, "step_{}", (RUN, EARLIER))
+        self._files = Files()
+        self._pending: tuple[int, Future[None]] | None = None
+        self._undeleted = ""
 
     def save(
         self,
@@ -58,88 +63,124 @@ class Checkpoints:
         ``data``: what ``SequenceShardedDataset.state()`` returns. ``more``: anything else that JSON can hold, such as seeds. Of
         ``model`` and ``optimizer`` every nnx variable is saved, ``nnx.Rngs`` among them. Waits for the save before.
 
-        Raises ValueError for a step that is not after the newest one and for what is not JSON, and OSError where the save before
-        has failed.
+        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a folder in which another run
+        saves, and if some processes do not see the folder of the first; OSError where the save before has failed. The same in
+        every process.
         """
-        import orbax.checkpoint as orbax
-
         self.wait()
-        run = described(Progress(step, data, more or {}), _config(model)) | {"optimizer": optimizer is not None}
-        check_next(step, self.steps(), self.folder)
-        arrays = {name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()}
-        items = orbax.args.Composite(state=orbax.args.PyTreeSave(arrays), run=orbax.args.JsonSave(run))
-        self._pending = step
+        arrays: dict[str, jax.Array] = {}
+        run: dict[str, Any] = {}
+
+        def prepare() -> str:
+            arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()})
+            if jax.process_index():
+                return ""
+            run.update(described(Progress(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
+            return str(self._folder.begin(step))
+
+        new = Path(agreed(prepare)[0])
+        sees = agreed(lambda: seen(new))
+        blind = [str(process) for process, each in enumerate(sees) if not each]
+        if blind:
+            if jax.process_index() == 0:
+                rmtree(new, ignore_errors=True)
+            raise ValueError(
+                f"process{'es' * (len(blind) > 1)} {', '.join(blind)} cannot see {new}, which process 0 has made: shards would be "
+                f"lost. Put {self.folder} on a file system that all processes share"
+            )
+
+        def commit(files: dict[str, Any]) -> None:
+            self._folder.commit(new, step, run | {"files": files})
+            self._undeleted = self._folder.delete_old(self.keep)
+
         try:
-            self._manager.save(step, args=items)
+            self._files.begin(new, arrays)
         except OSError as error:
-            raise self._failed(error) from error
+            raise _failed(step, error) from error
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = step, thread.submit(self._files.end, new, self._folder.where(step), commit)
+        thread.shutdown(wait=False)  # once the save is done
 
     def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> Progress | None:
         """Set all variables of ``model`` and ``optimizer`` to those of the newest checkpoint; None, and nothing changed, without.
 
         Arrays keep their shardings. Returns ``step``, ``data`` for ``dataset.resume(data)``, and ``more``. Raises ValueError for
-        a checkpoint of another model or optimizer, naming what differs, and for one that is damaged: delete its folder to resume
-        from the one before. Then nothing changes.
+        a checkpoint of another model or optimizer, naming what differs, and for one that is damaged, naming the file: delete its
+        folder to resume from the one before; and where processes see other checkpoints than the first. The same in every process,
+        and then nothing changes.
         """
-        import orbax.checkpoint as orbax
-
         self.wait()
-        steps = self.steps()
-        if not steps:
+        newest = max(agreed(lambda: max(self.steps(), default=-1)))
+        here = lambda: newest if newest < 0 or self._folder.holds(newest) else max(self.steps(), default=-1)
+        found = agreed(here)
+        if len(set(found)) > 1:
+            listed = ", ".join(f"{each if each >= 0 else None} in process {process}" for process, each in enumerate(found))
+            raise ValueError(
+                f"the newest checkpoint is {listed}: all processes must see the same folder, such as {self.folder} on a file "
+                "system that they share"
+            )
+        if newest < 0:
             return None
-        where = self.folder / f"step_{steps[-1]}"
+        where = self._folder.where(newest)
+        mine: dict[str, tuple[tuple[Any, ...], nnx.Variable]] = {}
+        arrays: dict[str, jax.Array] = {}
+
+        def checked() -> Progress:
+            file, run = run_of(where)
+            progress = progress_of(file, run, _config(model))
+            if optimizer is not None and run.get("optimizer") is not True:
+                raise ValueError(f"{where} was saved without an optimizer: resume without one")
+            mine.update(_variables(model, optimizer))
+            arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in mine.items()})
+            try:
+                held = self._files.shapes(where, run)
+            except ValueError:
+                raise
+            except Exception as error:
+                raise _damaged(where, error) from error
+            compared = held if optimizer is not None else {name: x for name, x in held.items() if name.startswith("model.")}
+            check_arrays(where, {name: tuple(x.shape) for name, x in arrays.items()}, compared)
+            return progress
+
+        result: list[Progress] = []
+        agreed(lambda: result.append(checked()))
         try:
-            restored: Any = self._manager.restore(steps[-1], args=orbax.args.Composite(run=orbax.args.JsonRestore()))
-            run = restored.run
-            metadata = self._manager.item_metadata(steps[-1]).state
-            held = {name: tuple(x.shape) for name, x in metadata.tree.items()}
-        except Exception as error:
-            raise _damaged(where, error) from error
-        progress = progress_of(where, run, _config(model))
-        if optimizer is not None and not run.get("optimizer"):
-            raise ValueError(f"{where} was saved without an optimizer: resume without one")
-        mine = _variables(model, optimizer)
-        arrays = {name: _plain(variable.get_value()) for name, (_, variable) in mine.items()}
-        compared = held if optimizer is not None else {name: x for name, x in held.items() if name.startswith("model.")}
-        check_arrays(where, {name: tuple(x.shape) for name, x in arrays.items()}, compared)
-        like = jax.tree.map(orbax.utils.to_shape_dtype_struct, arrays)
-        restore = orbax.args.PyTreeRestore(
-            like, restore_args=orbax.checkpoint_utils.construct_restore_args(like), partial_restore=True
-        )
-        try:
-            restored = self._manager.restore(steps[-1], args=orbax.args.Composite(state=restore))
-            found = restored.state
+            loaded = self._files.read(where, arrays)
         except Exception as error:
             raise _damaged(where, error) from error
         for which, module in (("model", model), ("optimizer", optimizer)):
             names = [name for name in mine if name.startswith(f"{which}.")]
             if names:
-                flat = ((path, variable, found[name]) for name, (path, variable) in mine.items() if name in names)
+                flat = ((path, variable, loaded[name]) for name, (path, variable) in mine.items() if name in names)
                 nnx.update(module, nnx.from_flat_state([(path, v.replace(_like(v.get_value(), x))) for path, v, x in flat]))
-        return progress
+        return result[0]
 
     def wait(self) -> None:
-        """Wait for the save under way, if any; OSError where it has failed, which says that the ones before it are whole."""
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
-        self._pending = None
+        """Wait for the save under way, if any; OSError where it has failed, which says that the ones before it are whole.
+
+        Warns of old checkpoints that could not be deleted after it.
+        """
+        if self._pending is not None:
+            (step, saving), self._pending = self._pending, None
+            try:
+                saving.result()
+            except Exception as error:
+                raise _failed(step, error) from error
+        if self._undeleted:
+            words, self._undeleted = self._undeleted, ""
+            warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
 
     def close(self) -> None:
-        """Wait for the save under way, as ``wait`` does, and release orbax's threads: at the end of the run."""
+        """Wait for the save under way, as ``wait`` does, let other runs have the folder, and release orbax's threads."""
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self._folder.release()
+            self._files.close()
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in ascending order."""
-        return sorted(self._manager.all_steps())
-
-    def _failed(self, error: Exception) -> OSError:
-        step, self._pending = self._pending, None
-        return OSError(f"the checkpoint of step {step} could not be saved, and those before it are as they were: {error}")
+        return self._folder.steps()
 
 
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
@@ -172,6 +213,10 @@ def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
 def _config(model: nnx.Module) -> TransformerConfig | None:
     """The config of a RingTransformer."""
     return model.config if isinstance(model, RingTransformer) else None
+
+
+def _failed(step: int, error: Exception) -> OSError:
+    return OSError(f"the checkpoint of step {step} could not be saved, and those before it are as they were: {error}")
 
 
 def _damaged(where: Path, error: Exception) -> ValueError:

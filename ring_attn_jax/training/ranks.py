@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,3 +145,24 @@ def together(mesh: Any) -> Iterator[None]:
         if told:
             kind, _, message = told.partition(" ")
             raise (OSError if kind == "OSError" else ValueError)(f"process {process}: {message}") from error
+
+
+def agreed(function: Callable[[], Any]) -> list[Any]:
+    """Call the function in every process, and return what it returns in each of them, which JSON must hold.
+
+    Raises in every process what it raises in one, of several in the first: as an OSError, or else as a ValueError.
+    """
+    error, value = None, None
+    try:
+        value = function()
+    except Exception as objection:
+        error = objection
+    if jax.process_count() == 1:
+        if error is not None:
+            raise error
+        return [value]
+    told = [json.loads(text) for text in _gathered(json.dumps([error and [isinstance(error, OSError), str(error)], value]))]
+    for process, (objection, _) in enumerate(told):
+        if objection is not None:
+            raise (OSError if objection[0] else ValueError)(f"process {process}: {objection[1]}") from error
+    return [each for _, each in told]

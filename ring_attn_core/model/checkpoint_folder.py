@@ -1,0 +1,207 @@
+"""The folder of a run's checkpoints: which are complete, how one is completed, and how old ones are deleted.
+
+A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json`` into
+it. A checkpoint without ``run.json`` is not complete: it is ignored, and deleted by the next save. So a rename that a kill cuts
+short, as on an object store, leaves nothing that looks complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from hashlib import file_digest
+from pathlib import Path
+from secrets import token_hex
+from shutil import copytree, rmtree
+from typing import Any
+
+from .folder_lock import FolderLock, locked
+from .progress import check_next
+from .weight_files import to_disk
+
+RUN = "run.json"
+"""The file that completes a checkpoint. It says how far the run has come, and the size and digest of every other file."""
+
+LAG = 10.0
+"""Seconds to wait for a file that another machine has written: NFS shows it late."""
+
+NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, errno.EISDIR
+"""Errors of fsync on a folder where the file system has none."""
+
+
+class CheckpointFolder:
+    """The checkpoints in ``path``. ``name``: a format of the step, such as "step-{:09}"; ``marks``: files that complete one."""
+
+    def __init__(self, path: Path, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
+        self.path, self._name, self._marks = path, name, marks
+        self._lock: FolderLock | None = None
+
+    def where(self, step: int) -> Path:
+        """Return the folder of the checkpoint of a step."""
+        return self.path / self._name.format(step)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, in ascending order."""
+        return sorted(step for step, path in self._named() if self._is_complete(path))
+
+    def holds(self, step: int | None) -> bool:
+        """Return whether the step has a complete checkpoint, after waiting for a file system that shows it late."""
+        return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
+
+    def begin(self, step: int) -> Path:
+        """Return a new empty folder for the files of a checkpoint, once no other run writes here.
+
+        Deletes what killed runs left. Raises ValueError if another run writes here or the step is not after the newest one.
+        """
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True)
+        lock = self._lock or locked(self.path)
+        lock.check()
+        self._lock = lock
+        check_next(step, self.steps(), self.path)
+        for left in self.path.glob(f".{self._name.split('{')[0]}*"):
+            rmtree(left, ignore_errors=True)
+        for _, path in self._named():
+            if not self._is_complete(path) and not seen(path / RUN):
+                rmtree(path, ignore_errors=True)
+        new = self.path / f".{self.where(step).name}.{token_hex(8)}.saving"
+        new.mkdir()
+        return new
+
+    def commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
+        """Complete a checkpoint: rename its folder, and write ``run`` into ``run.json`` last.
+
+        A file system that cannot rename folders gets a copy. Raises OSError if another run has taken over the folder meanwhile.
+        """
+        done = self.where(step)
+        if self._lock is not None:
+            self._lock.check(OSError)
+        if self._is_complete(done):
+            raise FileExistsError(f"{done} exists already: another run has written it")
+        rmtree(done, ignore_errors=True)
+        _names_to_disk(new)
+        try:
+            new.rename(done)
+        except OSError:
+            copytree(new, done, dirs_exist_ok=True)
+            for file in _files(done):
+                to_disk(file)
+            rmtree(new, ignore_errors=True)
+        _write_whole(done / RUN, json.dumps(run, indent=2))
+        _names_to_disk(done)
+        _names_to_disk(self.path)
+
+    def delete_old(self, keep: int) -> str:
+        """Delete all but the newest ``keep`` checkpoints, and return what could not be deleted and why, "" for none."""
+        objections = []
+        for step in self.steps()[:-keep]:
+            path, going = self.where(step), self.path / f".{self.where(step).name}.deleted"
+            try:
+                try:
+                    path.rename(going)
+                except OSError:
+                    for mark in self._marks:
+                        (path / mark).unlink(missing_ok=True)
+                    going = path
+                rmtree(going)
+            except OSError as error:
+                objections.append(f"{path} could not be deleted: {error}")
+        return "; ".join(objections)
+
+    def release(self) -> None:
+        """Let another run write here."""
+        self._lock = None
+
+    def _named(self) -> list[tuple[int, Path]]:
+        """The folders that are called like a checkpoint, with their steps."""
+        before = self._name.split("{")[0]
+        found = ((re.fullmatch(rf"{re.escape(before)}(\d+)", path.name), path) for path in self.path.glob(f"{before}*"))
+        steps = ((int(match[1]), path) for match, path in found if match and len(match[1]) < 20)
+        return [(step, path) for step, path in steps if path.name == self.where(step).name]
+
+    def _is_complete(self, path: Path) -> bool:
+        return any((path / mark).is_file() for mark in self._marks)
+
+
+def seen(path: Path, patience: float | None = None) -> bool:
+    """Return whether ``path`` exists, asking again for ``patience`` seconds, LAG for None."""
+    deadline, nap = time.monotonic() + (LAG if patience is None else patience), 0.01
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap)
+        nap = min(2 * nap, 0.5)
+    return True
+
+
+def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[Any]]:
+    """Return size and SHA-256 of files by their name within ``folder``; None: of all files in it."""
+    names = [file.relative_to(folder).as_posix() for file in _files(folder)] if files is None else files
+    return {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
+
+
+def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
+    """Raise ValueError that names a file of a checkpoint that is missing, unexpected or not as it was saved.
+
+    Compares all sizes, and every ``parts``-th digest from the ``part``-th on, so that ranks share the reading. Files that end in
+    ``suffix`` must be among those saved; None: no matter. A checkpoint of an earlier version, without digests, passes.
+    """
+    saved = run.get("files")
+    if saved is None:
+        return
+    remedy = f"delete {where} to resume from the checkpoint before, or copy it again"
+    if not isinstance(saved, dict) or not all(_is_entry(name, entry) for name, entry in saved.items()):
+        raise ValueError(f"{where / RUN} must give size and SHA-256 of every file under files: {remedy}")
+    for name in saved:
+        if not seen(where / name):
+            raise ValueError(f"{where / name} is missing: {remedy}")
+    theirs = [] if suffix is None else [file for file in _files(where) if file.name.endswith(suffix)]
+    extra = [file for file in theirs if file.relative_to(where).as_posix() not in saved]
+    if extra:
+        raise ValueError(f"{extra[0]} is not a file of this checkpoint: {remedy}")
+    for number, (name, (size, digest)) in enumerate(sorted(saved.items())):
+        found = (where / name).stat().st_size
+        if found != size:
+            raise ValueError(f"{where / name} of {found} bytes is truncated or damaged, it had {size}: {remedy}")
+        if number % parts == part and _sha256(where / name) != digest:
+            raise ValueError(f"{where / name} is damaged, its SHA-256 is not that of the file when it was saved: {remedy}")
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    return inside and isinstance(entry, list) and [type(x) for x in entry] == [int, str]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file that is there whole or not at all; where files cannot be renamed, as the file system writes it."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text)
+    to_disk(new)
+    try:
+        new.replace(file)
+    except OSError:
+        file.write_text(text)
+        to_disk(file)
+        new.unlink(missing_ok=True)
+
+
+def _names_to_disk(folder: Path) -> None:
+    """Wait until the names in a folder survive a loss of power, where the file system can do that."""
+    try:
+        to_disk(folder)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise

@@ -1,0 +1,69 @@
+"""A lock of a folder of checkpoints: one run at a time writes there.
+
+The system's lock on ``.lock`` ends with its process, however that ends. Some file systems have none, or one for each machine. So
+the file holds besides the token of the run that came last: a run that finds another token has lost the folder, and stops saving.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from secrets import token_hex
+from weakref import WeakValueDictionary, finalize
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK = ".lock"
+
+
+class FolderLock:
+    """The lock on a folder, held as long as the object lives; ValueError if another process holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / LOCK
+        self._token = token_hex(16)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        finalize(self, os.close, file)
+        _lock(file, folder)
+        os.ftruncate(file, 0)
+        os.write(file, f"{self._token} process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def check(self, kind: type[Exception] = ValueError) -> None:
+        """Raise ``kind`` if another run has taken over the folder, where the system's lock did not keep it out."""
+        try:
+            token, _, who = self._path.read_text(errors="replace").partition(" ")
+        except OSError:
+            return
+        if len(token) == len(self._token) and token != self._token:
+            raise kind(f"{self._folder} was taken over by another run, {who}: end one of the two, or give it another folder")
+
+
+_held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
+"""The locks of this process, by its id (a fork does not hold them) and the folder."""
+
+
+def locked(folder: Path) -> FolderLock:
+    """Return the lock of this process on the folder. Raises ValueError if another process holds it."""
+    key = os.getpid(), folder
+    lock = _held.get(key)
+    if lock is None:
+        lock = _held[key] = FolderLock(folder)
+    return lock
+
+
+def _lock(file: int, folder: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        who = os.pread(file, 1000, 0).decode(errors="replace").partition(" ")[2] or "another process"
+        raise ValueError(
+            f"{folder} is in use: {who} saves its checkpoints there. Wait for its end, or give this run another folder"
+        ) from error
+    except OSError:  # a file system without locks: the token remains
+        return

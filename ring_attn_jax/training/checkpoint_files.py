@@ -1,0 +1,82 @@
+"""The files of a checkpoint: arrays that orbax writes and reads, each process its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ring_attn_core.model.checkpoint_folder import RUN, check_files, digests, seen
+from ring_attn_core.model.weight_files import read_json
+
+STATE = "state"
+"""The folder of the arrays within a checkpoint."""
+
+EARLIER = "run/metadata"
+"""What said, in checkpoints of earlier versions, how far the run had come; they have no digests."""
+
+PATIENCE_MS = 20 * 60 * 1000
+"""How long a process waits for the others at the end of a save, as orbax does."""
+
+_saves = count()
+
+
+class Files:
+    """Writes and reads arrays by name with orbax, in the background where it writes."""
+
+    def __init__(self) -> None:
+        import orbax.checkpoint as orbax
+
+        self._orbax = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
+
+    def begin(self, folder: Path, arrays: dict[str, jax.Array]) -> None:
+        """Copy the arrays to host memory, and begin to write this process's shards into ``folder``."""
+        import orbax.checkpoint as orbax
+
+        self._orbax.save(folder / STATE, args=orbax.args.PyTreeSave(arrays))
+
+    def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
+        """Wait until all processes have written; then the first one calls ``commit`` with size and digest of each file.
+
+        Raises OSError in every process if the first one fails. Called in the background.
+        """
+        from orbax.checkpoint import multihost
+
+        self._orbax.wait_until_finished()
+        try:
+            if jax.process_index() == 0:
+                commit(digests(folder))
+        finally:
+            multihost.get_barrier_sync_fn()(key=f"ring_attn/checkpoint/{next(_saves)}", timeout_ms=PATIENCE_MS)
+        if not seen(done / RUN):
+            raise OSError("process 0 could not complete it")
+
+    def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the arrays of a checkpoint by name, with the shardings of ``like``."""
+        import orbax.checkpoint as orbax
+
+        places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
+        restore = orbax.args.PyTreeRestore(
+            places, restore_args=orbax.checkpoint_utils.construct_restore_args(places), partial_restore=True
+        )
+        return self._orbax.restore(where / STATE, args=restore)
+
+    def shapes(self, where: Path, run: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all arrays of a checkpoint. Raise ValueError that names a damaged file."""
+        check_files(where, run, None, jax.process_index(), jax.process_count())
+        found: Any = self._orbax.metadata(where / STATE)
+        tree = getattr(found, "item_metadata", found)
+        return {name: tuple(x.shape) for name, x in getattr(tree, "tree", tree).items()}
+
+    def close(self) -> None:
+        """Release orbax's threads."""
+        self._orbax.close()
+
+
+def run_of(where: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that says how far the run had come, and what it says."""
+    file = where / RUN if (where / RUN).exists() or not (where / EARLIER).exists() else where / EARLIER
+    return file, read_json(file)
