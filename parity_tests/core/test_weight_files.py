@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from ring_attn_core.model import weight_files
+from ring_attn_core.model import weight_saving
 from ring_attn_core.model.llama import config_of, their_config
 from ring_attn_core.model.rotary import NTK, Linear, Llama3, Rotary, YaRN
-from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, current, read_config, replacing, sources, write
+from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, current, opened_folder, own_config, sources
+from ring_attn_core.model.weight_saving import replacing, write
 
 from ..support.flushed import unflushed
 from ..support.full_disk import full_disk
@@ -37,15 +38,15 @@ def save(folder: Path, value: float = 0.0, **shapes: tuple[int, ...]) -> None:
 def values(folder: Path) -> set[float]:
     """The values of all weights that ``SHAPES`` promises."""
     found = set()
-    for file, names in sources(current(folder), SHAPES, str).items():
-        with weight_files.opened(file) as weights:
-            found |= {float(x) for name in names.values() for x in weights.get_tensor(name).flat}
+    with opened_folder(folder) as held:
+        for file, names in sources(held, SHAPES, str).items():
+            found |= {float(x) for name in names.values() for x in held.files[file].weights.get_tensor(name).flat}
     return found
 
 
 @pytest.mark.parametrize("most", [10**9, 24])
 def test_a_folder_is_written_read_and_replaced_in_one_file_or_several(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(weight_files, "MOST_BYTES", most)
+    monkeypatch.setattr(weight_saving, "MOST_BYTES", most)
     for value in (1.0, 2.0):
         save(tmp_path / "deep" / "w", value)
         assert values(tmp_path / "deep" / "w") == {value}
@@ -76,7 +77,8 @@ KILLED = """
 import os, pathlib, signal, sys
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from ring_attn_core.model.weight_files import WEIGHTS, current, replacing, write
+from ring_attn_core.model.weight_files import WEIGHTS, current
+from ring_attn_core.model.weight_saving import replacing, write
 
 folder, calls = pathlib.Path(sys.argv[1]), 0
 
@@ -144,7 +146,7 @@ def test_a_truncated_file_is_named(tmp_path, kept):
 
 
 def test_weights_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "MOST_BYTES", 24)
+    monkeypatch.setattr(weight_saving, "MOST_BYTES", 24)
     save(tmp_path / "w")
     with unflushed() as lost:
         save(tmp_path / "w", 1.0)
@@ -165,20 +167,22 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"w holds does not fit this module: c is unexpected; d is unexpected; b is \[7\] and"):
         values(tmp_path / "w")
     with pytest.raises(ValueError, match=r"other\.0 is missing; .*; and 96 more\. Are config\.json and the weights"):
-        sources(tmp_path / "w", {f"other.{i}": (1,) for i in range(100)}, str)
+        with opened_folder(tmp_path / "w") as held:
+            sources(held, {f"other.{i}": (1,) for i in range(100)}, str)
 
 
 def test_a_folder_that_lacks_something_says_what(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"none is no folder: pass one with config\.json and model\.safetensors in it"):
         current(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        values(tmp_path)
+    (tmp_path / CONFIG).write_text("{}")
     with pytest.raises(ValueError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json$"):
         values(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"pickles such as pytorch_model\.bin are never read"):
         values(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json is missing"):
-        read_config(tmp_path)
-    monkeypatch.setattr(weight_files, "MOST_BYTES", 24)
+    monkeypatch.setattr(weight_saving, "MOST_BYTES", 24)
     save(tmp_path / "w")
     first = tmp_path / "w" / "model-00001-of-00002.safetensors"
     first.write_bytes((tmp_path / "w" / "model-00002-of-00002.safetensors").read_bytes())
@@ -206,9 +210,10 @@ def test_a_folder_that_lacks_something_says_what(tmp_path, monkeypatch):
     ],
 )
 def test_a_config_that_cannot_be_read_says_why(tmp_path, text, message):
-    (tmp_path / CONFIG).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_config(tmp_path)
+    save(tmp_path / "w")
+    (tmp_path / "w" / CONFIG).write_text(text)
+    with pytest.raises(ValueError, match=message), opened_folder(tmp_path / "w") as held:
+        own_config(held)
 
 
 LLAMA: dict[str, Any] = {

@@ -74,6 +74,7 @@ def projections(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes = {"q.weight": (q, dim), "k.weight": (kv, dim), "v.weight": (kv, dim), "o.weight": (dim, q)}
     shapes |= {"sinks": (sizes["heads"],)} if sizes.get("sinks") else {}
     shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)} if sizes.get("qkv_bias") else {}
+    shapes |= {"o.bias": (dim,)} if sizes.get("o_bias") else {}
     return shapes | ({f"{name}_norm.weight": (sizes["head_dim"],) for name in "qk"} if sizes.get("qk_norm") else {})
 
 
@@ -99,6 +100,8 @@ def transformer_weights(tied: bool = True, **sizes: Any) -> Arrays:
         shapes |= {f"blocks.{i}.attention.{name}": shape for name, shape in projections(sizes).items()}
         shapes |= {f"blocks.{i}.mlp.{name}.weight": (hidden, dim) for name in ("gate", "up")}
         shapes |= {f"blocks.{i}.mlp.down.weight": (dim, hidden)}
+        if sizes.get("mlp_bias"):
+            shapes |= {f"blocks.{i}.mlp.{name}.bias": (dim if name == "down" else hidden,) for name in ("gate", "up", "down")}
         shapes |= {f"blocks.{i}.{name}.weight": (dim,) for name in ("attention_norm", "mlp_norm")}
     rng = np.random.default_rng(3)
     return {

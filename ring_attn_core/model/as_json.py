@@ -6,13 +6,15 @@ import json
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+from ..files import parse_json
 from ..mistakes import in_words, is_integer
 from ..runs import Band
+from .published import Published
 from .rotary import NTK, Linear, Llama3, Rotary, YaRN
 
 Record = TypeVar("Record")
 
-TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, Linear, NTK, YaRN, Llama3)}
+TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, Linear, NTK, YaRN, Llama3, Published)}
 """The records that may stand in a config, by the name that ``type`` gives."""
 
 
@@ -27,8 +29,8 @@ def read_record(kind: type[Record], text: str) -> Record:
     Raises ValueError for what is no JSON object, and for keys that are no field or missing, naming them.
     """
     try:
-        values = json.loads(text)
-    except (TypeError, json.JSONDecodeError) as error:
+        values = parse_json(text)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{kind.__name__} is read from JSON, as to_json writes it, got {in_words(text)}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} is read from a JSON object, as to_json writes it, got a {type(values).__name__}")

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask
+from ..mistakes import in_words
 from ..runs import Band
 from .as_json import read_record, write_record
 from .checks import DEEPEST, check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
 from .chunks import check_chunk
 from .masks import layer_masks
+from .published import Published
 from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
 
@@ -32,6 +34,7 @@ class AttentionConfig:
     rotary: Rotary | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
     eps: float = 1e-6
     softcap: float | None = None
     sinks: bool = False
@@ -45,7 +48,7 @@ class AttentionConfig:
         rotary = rotary_of(self.rotary, self.rotary_base)
         if rotary is not None:
             check_rotary(head_dim, rotary)
-        check_flags(qk_norm=self.qk_norm, qkv_bias=self.qkv_bias)
+        check_flags(qk_norm=self.qk_norm, qkv_bias=self.qkv_bias, o_bias=self.o_bias)
         check_eps(self.eps)
         check_scores(self.softcap, self.sinks, self.alibi, self.dropout_rate)
         check_dtype("param_dtype", self.param_dtype)
@@ -65,7 +68,8 @@ class TransformerConfig:
 
     ``hidden`` None becomes ``hidden_size(dim)``, the rest as in :class:`AttentionConfig`. ``windows`` and ``rotaries``: one value
     a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: tokens of a rank that the MLP takes at a time,
-    None for all. Raises ValueError for sizes that do not fit and numbers outside their range.
+    None for all. ``published``: what a published model says of itself and nothing here computes; two configs that differ in
+    nothing else are equal. Raises ValueError for sizes that do not fit and numbers outside their range.
     """
 
     vocab: int
@@ -82,6 +86,8 @@ class TransformerConfig:
     rotaries: Sequence[Rotary | float | None] | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     eps: float = 1e-6
     softcap: float | None = None
     sinks: bool = False
@@ -91,11 +97,14 @@ class TransformerConfig:
     param_dtype: str = "float32"
     compute_dtype: str | None = None
     mlp_chunk: int | None = None
+    published: Published | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_sizes(vocab=self.vocab, dim=self.dim)
         check_sizes(DEEPEST, depth=self.depth)
-        check_flags(tied=self.tied)
+        check_flags(tied=self.tied, mlp_bias=self.mlp_bias)
+        if not isinstance(self.published, Published | None):
+            raise ValueError(f"published must be a Published or None, got {in_words(self.published)}")
         if self.compute_dtype is not None:
             check_dtype("compute_dtype", self.compute_dtype)
         if self.mlp_chunk is not None:

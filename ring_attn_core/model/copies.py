@@ -46,6 +46,20 @@ def as_told(tables: Iterable[Any]) -> list[Table]:
     return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
 
 
+class Unlike(ValueError):
+    """What only some ranks could do, or found otherwise than the others: it may pass where a file system is late."""
+
+
+def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
+    """Raise Unlike if what the ranks found of ``what``, one text a rank, is not the same; ``holder``: such as "rank"."""
+    if len(set(found)) > 1:
+        listed = "; ".join(f"{holder} {rank} read {text}" for rank, text in enumerate(found[:MOST_HOLDERS]) if text != found[0])
+        raise Unlike(
+            f"{what} are not the same on every {holder}: {holder} 0 read {found[0]}; {listed}. Load them when nobody saves there, "
+            "from one folder that all hosts share or from equal copies of it"
+        )
+
+
 def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """The entries by name; ValueError where two have the same."""
     found: dict[str, Any] = {}

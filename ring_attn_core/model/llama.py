@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from ..mistakes import in_words
 from .checks import DEEPEST, check_sizes
 from .config import TransformerConfig
+from .published import Published
 from .rotary import NTK, Linear, Llama3, Rotary, YaRN
+from .weight_files import CONFIG, Naming, WeightFolder
+from .weight_names import llama_name
 
 Theirs = Mapping[str, Any]
 
@@ -22,14 +25,16 @@ class Family(NamedTuple):
     architecture: str
     qk_norm: bool
     qkv_bias: bool
+    biased: tuple[str, ...]
+    """Which of attention_bias, of q, k, v and o, and mlp_bias a config may set; other architectures read past them."""
     defaults: Theirs
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", False, False, {}),
-    "mistral": Family("MistralForCausalLM", False, False, {"num_key_value_heads": 8}),
-    "qwen2": Family("Qwen2ForCausalLM", False, True, {"num_key_value_heads": 32}),
-    "qwen3": Family("Qwen3ForCausalLM", True, False, {"num_key_value_heads": 32, "head_dim": 128}),
+    "llama": Family("LlamaForCausalLM", False, False, ("attention_bias", "mlp_bias"), {}),
+    "mistral": Family("MistralForCausalLM", False, False, (), {"num_key_value_heads": 8}),
+    "qwen2": Family("Qwen2ForCausalLM", False, True, (), {"num_key_value_heads": 32}),
+    "qwen3": Family("Qwen3ForCausalLM", True, False, ("attention_bias",), {"num_key_value_heads": 32, "head_dim": 128}),
 }
 """By the ``model_type`` of a config."""
 
@@ -44,13 +49,17 @@ SIZES = {
 
 FIXED = {
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
 """What a config must say, if it says anything, for our layers to compute the same."""
 
+
+PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
+"""What is kept of a config though nothing here computes it."""
+
+LENGTH = 131072
+"""The longest sequence that other programs should allow, of a model that does not say."""
 
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "max_position_embeddings": (int, "an int"),
@@ -61,6 +70,11 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "attention_dropout": ((int, float), "a number"),
     "rope_scaling": (Mapping, "an object"),
     "rope_parameters": (Mapping, "an object"),
+    "attention_bias": (bool, "true or false"),
+    "mlp_bias": (bool, "true or false"),
+    "bos_token_id": (int, "an int"),
+    "eos_token_id": ((int, list), "an int or a list of ints"),
+    "pad_token_id": (int, "an int"),
 }
 """What a key holds, if it is there and not null."""
 
@@ -86,8 +100,12 @@ def config_of(theirs: Theirs) -> TransformerConfig:
             raise ValueError(f"{name} of a {kind} model must be {needed!r}, got {theirs[name]!r}: our layers do not compute that")
     for name, (kinds, words) in TYPES.items():
         value = theirs.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+        if value is not None and (isinstance(value, bool) != (kinds is bool) or not isinstance(value, kinds)):
             raise ValueError(f"{name} of a {kind} model must be {words}, got {in_words(value)}: restore config.json")
+    biases = {name: bool(theirs.get(name)) for name in ("attention_bias", "mlp_bias")}
+    strange = [name for name, given in biases.items() if given and name not in family.biased]
+    if strange:
+        raise ValueError(f"{strange[0]} of a {kind} model must be False, got True: {family.architecture} has none")
     get = lambda name, default=None: theirs.get(name, family.defaults.get(name, default))
     return TransformerConfig(
         **{ours: theirs[name] for name, ours in SIZES.items()},
@@ -96,12 +114,21 @@ def config_of(theirs: Theirs) -> TransformerConfig:
         windows=_windows(kind, theirs, get("sliding_window", 4096), get("max_window_layers", 28)),
         rotary=_rotary(theirs),
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=family.qkv_bias or biases["attention_bias"],
+        o_bias=biases["attention_bias"],
+        mlp_bias=biases["mlp_bias"],
         eps=get("rms_norm_eps", 1e-6),
         dropout_rate=float(get("attention_dropout") or 0.0),
         tied=bool(get("tie_word_embeddings", False)),
         param_dtype=get("dtype") or get("torch_dtype") or "float32",
+        published=_published(theirs),
     )
+
+
+def _published(theirs: Theirs) -> Published | None:
+    """What the config says that nothing here computes; None where it says nothing."""
+    said = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
+    return Published(**said) if said else None
 
 
 def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
@@ -109,13 +136,28 @@ def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
     return (".rotary_emb.inv_freq", "lm_head.weight") if config.tied else (".rotary_emb.inv_freq",)
 
 
-def their_config(config: TransformerConfig, length: int) -> dict[str, Any]:
-    """Return the config under which transformers computes the same; ``length`` is the longest sequence that it should allow.
+def _config_in(held: WeightFolder) -> TransformerConfig:
+    """Return the config of a folder of Hugging Face's; ValueError that names its file."""
+    try:
+        return config_of(held.config)
+    except ValueError as error:
+        raise ValueError(f"{held.folder / CONFIG}: {error}") from error
 
-    Raises ValueError for what none of the four architectures computes, naming it.
+
+THEIRS = Naming(_config_in, llama_name, ignored_names)
+"""The folders of Hugging Face."""
+
+
+def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
+    """Return the config under which transformers computes the same.
+
+    ``length``: the longest sequence that it should allow; None is what the config says, or 131072. Raises ValueError for what none of the four architectures computes, naming it.
     """
     windows = _checked_windows(config)
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "mistral" if any(windows) else "llama"
+    if length is not None:
+        check_sizes(length=length)
+    kind = _kind(config, windows)
+    published = config.published or Published()
     sizes = {w + 1 for w in windows if w is not None}  # theirs count the token itself
     if len(sizes) > 1 or (kind == "mistral" and None in windows):
         raise ValueError(
@@ -131,12 +173,13 @@ def their_config(config: TransformerConfig, length: int) -> dict[str, Any]:
         "rms_norm_eps": config.eps,
         "attention_dropout": config.dropout_rate,
         "tie_word_embeddings": config.tied,
-        "max_position_embeddings": length,
+        "max_position_embeddings": length or published.max_position_embeddings or LENGTH,
         "sliding_window": max(sizes, default=None),
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **{name: getattr(published, name) for name in PUBLISHED if name != "max_position_embeddings"},
         "torch_dtype": config.param_dtype,
     }
+    given = {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    found |= {name: given[name] for name in FAMILIES[kind].biased}
     found |= _their_rotary(config.rotary)
     if kind in ("qwen2", "qwen3"):
         slides = [w is not None for w in windows]
@@ -147,6 +190,25 @@ def their_config(config: TransformerConfig, length: int) -> dict[str, Any]:
             "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
         }
     return found
+
+
+def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
+    """The architecture that has these norms, biases and windows; ValueError where none of the four has them together."""
+    biases = config.qkv_bias, config.o_bias, config.mlp_bias
+    if config.qk_norm:
+        kind, known = "qwen3", biases in ((False, False, False), (True, True, False))
+    elif biases == (True, False, False):
+        kind, known = "qwen2", True
+    elif any(biases) or not any(x is not None for x in windows):
+        kind, known = "llama", config.qkv_bias == config.o_bias and not any(x is not None for x in windows)
+    else:
+        kind, known = "mistral", True
+    if not known:
+        names = [name for name in ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "windows") if getattr(config, name)]
+        raise ValueError(
+            f"no Llama, Mistral, Qwen2 or Qwen3 computes {', '.join(names)} and no other bias: keep this model with save_weights"
+        )
+    return kind
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
@@ -228,7 +290,6 @@ def _checked_windows(config: TransformerConfig) -> list[int | None]:
     refused += ["rotaries"] * any(x.rotary != config.rotary for x in attention)
     refused += ["rotary_base=None"] * (config.rotary is None)
     refused += ["the scaling NTK"] * (config.rotary is not None and isinstance(config.rotary.scaling, NTK))
-    refused += ["qk_norm and qkv_bias together"] * (config.qk_norm and config.qkv_bias)
     if refused:
         raise ValueError(f"no Llama, Mistral, Qwen2 or Qwen3 computes {', '.join(refused)}: keep this model with save_weights")
     return [x.mask.hi for x in attention]

@@ -81,7 +81,8 @@ def total(terms: Iterable[Term]) -> int:
 def block_weights(config: TransformerConfig) -> int:
     """Return how many numbers the weights of one block are."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    extras = (q + 2 * kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm + config.heads * config.sinks
+    biases = (q + 2 * kv) * config.qkv_bias + config.dim * config.o_bias + (2 * config.hidden + config.dim) * config.mlp_bias
+    extras = biases + 2 * config.head_dim * config.qk_norm + config.heads * config.sinks
     return 2 * config.dim * (q + kv) + extras + 3 * config.dim * config.hidden + 2 * config.dim
 
 

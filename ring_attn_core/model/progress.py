@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from ..mistakes import in_words
 from .config import TransformerConfig
 from .weight_names import check_state
 
-MAY_CHANGE = "compute_dtype", "dropout_rate"
+MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
 """What a resumed run may set anew: fields of a config that neither shape weights nor change what a trained model means."""
 
 
@@ -57,7 +58,8 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Pr
             raise ValueError(f"{name} in {where} must be {expected}, got {in_words(value)}: the checkpoint is damaged")
     mine = None if config is None else json.loads(config.to_json())
     if theirs is not None and mine is not None:
-        names = [name for name in {**theirs, **mine} if name not in MAY_CHANGE and theirs.get(name) != mine.get(name)]
+        theirs = {x.name: x.default for x in fields(TransformerConfig) if x.name in mine} | theirs  # of an older release
+        names = [name for name in {**mine, **theirs} if name not in MAY_CHANGE and theirs.get(name) != mine.get(name)]
         if names:
             listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
             raise ValueError(f"{where} is of another model: {listed}. Make the model as it was, or give this run another folder")

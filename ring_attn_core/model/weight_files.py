@@ -1,4 +1,4 @@
-"""Weights as a folder of safetensors files: finding them, writing them, and replacing such a folder whole or not at all.
+"""Weights as a folder of safetensors files: opening one of them as a whole, and finding every weight in it.
 
 The layout is Hugging Face's: ``config.json`` beside ``model.safetensors``, or beside ``model-00001-of-00002.safetensors`` and so
 on with ``model.safetensors.index.json``, which says which weight stands in which file.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from pathlib import Path
-from shutil import rmtree
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
+from ..files import Identity, check_regular, identity, open_file, read_json, sample
+from ..mistakes import in_words
 from .config import TransformerConfig
 from .weight_names import check_state
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-MOST_BYTES = 5 * 10**9
-"""Weights beyond this begin another file: a process that saves holds those of one file in host memory."""
 
 SAVING, REPLACED = ".{}.saving", ".{}.replaced"
 """What the folder ``{}`` is called while it is written, and while a new one takes its place."""
@@ -28,41 +27,78 @@ SAVING, REPLACED = ".{}.saving", ".{}.replaced"
 DTYPES = "F32", "BF16", "F16", "F64"
 """What safetensors calls the dtypes that weights may be stored in."""
 
-Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
-"""``save_file`` of safetensors for a framework: arrays by name, where to, and the header's texts."""
+TRIES = 5
+"""How often a folder is opened anew that another process replaces meanwhile."""
+
+
+class WeightFile(NamedTuple):
+    """One open safetensors file."""
+
+    weights: Any
+    """What ``safe_open`` returns."""
+    promised: set[str] | None
+    """The names that the index says it holds; None without an index."""
+    file: BinaryIO
+    """The same file, open as long, to see whether it is written to."""
+    identity: Identity
+
+
+class WeightFolder(NamedTuple):
+    """A folder of weights with all of its files open, so that they stay those of one save, whatever takes the folder's place."""
+
+    folder: Path
+    config: dict[str, Any]
+    """What config.json holds."""
+    files: dict[Path, WeightFile]
+
+    def check_unwritten(self) -> None:
+        """Raise ValueError, naming it, for a file that was written to in place since it was opened."""
+        for path, each in self.files.items():
+            _check_unwritten(path, each.identity, each.file.fileno())
+
+    def digest(self, config: TransformerConfig) -> str:
+        """Return a digest of ``config`` and of blocks all over the weights, another one for every save of a training."""
+        what = [config.to_json(), *(sample(each.file) for each in self.files.values())]
+        return sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+class Naming(NamedTuple):
+    """How a kind of folder says what it holds: ``save_weights``'s own, or Hugging Face's."""
+
+    config: Callable[[WeightFolder], TransformerConfig]
+    renamed: Callable[[str], str]
+    """What the files call the weight of that name."""
+    ignored: Callable[[TransformerConfig], tuple[str, ...]]
+    """How the names end that the files may hold besides weights."""
 
 
 @contextmanager
-def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, beside ``folder``, that takes its place when the block ends: all of it or, after an error, nothing.
+def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
+    """Open config.json and all weights of one save, for arrays of that framework on that device.
 
-    A process that is killed in here leaves the previous folder whole, for ``current`` to find. Raises ValueError, before the
-    block, for a folder that holds anything but weights, and OSError, which says that nothing was lost, for one that cannot be
-    written.
+    A save that takes the folder's place meanwhile changes nothing: what is open stays readable, and what was opened in part is
+    given up for the new one. Raises ValueError, naming the file, for what is missing, damaged or no regular file.
     """
-    from safetensors import SafetensorError
-
-    folder = Path(folder).resolve()
-    new, old = (folder.with_name(name.format(folder.name)) for name in (SAVING, REPLACED))
-    _check_replaceable(folder)
-    try:
-        _settle(folder, old)
-        rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        yield new
-        for path in (*new.iterdir(), new):
-            to_disk(path)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        to_disk(folder.parent)
-        rmtree(old, ignore_errors=True)
-    except BaseException as error:
-        _settle(folder, old)
-        rmtree(new, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise OSError(f"{folder} could not be saved, and what was there before is as it was: {error}") from error
-        raise
+    for _ in range(TRIES):
+        place = current(folder)
+        with ExitStack() as stack:
+            try:
+                number = os.open(place, os.O_RDONLY)  # while it is open, no other folder gets its inode
+                stack.callback(os.close, number)
+                held = _opened(place, stack, framework, device)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise ValueError(f"{place} cannot be read: {error}") from error
+            except ValueError:
+                if _is_at(place, number):  # type: ignore[possibly-undefined]
+                    raise
+                continue
+            if not _is_at(place, number):
+                continue
+            yield held
+            return
+    raise ValueError(f"{folder} was replaced {TRIES} times while it was read: load it when nobody saves there")
 
 
 def current(folder: str | Path) -> Path:
@@ -70,7 +106,7 @@ def current(folder: str | Path) -> Path:
 
     Raises ValueError where there is neither.
     """
-    folder = Path(folder).resolve()
+    folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))
     if folder.is_dir() or not old.is_dir():
         if not folder.is_dir():
@@ -79,68 +115,49 @@ def current(folder: str | Path) -> Path:
     return old
 
 
-def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the arrays into the empty ``folder``, in as many files as it takes; ``weights`` is read one file at a time."""
-    files: list[list[str]] = []
-    part: dict[str, Any] = {}
-    total = 0
-    temporary = lambda number: folder / f"{number}.part"
-
-    def finish() -> None:
-        save_file(part, temporary(len(files)), {"format": "pt"})  # what transformers looks for; says nothing about the layout
-        temporary(len(files)).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it
-        files.append(list(part))
-        part.clear()
-
-    for name, x in weights:
-        if part and sum(each.nbytes for each in part.values()) + x.nbytes > MOST_BYTES:
-            finish()
-        part[name] = x
-        total += x.nbytes
-    finish()
-    if len(files) == 1:
-        temporary(0).rename(folder / WEIGHTS)
-        return
-    of: dict[str, str] = {}
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        temporary(number).rename(folder / file)
-        of |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": of}, indent=2))
+def resolved(folder: str | Path) -> Path:
+    """Return the path of a folder of weights without symbolic links; ValueError for what is no path of a folder with a name."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
+    try:
+        found = Path(folder).resolve()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder} cannot be followed, its symbolic links go round in a circle: {error}") from error
+    if not found.name:
+        raise ValueError(f"{folder} is the root of the file system: pass a folder in it")
+    return found
 
 
 def sources(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
+    held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
     """Return where weights stand: for every file of the folder what to read from it, our name and the file's.
 
     ``expected``: shapes by our names; ``renamed``: what the files call a weight; ``ignored``: endings of the files' names that
-    are no weights. Raises ValueError for what is missing, unexpected, of another shape, quantised, or in a file that cannot be
-    read.
+    are no weights. Raises ValueError for what is missing, unexpected, of another shape or quantised.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-    for file, names in _files(folder).items():
-        with opened(file) as weights:
-            held = set(weights.keys())
-            lost = sorted((names or held) - held)
-            if lost:
-                raise ValueError(f"{file} lacks {', '.join(lost[:8])}, which {INDEX} promises: copy or download it again")
-            for name in sorted(names or held):
-                stored = weights.get_slice(name)
-                found[name] = file, tuple(stored.get_shape()), str(stored.get_dtype())
+    for file, each in held.files.items():
+        names, stands = each.promised, set(each.weights.keys())
+        lost = sorted((names or stands) - stands)
+        if lost:
+            raise ValueError(f"{file} lacks {', '.join(lost[:8])}, which {INDEX} promises: copy or download it again")
+        for name in sorted(names or stands):
+            stored = each.weights.get_slice(name)
+            found[name] = file, tuple(stored.get_shape()), str(stored.get_dtype())
     found = {name: place for name, place in found.items() if not name.endswith(tuple(ignored))}
     ours = {renamed(name): name for name in expected}
     check_state(
         {theirs: expected[name] for theirs, name in ours.items()},
         {name: shape for name, (_, shape, _) in found.items()},
-        f"what {folder} holds",
+        f"what {held.folder} holds",
         f"Are {CONFIG} and the weights of the same model?",
         most=8,
     )
     strange = [f"{name} is {found[name][2]}" for name in ours if found[name][2] not in DTYPES]
     if strange:
         raise ValueError(
-            f"{folder} holds {', '.join(strange[:8])}: weights must be {', '.join(DTYPES)}, for what is quantised means nothing "
+            f"{held.folder} holds {', '.join(strange[:8])}: weights must be {', '.join(DTYPES)}, for what is quantised means nothing "
             "without its scales; save the model as it was before it was quantised"
         )
     grouped: dict[Path, dict[str, str]] = {}
@@ -154,6 +171,7 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
     """Open a safetensors file for arrays of that framework; ValueError where it is missing, truncated or of another kind."""
     from safetensors import SafetensorError, safe_open
 
+    check_regular(file)
     try:
         weights = safe_open(file, framework=framework, device=device)  # type: ignore[arg-type]
     except FileNotFoundError as error:
@@ -167,28 +185,19 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
         yield inside
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; ValueError that names the file where it is missing or holds no object."""
+def own_config(held: WeightFolder) -> TransformerConfig:
+    """Return the config of a folder that save_weights wrote; ValueError for another one, or for a key that is none of ours."""
+    file = held.folder / CONFIG
+    if "model_type" in held.config:
+        raise ValueError(f"{file} is one of Hugging Face's, of a {held.config['model_type']} model: read it with load_llama")
     try:
-        found = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{file} is missing") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold a JSON object, got a {type(found).__name__}")
-    return found
-
-
-def read_config(folder: Path) -> TransformerConfig:
-    """Return the config in a folder that save_weights wrote; ValueError for another one, or for a key that is none of ours."""
-    found = read_json(folder / CONFIG)
-    if "model_type" in found:
-        raise ValueError(f"{folder / CONFIG} is one of Hugging Face's, of a {found['model_type']} model: read it with load_llama")
-    try:
-        return TransformerConfig.from_json(json.dumps(found))
+        return TransformerConfig.from_json(json.dumps(held.config))
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
+
+
+OWN = Naming(own_config, lambda name: name, lambda config: ())
+"""The folders of ``save_weights``."""
 
 
 def to_disk(path: Path) -> None:
@@ -200,37 +209,51 @@ def to_disk(path: Path) -> None:
         os.close(number)
 
 
+def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
+    """Open everything in a folder; ValueError where a text was written to meanwhile."""
+    texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
+    config = read_json(place / CONFIG)
+    files = {}
+    for path, promised in _files(place).items():
+        try:
+            file = stack.enter_context(open_file(path))
+        except OSError as error:
+            why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            raise ValueError(f"{path} {why}: copy or download it again") from error
+        was = identity(file.fileno())
+        files[path] = WeightFile(stack.enter_context(opened(path, framework, device)), promised, file, was)
+        _check_unwritten(path, was, path)
+    for path, was in texts.items():
+        _check_unwritten(path, was, path)
+    return WeightFolder(place, config, files)
+
+
+def _is_at(place: Path, number: int) -> bool:
+    """Whether the open folder of that number still has its name."""
+    try:
+        return os.path.samestat(os.stat(place), os.fstat(number))
+    except FileNotFoundError:
+        return False
+
+
+def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
+    """ValueError where a file is another one by now, or has been written to; a rename or chmod of it does not count."""
+    try:
+        now = identity(where)
+    except OSError as error:
+        raise ValueError(f"{path} vanished while it was read ({error.strerror}): load it when nobody saves there") from error
+    if now[:4] != was[:4]:
+        raise ValueError(f"{path} was written to while it was read: load it when nobody saves there")
+
+
 def _files(folder: Path) -> dict[Path, set[str] | None]:
     """The files of weights, and which weights each should hold; None: all that it does hold."""
-    if (folder / WEIGHTS).exists():
+    if os.path.lexists(folder / WEIGHTS):
         return {folder / WEIGHTS: None}
-    if not (folder / INDEX).exists():
+    if not os.path.lexists(folder / INDEX):
         pickles = "; pickles such as pytorch_model.bin are never read: save them as safetensors" * any(folder.glob("*.bin"))
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles}")
     of = read_json(folder / INDEX).get("weight_map")
     if not isinstance(of, dict) or not all(isinstance(file, str) and Path(file).name == file for file in of.values()):
         raise ValueError(f"{folder / INDEX} must hold a weight_map from names of weights to names of files beside it")
     return {folder / file: {name for name, where in of.items() if where == file} for file in sorted(set(of.values()))}
-
-
-def _check_replaceable(folder: Path) -> None:
-    """ValueError for what a save would destroy: a file, or a folder in which other things are kept."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: weights are saved as a folder")
-    ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS) or path.match("model-?????-of-?????.safetensors")
-    kept = [path.name for path in folder.glob("*") if not ours(path)]
-    if kept:
-        raise ValueError(
-            f"{folder} holds {', '.join(sorted(kept)[:8])}, which saving would delete, for it replaces the whole folder: save to "
-            "a folder that does not exist yet, or holds weights only"
-        )
-
-
-def _settle(folder: Path, old: Path) -> None:
-    """Finish what an interrupted save began: bring back the folder that it set aside, or delete it once it is replaced."""
-    if not old.exists():
-        return
-    if folder.exists():
-        rmtree(old, ignore_errors=True)
-    else:
-        old.rename(folder)

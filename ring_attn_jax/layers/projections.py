@@ -31,7 +31,7 @@ class Projections(nnx.Module):
         self.q = Linear(config.dim, config.heads * size, config.qkv_bias, kept, rngs=rngs)
         self.k = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
         self.v = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.o = Linear(config.heads * size, config.dim, False, kept, rngs=rngs)
+        self.o = Linear(config.heads * size, config.dim, config.o_bias, kept, rngs=rngs)
         self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
 

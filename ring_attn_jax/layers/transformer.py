@@ -15,6 +15,7 @@ from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.model.published import Published
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
@@ -33,7 +34,7 @@ class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
     ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all. ``where``: over which mesh whole arrays
-    are sharded, so that every device cuts its own tokens; None inside shard_map.
+    are sharded, so that every device cuts its own tokens; None inside shard_map. ``bias``: of all three maps.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class SwiGLU(nnx.Module):
         param_dtype: str = "float32",
         chunk: int | None = None,
         where: Where | None = None,
+        bias: bool = False,
         *,
         rngs: nnx.Rngs,
     ) -> None:
         self.chunk, self.where = chunk, where
-        self.gate = Linear(dim, hidden, False, param_dtype, rngs=rngs)
-        self.up = Linear(dim, hidden, False, param_dtype, rngs=rngs)
-        self.down = Linear(hidden, dim, False, param_dtype, rngs=rngs)
+        self.gate = Linear(dim, hidden, bias, param_dtype, rngs=rngs)
+        self.up = Linear(dim, hidden, bias, param_dtype, rngs=rngs)
+        self.down = Linear(hidden, dim, bias, param_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.chunk is None:
@@ -64,11 +66,11 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. The norms' eps and the weights' dtype are those of the
+    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the
     attention.
     """
 
-    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs) -> None:
         dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
@@ -109,7 +111,8 @@ class RingTransformer(Generates, nnx.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
+    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: what the config keeps for
+    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
     (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32.
     ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more;
     None: all at once. The price is that the backward computes them again, once; where ``activations`` is not "keep", it does so
@@ -150,6 +153,8 @@ class RingTransformer(Generates, nnx.Module):
         rotaries: Sequence[Rotary | float | None] | None = None,
         qk_norm: bool = False,
         qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
         eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
@@ -159,6 +164,7 @@ class RingTransformer(Generates, nnx.Module):
         param_dtype: Any = "float32",
         compute_dtype: Any = None,
         mlp_chunk: int | None = None,
+        published: Published | None = None,
         axis_name: str = "seq",
         mesh: Mesh | None = None,
         batch_axes: str | Sequence[str] = (),
@@ -187,6 +193,8 @@ class RingTransformer(Generates, nnx.Module):
             rotaries=rotaries,
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
             eps=eps,
             softcap=softcap,
             sinks=sinks,
@@ -196,6 +204,7 @@ class RingTransformer(Generates, nnx.Module):
             param_dtype=dtype_name(param_dtype),
             compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
             mlp_chunk=mlp_chunk,
+            published=published,
         )
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
@@ -208,7 +217,7 @@ class RingTransformer(Generates, nnx.Module):
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
         self.embed = nnx.Embed(vocab, dim, embedding_init=init, param_dtype=kept, rngs=rngs)
         layers = (RingAttention(**config.attention(layer).arguments, **where, **how, rngs=rngs) for layer in range(depth))
-        self.blocks = nnx.List(Block(attention, config.hidden, mlp_chunk, rngs=rngs) for attention in layers)
+        self.blocks = nnx.List(Block(attention, config.hidden, mlp_chunk, mlp_bias, rngs=rngs) for attention in layers)
         self.norm = RMSNorm(dim, eps, config.param_dtype)
         self.head = None if tied else Linear(dim, vocab, False, config.param_dtype, rngs=rngs)
 

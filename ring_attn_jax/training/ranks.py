@@ -19,9 +19,11 @@ from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 from ring_attn_core.model.copies import (
     Copy,
     Table,
+    Unlike,
     array_content,
     array_kind,
     as_told,
+    check_alike,
     check_copies,
     check_plain,
     differences,
@@ -125,14 +127,16 @@ def _gathered(text: str) -> list[str]:
 
 
 @contextmanager
-def together(mesh: Any) -> Iterator[None]:
+def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Raise in every process what the block raises in one, of several in the first: as an OSError, or else as a ValueError.
 
-    ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself.
+    ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself. Texts that the
+    block appends to the yielded list must be the same in every process. Where they are not, or only some processes had an error,
+    the ValueError is an Unlike.
     """
-    error = None
+    error, alike = None, list[str]()
     try:
-        yield
+        yield alike
     except Exception as objection:
         error = objection
     of = {device.process_index for device in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
@@ -140,11 +144,13 @@ def together(mesh: Any) -> Iterator[None]:
         if error is not None:
             raise error
         return
-    kind = "OSError" if isinstance(error, OSError) else "ValueError"
-    for process, told in enumerate(_gathered("" if error is None else f"{kind} {error}")):
-        if told:
-            kind, _, message = told.partition(" ")
-            raise (OSError if kind == "OSError" else ValueError)(f"process {process}: {message}") from error
+    mine = {"error": error and [isinstance(error, OSError), str(error)], "alike": alike}
+    everybody = [json.loads(told) for told in _gathered(json.dumps(mine))]
+    errors = [told["error"] for told in everybody]
+    for process, told in enumerate(errors):
+        if told is not None:
+            raise (OSError if told[0] else Unlike if None in errors else ValueError)(f"process {process}: {told[1]}") from error
+    check_alike(f"what processes have read while {call}", "process", [", ".join(told["alike"]) for told in everybody])
 
 
 def agreed(function: Callable[[], Any]) -> list[Any]:

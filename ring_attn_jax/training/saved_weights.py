@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +16,20 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.weight_files import CONFIG, current, opened, read_config, replacing, sources, write
+from ring_attn_core.model.copies import Unlike
+from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
+from ring_attn_core.model.weight_saving import replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
 from .ranks import _gathered, together
 from .weights import _parameters, _turned
+
+LOADING = "loading weights"
+"""What the processes call it, whichever kind of folder each of them takes it for."""
+
+PAUSES = 0.5, 1.5, 3.0, 5.0
+"""Seconds after which processes look again that have not all found the same weights."""
 
 
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
@@ -33,7 +43,7 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
     and nobody returns before it has. Raises ValueError for a model that is none and for a folder in which other things are kept,
     and OSError where it cannot be written, the same in every process.
     """
-    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), _ours)
+    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
@@ -48,11 +58,33 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
     that are missing, unexpected or of another shape than the config says, naming them: the same in every process of the mesh,
     whichever of them has found it, before a weight is read.
     """
-    with together(ring.get("mesh")):
-        place = current(folder)
-        config = with_dtypes(read_config(place), dtype, compute_dtype)
-        empty = described(place, config, _ours, (), ring)
-    return filled(empty)
+    return load_folder(folder, OWN, (dtype, compute_dtype), ring)
+
+
+def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
+    """Return the model of a folder; ``dtypes``: in which to keep the weights and to compute, None as the config says.
+
+    Where only some processes find the folder, or others find other weights, a save may reach some of them late: all of them look
+    again, for 10 seconds, and then raise.
+    """
+    for pause in (*PAUSES, None):
+        with ExitStack() as kept:
+            try:
+                with together(LOADING, ring.get("mesh")) as alike:
+                    held = kept.enter_context(opened_folder(folder))
+                    config = naming.config(held)
+                    empty = described(held, with_dtypes(config, *dtypes), naming, ring)
+                    alike.append(held.digest(config))
+            except Unlike as error:
+                if pause is None:
+                    raise ValueError(str(error)) from error
+                time.sleep(pause)
+                continue
+            with together(LOADING, ring.get("mesh")):
+                model = filled(empty, held)
+                held.check_unwritten()
+            return model
+    raise AssertionError("the last of the pauses is None")
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
@@ -69,28 +101,26 @@ class Empty(NamedTuple):
     sharding: jax.NamedSharding | None
 
 
-def described(
-    folder: Path, config: TransformerConfig, renamed: Callable[[str], str], ignored: tuple[str, ...], ring: dict[str, Any]
-) -> Empty:
-    """Return the model of ``config``, for the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
+def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
+    """Return the model of ``config``, for the weights of an open folder."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
     everywhere = None if mesh is None else jax.NamedSharding(mesh, jax.P())
-    return Empty(model, sources(folder, shapes, renamed, ignored), everywhere)
+    return Empty(model, sources(held, shapes, naming.renamed, naming.ignored(config)), everywhere)
 
 
-def filled(empty: Empty) -> RingTransformer:
+def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
     """Return the model with its weights, read one at a time."""
     model, everywhere = empty.model, empty.sharding
     kept = _parameters(model)
     flat = []
     for file, names in empty.files.items():
-        with opened(file) as weights:
-            for name, theirs in names.items():
-                path, p = kept[name]
-                x = _turned(path, weights.get_tensor(theirs)).astype(p.get_value().dtype)
-                flat.append((path, p.replace(_placed(x, everywhere))))
+        weights = held.files[file].weights
+        for name, theirs in names.items():
+            path, p = kept[name]
+            x = _turned(path, weights.get_tensor(theirs)).astype(p.get_value().dtype)
+            flat.append((path, p.replace(_placed(x, everywhere))))
     nnx.update(model, nnx.from_flat_state(flat))
     return model
 
@@ -123,10 +153,6 @@ def transformer_in(model: RingTransformer) -> RingTransformer:
     if not isinstance(model, RingTransformer):
         raise ValueError(f"weights are saved of a RingTransformer, got {type(model).__name__}")
     return model
-
-
-def _ours(name: str) -> str:
-    return name
 
 
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:

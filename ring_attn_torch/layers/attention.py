@@ -38,7 +38,7 @@ class RingAttention(Projections):
     ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
     ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
     :class:`RMSNorm` over head_dim with ``eps`` before they are turned, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
-    Qwen2; o has none. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
+    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
     denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get
@@ -64,6 +64,7 @@ class RingAttention(Projections):
         rotary: Rotary | None = None,
         qk_norm: bool = False,
         qkv_bias: bool = False,
+        o_bias: bool = False,
         eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
@@ -85,6 +86,7 @@ class RingAttention(Projections):
             rotary=rotary,
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
+            o_bias=o_bias,
             eps=eps,
             softcap=softcap,
             sinks=sinks,

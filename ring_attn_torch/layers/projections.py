@@ -33,7 +33,7 @@ class Projections(nn.Module):
         self.q = Linear(config.dim, config.heads * size, config.qkv_bias, kept)
         self.k = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept)
         self.v = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept)
-        self.o = Linear(config.heads * size, config.dim, False, kept)
+        self.o = Linear(config.heads * size, config.dim, config.o_bias, kept)
         self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
 

@@ -16,6 +16,7 @@ from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.model.published import Published
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
@@ -33,15 +34,17 @@ from .parts import Linear, RMSNorm, dtype_name
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all.
+    ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all. ``bias``: of all three maps.
     """
 
-    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None) -> None:
+    def __init__(
+        self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False
+    ) -> None:
         super().__init__()
         self.chunk = chunk
-        self.gate = Linear(dim, hidden, False, param_dtype)
-        self.up = Linear(dim, hidden, False, param_dtype)
-        self.down = Linear(hidden, dim, False, param_dtype)
+        self.gate = Linear(dim, hidden, bias, param_dtype)
+        self.up = Linear(dim, hidden, bias, param_dtype)
+        self.down = Linear(hidden, dim, bias, param_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._of(x) if self.chunk is None else in_chunks(self._of, x, self.chunk)
@@ -53,17 +56,17 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. The norms' eps and the weights' dtype are those of the
+    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the
     attention.
     """
 
-    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None) -> None:
+    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
         super().__init__()
         dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, eps, kept)
-        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk)
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, mlp_bias)
 
     def forward(
         self,
@@ -101,7 +104,8 @@ class RingTransformer(Generates, nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
+    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: what the config keeps for
+    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
     (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32.
     ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more;
     None: all at once. The price is that the backward computes them again, once; where ``activations`` is not "keep", it does so
@@ -141,6 +145,8 @@ class RingTransformer(Generates, nn.Module):
         rotaries: Sequence[Rotary | float | None] | None = None,
         qk_norm: bool = False,
         qkv_bias: bool = False,
+        o_bias: bool = False,
+        mlp_bias: bool = False,
         eps: float = 1e-6,
         softcap: float | None = None,
         sinks: bool = False,
@@ -150,6 +156,7 @@ class RingTransformer(Generates, nn.Module):
         param_dtype: torch.dtype | str = "float32",
         compute_dtype: torch.dtype | str | None = None,
         mlp_chunk: int | None = None,
+        published: Published | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -175,6 +182,8 @@ class RingTransformer(Generates, nn.Module):
             rotaries=rotaries,
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
             eps=eps,
             softcap=softcap,
             sinks=sinks,
@@ -184,6 +193,7 @@ class RingTransformer(Generates, nn.Module):
             param_dtype=dtype_name(param_dtype),
             compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
             mlp_chunk=mlp_chunk,
+            published=published,
         )
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
         check_flags(auto_shard=auto_shard)
@@ -192,7 +202,7 @@ class RingTransformer(Generates, nn.Module):
         self.embed = nn.Embedding(vocab, dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
         layers = (RingAttention(**config.attention(layer).arguments, **how, group=group) for layer in range(depth))
-        self.blocks = nn.ModuleList(Block(attention, config.hidden, mlp_chunk) for attention in layers)
+        self.blocks = nn.ModuleList(Block(attention, config.hidden, mlp_chunk, mlp_bias) for attention in layers)
         self.norm = RMSNorm(dim, eps, config.param_dtype)
         self.head = None if tied else Linear(dim, vocab, False, config.param_dtype)
 

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ring_attn_core.model.copies import (
     Copy,
+    Unlike,
     array_content,
     array_kind,
     as_told,
+    check_alike,
     check_copies,
     check_plain,
     essence,
@@ -126,14 +128,16 @@ def _part(x: DTensor) -> str:
 
 
 @contextmanager
-def together(call: str, ring: Group) -> Iterator[None]:
+def together(call: str, ring: Group) -> Iterator[list[str]]:
     """Raise on every rank what the block raises on one, of several on the lowest: as an OSError, or else as a ValueError.
 
-    Every rank of ``ring`` comes here at the same ``call``. One with an error does not wait long for those that do not.
+    Every rank of ``ring`` comes here at the same ``call``. One with an error does not wait long for those that do not. Texts that
+    the block appends to the yielded list must be the same on every rank. Where they are not, or only some ranks had an error, the
+    ValueError is an Unlike.
     """
-    error = None
+    error, alike = None, list[str]()
     try:
-        yield
+        yield alike
     except Exception as objection:
         error = objection
     if ring is None or ranks_of(ring) == 1:
@@ -141,11 +145,14 @@ def together(call: str, ring: Group) -> Iterator[None]:
             raise error
         return
     try:
-        everybody = tell(call, error and [isinstance(error, OSError), str(error)], ring, GRACE if error else None)
+        mine = {"error": error and [isinstance(error, OSError), str(error)], "alike": alike}
+        everybody = tell(call, mine, ring, GRACE if error else None)
     except RuntimeError:
         if error is None:
             raise
         raise error from None
-    for rank, told in enumerate(everybody):
+    errors = [told["error"] for told in everybody]
+    for rank, told in enumerate(errors):
         if told is not None:
-            raise (OSError if told[0] else ValueError)(f"rank {rank}: {told[1]}") from error
+            raise (OSError if told[0] else Unlike if None in errors else ValueError)(f"rank {rank}: {told[1]}") from error
+    check_alike(f"what ranks have read while {call}", "rank", [", ".join(told["alike"]) for told in everybody])

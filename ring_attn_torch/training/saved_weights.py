@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.weight_files import CONFIG, current, opened, read_config, replacing, sources, write
+from ring_attn_core.model.copies import Unlike
+from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_names import check_state
+from ring_attn_core.model.weight_saving import replacing, write
 
 from ..layers.attention import ring_of
 from ..layers.parts import dtype_name
@@ -26,6 +30,9 @@ from .weights import named_parameters
 
 LOADING = "loading weights"
 """What the ranks call it, whichever kind of folder each of them takes it for."""
+
+PAUSES = 0.5, 1.5, 3.0, 5.0
+"""Seconds after which ranks look again that have not all found the same weights."""
 
 
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -40,7 +47,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGro
     writes, and nobody returns before it has. Raises ValueError for a model that is none and for a folder in which other things
     are kept, and OSError where it cannot be written, the same on every rank.
     """
-    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), _ours, ring_of(group))
+    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), OWN.renamed, ring_of(group))
 
 
 def load_weights(
@@ -56,11 +63,34 @@ def load_weights(
     that are missing, unexpected or of another shape than the config says, naming them: the same on every rank, whichever of them
     has found it, before a weight is read.
     """
-    with together(LOADING, ring_of(ring.get("group"))):
-        place = current(folder)
-        config = with_dtypes(read_config(place), dtype, compute_dtype)
-        empty = described(place, config, _ours, (), ring)
-    return filled(empty)
+    return load_folder(folder, OWN, (dtype, compute_dtype), ring)
+
+
+def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
+    """Return the model of a folder; ``dtypes``: in which to keep the weights and to compute, None as the config says.
+
+    Where only some ranks find the folder, or others find other weights, a save may reach some of them late: all of them look
+    again, for 10 seconds, and then raise.
+    """
+    group = ring_of(ring.get("group"))
+    for pause in (*PAUSES, None):
+        with ExitStack() as kept:
+            try:
+                with together(LOADING, group) as alike:
+                    held = kept.enter_context(opened_folder(folder, "pt", str(torch.get_default_device())))
+                    config = naming.config(held)
+                    empty = described(held, with_dtypes(config, *dtypes), naming, ring)
+                    alike.append(held.digest(config))
+            except Unlike as error:
+                if pause is None:
+                    raise ValueError(str(error)) from error
+                time.sleep(pause)
+                continue
+            with together(LOADING, group):
+                model = filled(empty, held)
+                held.check_unwritten()
+            return model
+    raise AssertionError("the last of the pauses is None")
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
@@ -76,25 +106,23 @@ class Empty(NamedTuple):
     files: dict[Path, dict[str, str]]
 
 
-def described(
-    folder: Path, config: TransformerConfig, renamed: Callable[[str], str], ignored: tuple[str, ...], ring: dict[str, Any]
-) -> Empty:
-    """Return the model of ``config``, for the weights of ``folder``, in whose files they are called ``renamed(our name)``."""
+def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
+    """Return the model of ``config``, for the weights of an open folder."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config, **ring)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return Empty(model, sources(folder, shapes, renamed, ignored))
+    return Empty(model, sources(held, shapes, naming.renamed, naming.ignored(config)))
 
 
-def filled(empty: Empty) -> RingTransformer:
+def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
     """Return the model with its weights, read one at a time."""
     model = empty.model
     kept = dict(model.named_parameters())
     state = {}
     for file, names in empty.files.items():
-        with opened(file, "pt", str(torch.get_default_device())) as weights:
-            for name, theirs in names.items():
-                state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # not a part of the mapped file
+        weights = held.files[file].weights
+        for name, theirs in names.items():
+            state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # not a part of the mapped file
     model.load_state_dict(state, assign=True)
     return model
 
@@ -133,10 +161,6 @@ def transformer_in(model: nn.Module) -> RingTransformer:
         if isinstance(module, RingTransformer):
             return module
     raise ValueError(f"weights are saved of a RingTransformer, or of what wraps one, got {type(model).__name__}")
-
-
-def _ours(name: str) -> str:
-    return name
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:

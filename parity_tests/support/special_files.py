@@ -1,0 +1,60 @@
+"""Paths at which no regular file lies, each of which a careless reader hangs on, reads for ever or fails at in other words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+KINDS = {
+    "FIFO": "is a FIFO",
+    "socket": "is a socket",
+    "device": "is a device",
+    "folder": "is a folder",
+    "loop": "Too many levels of symbolic links",
+}
+"""What may lie at a path, and what is said of it."""
+
+DEEP = "[" * 100_000 + "]" * 100_000
+"""JSON that Python's parser does not finish."""
+
+
+def put(kind: str, path: Path) -> None:
+    """Replace what is at the path, if anything."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path has at most about 100 characters
+        try:
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(path.name)
+        finally:
+            os.chdir(here)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+
+
+@contextmanager
+def in_time(seconds: int = 20) -> Iterator[None]:
+    """Raise TimeoutError in what does not return."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it does not return")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

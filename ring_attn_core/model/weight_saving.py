@@ -1,0 +1,144 @@
+"""Weights as a folder of safetensors files: replacing one whole or not at all, by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolved, to_disk
+
+LOCK = ".{}.lock"
+"""The file beside the folder ``{}`` that a process locks while it saves there, and then deletes."""
+
+MOST_BYTES = 5 * 10**9
+"""Weights beyond this begin another file: a process that saves holds those of one file in host memory."""
+
+Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
+"""``save_file`` of safetensors for a framework: arrays by name, where to, and the header's texts."""
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty folder, beside ``folder``, that takes its place when the block ends: all of it or, after an error, nothing.
+
+    A process that is killed in here leaves the previous folder whole, for ``current`` to find. One that comes while another
+    process saves there waits for it. Raises ValueError, before the block, for a folder that holds anything but weights, and
+    OSError, which says that nothing was lost, for one that cannot be written or renamed.
+    """
+    from safetensors import SafetensorError
+
+    folder = resolved(folder)
+    new, old = (folder.with_name(name.format(folder.name)) for name in (SAVING, REPLACED))
+    _check_replaceable(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            try:
+                _settle(folder, old)
+                _check_replaceable(folder)
+                rmtree(new, ignore_errors=True)
+                new.mkdir()
+                yield new
+                for path in (*new.iterdir(), new):
+                    to_disk(path)
+                if folder.exists():
+                    folder.rename(old)
+                new.rename(folder)
+                to_disk(folder.parent)
+                rmtree(old, ignore_errors=True)
+            except BaseException:
+                with suppress(OSError):  # what cannot be brought back stays where ``current`` finds it
+                    _settle(folder, old)
+                rmtree(new, ignore_errors=True)
+                raise
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{folder} could not be saved, and what was there before is as it was: {error}") from error
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process saves to the folder; the system lifts the lock of a process that ends.
+
+    Where the file system has no locks, nobody waits.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path = folder.with_name(LOCK.format(folder.name))
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            with suppress(OSError):
+                fcntl.flock(number, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.stat(path), os.fstat(number)):  # not what the one before has deleted
+                break
+            os.close(number)
+        except BaseException:
+            os.close(number)
+            raise
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(number)
+
+
+def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
+    """Write the arrays into the empty ``folder``, in as many files as it takes; ``weights`` is read one file at a time."""
+    files: list[list[str]] = []
+    part: dict[str, Any] = {}
+    total = 0
+    temporary = lambda number: folder / f"{number}.part"
+
+    def finish() -> None:
+        save_file(part, temporary(len(files)), {"format": "pt"})  # what transformers looks for; says nothing about the layout
+        temporary(len(files)).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+        files.append(list(part))
+        part.clear()
+
+    for name, x in weights:
+        if part and sum(each.nbytes for each in part.values()) + x.nbytes > MOST_BYTES:
+            finish()
+        part[name] = x
+        total += x.nbytes
+    finish()
+    if len(files) == 1:
+        temporary(0).rename(folder / WEIGHTS)
+        return
+    of: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        temporary(number).rename(folder / file)
+        of |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": of}, indent=2))
+
+
+def _check_replaceable(folder: Path) -> None:
+    """ValueError for what a save would destroy: a file, or a folder in which other things are kept."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: weights are saved as a folder")
+    ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS) or path.match("model-?????-of-?????.safetensors")
+    kept = [path.name for path in folder.glob("*") if not ours(path)]
+    if kept:
+        raise ValueError(
+            f"{folder} holds {', '.join(sorted(kept)[:8])}, which saving would delete, for it replaces the whole folder: save to "
+            "a folder that does not exist yet, or holds weights only"
+        )
+
+
+def _settle(folder: Path, old: Path) -> None:
+    """Finish what an interrupted save began: bring back the folder that it set aside, or delete it once it is replaced."""
+    if not old.exists():
+        return
+    if folder.exists():
+        rmtree(old, ignore_errors=True)
+    else:
+        old.rename(folder)
