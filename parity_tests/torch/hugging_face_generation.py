@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import ring_attn_torch.transformers as hf
 
 from .hugging_face import VOCAB, in_float64, make
 
 PROMPT, NEW, PADDED = 23, 12, 5
+CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters)
+"""What transformers calls a cache: "cache" since its release 5.24."""
 MODELS = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -17,7 +17,7 @@ from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, relative_error
 from ring_attn_torch import sum_gradients
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
-from .hugging_face_generation import MODELS, NEW, PADDED, PROMPT, WAYS, Text, alone, generated, over_a_ring, prompts
+from .hugging_face_generation import CACHE, MODELS, NEW, PADDED, PROMPT, WAYS, Text, alone, generated, over_a_ring, prompts
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def chatted(group: Any) -> tuple[Text, Text, dict[str, np.ndarray]]:
         first = model.generate(**given, **settings, max_new_tokens=4)
         asked = torch.cat([first.sequences, prompts()["input_ids"][:, PADDED:]], 1)  # 22 tokens, one of them not cached yet
         mask = torch.cat([given["attention_mask"], torch.ones(2, asked.shape[1] - PROMPT, dtype=torch.long)], 1)
-        kept = {"past_key_values": first.past_key_values, "attention_mask": mask}
+        kept = {CACHE: first[CACHE], "attention_mask": mask}
         second = model.generate(asked, **kept, **settings, max_new_tokens=NEW, output_logits=True)
         drafted = generated(model, {"input_ids": given["input_ids"][:1]}, prompt_lookup_num_tokens=3)
         model.train()(**batch(Case("llama"))).loss.backward()
@@ -111,11 +111,29 @@ def stepped(group: Any) -> list[tuple[int, np.ndarray]]:
     kept, start = None, 0
     with hf.sequence_parallel(model, group), in_float64(), torch.no_grad():
         for end, keep in ((PROMPT, 1), (43, 1), (46, 3), (47, 1)):
-            call = {"attention_mask": mask[:, :end], "past_key_values": kept, "use_cache": True, "logits_to_keep": keep}
+            call = {"attention_mask": mask[:, :end], CACHE: kept, "use_cache": True, "logits_to_keep": keep}
             out = model(input_ids=ids[:, start:end], **call)
             got.append((end, out.logits.numpy()))
-            kept, start = out.past_key_values, end
+            kept, start = out[CACHE], end
     return got
+
+
+def test_a_cache_is_taken_by_either_name_of_transformers_but_not_by_both(four: Any):
+    for by_name, message in four(2, named):
+        assert {name: x for name, x in by_name.items() if not np.array_equal(x, by_name[CACHE])} == {}
+        assert "two names of one argument: pass " + CACHE in message
+
+
+def named(group: Any) -> tuple[dict[str, np.ndarray], str]:
+    """The logits of a step with the cache of a prompt, by the name under which it was passed; and why both names are refused."""
+    model, ids, got = make("llama", "float32").eval(), prompts()["input_ids"], {}
+    with hf.sequence_parallel(model, group), torch.no_grad():
+        for name in ("cache", "past_key_values"):
+            kept = model(input_ids=ids, use_cache=True)[CACHE]
+            got[name] = model(input_ids=ids[:, -1:], **{name: kept}).logits.numpy()
+        with pytest.raises(ValueError, match=r".") as caught:
+            model(input_ids=ids, cache=kept, past_key_values=kept)
+    return got, str(caught.value)
 
 
 def test_adapters_of_peft_and_embedded_prompts_generate_too(four: Any):
@@ -159,7 +177,7 @@ def refused(group: Any) -> list[tuple[str, str]]:
         (
             "a RingCache, which it makes itself",
             llama,
-            {**given, "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+            {**given, CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())},
         ),
         ("different content", llama, {**given, "input_ids": given["input_ids"] + rank}),
         ("Call generate(..., use_cache=True), whose cache the ring shares", llama, {**given, "use_cache": False}),
@@ -178,7 +196,7 @@ def refused(group: Any) -> list[tuple[str, str]]:
             with pytest.raises(ValueError, match=r".") as caught:
                 llama(input_ids=given["input_ids"], **call)
             got.append((expected, str(caught.value)))
-        kept = llama.generate(**given, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        kept = llama.generate(**given, max_new_tokens=2, return_dict_in_generate=True)[CACHE]
     with pytest.raises(ValueError, match=r".") as caught:
-        llama(input_ids=given["input_ids"][:, :1], past_key_values=kept)
-    return [*got, ("a cache of a ring", str(caught.value))]
+        llama(input_ids=given["input_ids"][:, :1], **{CACHE: kept})
+    return [*got, ("the cache of a ring", str(caught.value))]

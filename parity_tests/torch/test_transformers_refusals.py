@@ -22,13 +22,14 @@ from ring_attn_torch import sum_gradients
 from ring_attn_torch.transformers import attention, masks
 
 from .hugging_face import SMALL, Case, make, rounding_of
+from .hugging_face_generation import CACHE
 
 LLAMA = Case("llama")
 IDS = torch.ones(2, 8, dtype=torch.long)
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a cache on one rank": ({"use_cache": True}, "pass cached tokens of different shape or value"),
-    "an old cache": ({"past_key_values": "anything"}, "past_key_values is a str, of another kind, and a ring keeps a RingCache"),
+    "an old cache": ({CACHE: "anything"}, f"{CACHE} is a str, of another kind, and a ring keeps a RingCache"),
     "weights": ({"output_attentions": True}, "output_attentions inside sequence_parallel: the weights of attention"),
     "routers": ({"output_router_logits": True}, "the routers' loss"),
     "last logits": ({"logits_to_keep": 1}, "logits_to_keep inside sequence_parallel: the last tokens are on one rank"),

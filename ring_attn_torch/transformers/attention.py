@@ -12,7 +12,8 @@ from ring_attn_core.runs import Band
 
 from ..api import ring_attention
 from ..ring.groups import group_name, group_of
-from .masks import check_alone
+from .masks import ask, check_alone
+from .pattern import NoWindow
 from .turn import Continued
 from .whole import Ring, Seen
 
@@ -60,6 +61,7 @@ def ring_attention_forward(
     Raises ValueError, by name, for what it cannot honour.
     """
     name = type(module).__name__
+    ask()
     for argument, given in others.items():
         if given is not None and argument not in UNHEEDED:
             raise ValueError(
@@ -74,6 +76,8 @@ def ring_attention_forward(
     if attention_mask is None:
         causes = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         attention_mask = _without_mask(name, bool(causes), sliding_window, query.shape[2])
+    if isinstance(attention_mask, NoWindow):
+        raise _no_window(name, attention_mask.size)
     if isinstance(attention_mask, Continued):
         if dropout:
             raise ValueError(f"{name} drops {dropout} of its attention in a call with a cache: call model.eval() first")
@@ -122,9 +126,18 @@ def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> S
     except ValueError as error:
         raise ValueError(f"{name} got no mask: {error}") from None
     band: Band = masks.full()
+    if window is not None and window < 1:
+        raise _no_window(name, window)
     if causes:
         band = masks.causal() if window is None else masks.sliding_window(window - 1)
     return Seen(Ring(group_of(group_name(None))), band, tokens)
+
+
+def _no_window(name: str, size: int) -> ValueError:
+    return ValueError(
+        f"{name} is a layer with a sliding window, and its config says sliding_window={size}, in which a token sees nothing: set "
+        "sliding_window to 1 or more, or layer_types to full_attention"
+    )
 
 
 def _tuned(module: nn.Module, query: Tensor, seen: Seen) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from ring_attn_core.cache.spec import CacheSizes
@@ -19,13 +19,38 @@ from .whole import Ring
 PAGE = 256
 """By how many tokens a rank the cache grows, at least."""
 
+NAMES = "cache", "past_key_values"
+"""Names of the argument that carries a cache: the first since transformers 5.24, the second before."""
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Return the name of the argument of ``model`` that carries a cache."""
+    for interface in (model.forward, masking_utils.create_causal_mask):
+        parameters = inspect.signature(interface).parameters
+        for name in NAMES:
+            if name in parameters:
+                return name
+    return NAMES[-1]
+
+
+def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments ``given`` of a call, with a cache under the name that ``model`` has for it.
+
+    Raise ValueError if it is there under both names.
+    """
+    names = [name for name in NAMES if name in given]
+    if len(names) > 1:
+        raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
+    renamed = {cache_name(model) if name in names else name: x for name, x in given.items()}
+    return renamed
+
 
 class RingCache(Cache):
     """What ``model.generate()`` keeps inside ``sequence_parallel``: a :class:`KVCache`, made when the first layer has its keys.
 
-    Nobody needs to make one: a call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns it
-    as ``past_key_values``, and the next call takes it from there. ``tokens`` counts the tokens of a row, padding on the left
-    included, as transformers counts them; the KVCache has none for padding.
+    A call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns one as ``cache``
+    (``past_key_values`` before transformers 5.24), and the next call takes it from there. ``tokens`` counts the tokens of a
+    row, padding on the left included, as transformers counts them; the KVCache has none for padding.
     """
 
     def __init__(self, ring: Ring, layers: int) -> None:
@@ -54,8 +79,8 @@ class RingCache(Cache):
         """
         if not self.inside:
             raise ValueError(
-                "past_key_values is a cache of a ring, of which every rank has a part: call the model inside sequence_parallel, "
-                "or begin without it"
+                "this is the cache of a ring, of which every rank has a part: call the model inside sequence_parallel, or begin "
+                "without a cache"
             )
         return key_states, value_states
 
@@ -70,6 +95,11 @@ class RingCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return -1: the cache grows."""
         return -1
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer is linear attention, which none is: generate() then counts the cached tokens."""
+        return [False] * self.depth
 
     @property
     def is_croppable(self) -> bool:
@@ -109,22 +139,23 @@ def cache_of(model: PreTrainedModel, ring: Ring, given: dict[str, Any]) -> RingC
 
     ValueError, by name, for a model that cannot keep one, and for caches of other kinds.
     """
-    kept = given.get("past_key_values")
+    name = cache_name(model)
+    kept = given.get(name)
     if kept is None and not given.get("use_cache"):
         return None
     _check_model(model)
     if "labels" in given:
-        raise ValueError("a call with labels keeps no cache: leave past_key_values and use_cache out")
+        raise ValueError(f"a call with labels keeps no cache: leave {name} and use_cache out")
     if isinstance(kept, RingCache):
         if kept.ring != ring:
-            raise ValueError("past_key_values is a cache of another ring or layout: begin without it")
+            raise ValueError(f"{name} is a cache of another ring or layout: begin without it")
         return kept
     plain = type(kept) is DynamicCache and not kept.offloading
     if kept is not None and not (plain and not kept.get_seq_length()):
         what = "one that has tokens" if plain else "one that offloads" if type(kept) is DynamicCache else "of another kind"
         raise ValueError(
-            f"past_key_values is a {type(kept).__name__}, {what}, and a ring keeps a RingCache, which it makes itself: leave "
-            "past_key_values and cache_implementation out, or pass what a call inside sequence_parallel returned"
+            f"{name} is a {type(kept).__name__}, {what}, and a ring keeps a RingCache, which it makes itself: leave {name} and "
+            f"cache_implementation out, or pass the {name} of what a call inside sequence_parallel returned"
         )
     return RingCache(ring, text_config(model.config).num_hidden_layers)
 

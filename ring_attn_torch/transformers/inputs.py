@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 
 from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
-from .cache import RingCache, cache_of
+from .cache import RingCache, cache_name, cache_of, with_cache_renamed
 from .models import own_positions
 from .turn import Turn, check_turn, turn_of
 from .whole import Ring, Whole, documents_of, ends_of_blocks
@@ -50,11 +50,11 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
     """This rank's shards of a call with whole sequences; ValueError, the same on every rank, for one that cannot be split."""
     device = "cpu"
     try:
-        given = _by_name(args, kwargs)
+        given = with_cache_renamed(model, _by_name(args, kwargs))
         tokens = _tokens(given)
         device = tokens.device.type
         cache = cache_of(model, ring, given)
-        keeps = () if cache is None else ("past_key_values", "use_cache", "logits_to_keep")
+        keeps = () if cache is None else (cache_name(model), "use_cache", "logits_to_keep")
         _check(model, {name: x for name, x in given.items() if name not in keeps}, tuple(tokens.shape[:2]), cache)
         said = given if cache is None else given | {"cached tokens": cache.tokens}
         mine: list[Any] = [_said(said), _content(given)]
@@ -68,7 +68,7 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
         _compare(told)
         seed = told[0][2]
     if cache is not None:
-        return Shards(*turn_of(cache, given, tokens))
+        return Shards(*turn_of(cache, cache_name(model), given, tokens))
     return _shards(model, ring, given, tokens, seed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,30 +13,52 @@ from torch import Tensor
 from ring_attn_core.masks import causal, full
 
 from ..ring.groups import group_name, group_of, ranks_of
-from .pattern import MaskFunction, Pattern, candidates, fits, intervals
+from .pattern import MaskFunction, NoWindow, Pattern, candidates, fits, intervals
 from .turn import Continued, Turn
 from .whole import Ring, Seen, Whole
 
 NAME = "ring"
 """What ``attn_implementation`` says."""
 
-_calls: list[Whole | Turn] = []
-"""The sequences of the calls that sequence_parallel is in the middle of, the innermost last."""
+
+class _Calls(threading.local):
+    """The sequences of the calls that a thread is in the middle of, the innermost last.
+
+    ``asked``: how often layers have asked the ring in these calls.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[Whole | Turn] = []
+        self.asked = 0
+
+
+_calls = _Calls()
 
 
 @contextmanager
 def during(whole: Whole | Turn) -> Iterator[None]:
-    """Inside this ``with`` masks are those of ``whole``."""
-    _calls.append(whole)
+    """Inside this ``with`` masks of this thread are those of ``whole``."""
+    _calls.open.append(whole)
     try:
         yield
     finally:
-        _calls.pop()
+        _calls.open.pop()
 
 
 def current() -> Whole | Turn | None:
-    """Return the sequence of the call that sequence_parallel is in the middle of."""
-    return _calls[-1] if _calls else None
+    """Return the sequence of the call that this thread is in the middle of."""
+    return _calls.open[-1] if _calls.open else None
+
+
+def ask() -> None:
+    """Count a layer's attention over the ring."""
+    if not torch.compiler.is_compiling():
+        _calls.asked += 1
+
+
+def asked() -> int:
+    """Return how often layers of this thread have attended over a ring."""
+    return _calls.asked
 
 
 def ring_mask(
@@ -47,7 +70,7 @@ def ring_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **others: Any,
-) -> Seen | Continued:
+) -> Seen | Continued | NoWindow:
     """Who sees whom in layers of one kind. Called by transformers' create_causal_mask and its likes, with keywords.
 
     Raises ValueError for a cache, for cross attention, outside of ``sequence_parallel`` on several ranks, and for a mask that is
@@ -59,8 +82,10 @@ def ring_mask(
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
             "caches of other kinds do not run over a ring. Generate inside sequence_parallel, which keeps a cache of its own, "
-            "without past_key_values, cache_implementation and use_cache"
+            "without cache, past_key_values, cache_implementation and use_cache"
         )
+    if local_size is not None and local_size < 1:
+        return NoWindow(local_size)
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
     if whole is None:
         return _alone(mask_function, attention_mask, tried, local_size, (others["batch_size"], q_length))

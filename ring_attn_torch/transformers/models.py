@@ -13,10 +13,14 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 NOT_SOFTMAX = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
-    "ShortConv|xLSTM|mLSTM|Hyena|Indexer"
+    "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier"
 )
 """Classes of modules that mix tokens otherwise than by softmax attention over all keys."""
 
+OWN_MASKS = {"DogeAttention": "adds to its mask what it computes of every key's value"}
+"""Classes of modules that change the mask which attention gets, and how."""
+DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwen2", "qwen3"}
+"""The models, by config.model_type, each of whose weights has a gradient after every backward."""
 
 OF_ROWS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
 """Classes of models whose head reads one token of a row, or whose loss is a softmax over its tokens."""
@@ -39,12 +43,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def check_config(config: PreTrainedConfig) -> None:
     """ValueError for a config of a model that cannot run over a ring."""
+    _check_stack(config)
     name, text = type(config).__name__, text_config(config)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f'{name} is of an encoder with a decoder, whose cross attention attn_implementation="ring" does not know: models of '
-            "one stack run over a ring"
-        )
     kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
     if kinds:
         raise ValueError(
@@ -57,9 +57,19 @@ def check_config(config: PreTrainedConfig) -> None:
             raise ValueError(f"{name}.{asked}=True asks for router logits or weights of attention, {why}: set it to False")
 
 
+def _check_stack(config: PreTrainedConfig) -> None:
+    """Raise ValueError for an encoder with a decoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(config).__name__} is of an encoder with a decoder, whose cross attention "
+            'attn_implementation="ring" does not know: models of one stack run over a ring'
+        )
+
+
 def check_model(model: nn.Module) -> None:
     """ValueError, with the names of the modules, for a model that cannot run over a ring."""
     inside = hugging_face_model(model)
+    _check_stack(inside.config)
     kinds = {name: type(module).__name__ for name, module in inside.named_modules() if not isinstance(module, PreTrainedModel)}
     found = {name: kind for name, kind in kinds.items() if NOT_SOFTMAX.search(kind) and "Norm" not in kind}
     found = {name: kind for name, kind in found.items() if not any(other.startswith(f"{name}.") for other in found)}
@@ -70,6 +80,12 @@ def check_model(model: nn.Module) -> None:
             f"{type(inside).__name__} mixes tokens by {', '.join(dict.fromkeys(found.values()))} ({name} for one), which is not "
             f"softmax attention: a ring would compute {kind} within each rank's shard, so it is refused"
         )
+    for kind in dict.fromkeys(kinds.values()):
+        if kind in OWN_MASKS:
+            raise ValueError(
+                f"{type(inside).__name__} does not run over a ring: {kind} {OWN_MASKS[kind]}, tokens times tokens, and a ring "
+                "knows masks that are bands and intervals of positions alone. Run it unsharded, with another attn_implementation"
+            )
     check_config(inside.config)
     if not inside._can_set_attn_implementation():
         raise ValueError(
@@ -111,9 +127,6 @@ def own_positions(model: PreTrainedModel) -> bool:
     return any("Rotary" in type(module).__name__ for module in model.modules())
 
 
-def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
-    """The rotary embeddings whose angles depend on the largest position of a call, which a shard alone does not know."""
-    kinds = lambda module: (
-        module.rope_type if isinstance(getattr(module, "rope_type", None), dict) else {"": getattr(module, "rope_type", "")}
-    )
-    return [module for module in model.modules() if {"dynamic", "longrope"} & set(kinds(module).values())]
+def uses_all_weights(model: PreTrainedModel) -> bool:
+    """Return whether each weight is known to have a gradient after every backward."""
+    return model.config.model_type in DENSE

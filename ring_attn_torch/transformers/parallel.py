@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -22,11 +23,14 @@ from ..training.loss import loss as loss_of
 from ..training.loss import over_ranks
 from .accelerates import AcceleratesHooks
 from .checkpointing import Checkpointing
+from .configs import attending
 from .head import Head
 from .inputs import Shards, sharded
-from .masks import current, during
-from .models import answers_once, check_head, check_model, hugging_face_model, rotary_by_length
-from .settings import attending, check_backend, device_of, ring_of_model
+from .masks import during
+from .mixing import MixingLayers
+from .models import answers_once, check_head, check_model, hugging_face_model
+from .rotary import rotary_by_length, told_the_longest
+from .settings import check_backend, device_of, ring_of_model
 from .turn import Turn
 from .whole import Ring
 
@@ -69,8 +73,9 @@ def sequence_parallel(
 
     ``model.generate(...)`` reads the prompts as a ring, and keeps their keys and values in a cache of which every rank has a
     part; then all ranks compute the same new tokens, so seed them alike where tokens are drawn. A loop of your own does it by
-    ``use_cache=True`` and the ``past_key_values`` that come back, under torch.no_grad(): of a prompt, padded on the left where
-    at all, such a call returns the logits of the last ``logits_to_keep`` tokens (1). In other calls the cache is off.
+    ``use_cache=True`` and the ``cache`` that comes back (``past_key_values`` before transformers 5.24; either name is taken),
+    under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (1) of a prompt, which may be
+    padded on the left. In other calls the cache is off.
 
     Layers under activation checkpointing keep attention's (out, lse), so that the ring runs once; after
     ``activation_checkpointing_enable(offload=True)`` in host memory, as their inputs. accelerate's hooks for context parallelism,
@@ -107,10 +112,13 @@ def on_shards(model: nn.Module, ring: Ring, gather_logits: bool = False, loss_ch
     with ExitStack() as stack:
         _inside[inside] = calls
         stack.callback(_inside.pop, inside, None)
-        stack.enter_context(attending(inside))
+        stack.enter_context(attending(model))
         for module in rotary_by_length(inside):
-            stack.enter_context(_told_the_longest(module))
+            stack.enter_context(told_the_longest(module))
         stack.callback(calls.checkpointing.restore)
+        if ring.ranks > 1:
+            calls.mixing = MixingLayers(model, inside)
+            stack.callback(calls.mixing.forget)
         stack.callback(calls.accelerates.restore)
         for called in calls.called(model):
             stack.callback(called.register_forward_pre_hook(calls.enter, with_kwargs=True).remove)
@@ -170,15 +178,28 @@ class _Call(NamedTuple):
     summed: bool
 
 
+class _Open(threading.local):
+    """The calls of a model that a thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
 class Calls:
     """What happens before and after each call of a model."""
 
     def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool, loss_chunk: int | None) -> None:
         self.model, self.ring, self.gather_logits = model, ring, gather_logits
         self.head = None if loss_chunk is None else Head(model, loss_chunk)
-        self.open: list[_Call] = []
+        self._of_threads = _Open()
         self.checkpointing = Checkpointing(model)
         self.accelerates = AcceleratesHooks(model)
+        self.mixing: MixingLayers | None = None
+
+    @property
+    def open(self) -> list[_Call]:
+        """Return the calls that this thread is in the middle of."""
+        return self._of_threads.calls
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -217,6 +238,8 @@ class Calls:
             return None
         _, shards, scope, summed = self.open.pop()
         scope.close()
+        if self.mixing is not None and output is not None:
+            self.mixing.end()
         if isinstance(shards.whole, Turn) and output is not None:
             shards.whole.end()
         if output is None or isinstance(shards.whole, Turn):
@@ -249,35 +272,3 @@ class Calls:
         else:
             total = loss_of(result, labels, reduction=reduction, group=self.ring.group, ignore_index=shards.ignore_index)
         return total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
-
-
-@contextmanager
-def _told_the_longest(rotary: nn.Module) -> Iterator[None]:
-    """Inside this ``with`` a rotary embedding whose angles depend on the largest position is shown that of the whole sequence.
-
-    It comes as one more token, whose angles are cut off again.
-    """
-
-    def told() -> Tensor | None:
-        whole = current()
-        return None if whole is None else whole.longest
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        longest = told()
-        if longest is None:
-            return None
-        given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        more = torch.cat([given, longest.to(given.dtype).expand(*given.shape[:-1], 1)], -1)
-        return (args[0], more, *args[2:]) if len(args) > 1 else args, kwargs | ({} if len(args) > 1 else {"position_ids": more})
-
-    def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
-        if told() is None:
-            return None
-        return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(x[..., :-1, :] for x in angles)
-
-    handles = rotary.register_forward_pre_hook(before, with_kwargs=True), rotary.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -43,6 +43,12 @@ class Pattern(NamedTuple):
         return seen & (q // self.chunk == k // self.chunk) if self.chunk else seen
 
 
+class NoWindow(NamedTuple):
+    """The mask of layers with a sliding window of ``size`` < 1, which models also make if none of their layers has a window."""
+
+    size: int
+
+
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
     """What a mask may be that transformers asks for with ``local_size=size``, the likeliest first."""
     if size is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -110,15 +108,3 @@ def _check_name(backend: str) -> None:
     names = ["auto", *(candidate.name for candidate in BACKENDS)]
     if backend not in names:
         raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(names)}")
-
-
-@contextmanager
-def attending(model: PreTrainedModel) -> Iterator[None]:
-    """Inside this ``with`` the part of ``model`` that reads tokens attends over the ring."""
-    text = text_config(model.config)
-    before = text._attn_implementation
-    text._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        text._attn_implementation = before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer
 
-from .models import hugging_face_model
+from .models import hugging_face_model, uses_all_weights
 from .parallel import calls_of, check_entry, on_shards
 from .settings import ring_of_model
-from .trainer_arguments import check_arguments, check_group, check_trainer
+from .trainer_arguments import check_arguments, check_group, check_kind, check_trainer, of_trl
 from .whole import Ring
 
 Base: Any = Trainer if TYPE_CHECKING else object
@@ -49,15 +49,19 @@ class RingTraining(Base):
     ) -> None:
         self._asked = group, layout, loss_chunk
         self._scope: ExitStack | None = None
+        self._in_loss = self._predicting = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
         check_entry(self.model, self.ring, self.args.device.type)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, one that hands every rank of a ring the same rows."""
+        check_kind(self)
         check_arguments(self.args)
         if self.args.accelerator_config.dispatch_batches is None:
             self.args.accelerator_config.dispatch_batches = False  # one rank would read all rows, and hand each rank its own
+        if self.args.ddp_find_unused_parameters is None and uses_all_weights(hugging_face_model(self.model)):
+            self.args.ddp_find_unused_parameters = False  # with True, DDP warns on every rank that it found none
         super().create_accelerator_and_postprocess()
         accelerator, (group, layout, _) = self.accelerator, self._asked
         config = accelerator.parallelism_config
@@ -103,19 +107,50 @@ class RingTraining(Base):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss times the ranks of the ring, of whose gradients' sum the mean over all ranks is taken."""
-        loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
-        if not (self.model_accepts_loss_kwargs and num_items_in_batch is not None and self.args.world_size > 1):
-            loss = loss * self.ring.ranks  # otherwise the Trainer has multiplied by all ranks, and divided by all labels
-        return (loss, outputs) if return_outputs else loss
+        """Return the loss of the next class; to train, times the ranks of the ring, whose gradients DDP and FSDP average.
+
+        trl's SFTTrainer is passed over, since its loss is made by a head of its own.
+        """
+        owner, compute = self._next("compute_loss")
+        self._in_loss = True
+        try:
+            result = compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        except (RuntimeError, ValueError, IndexError, AttributeError) as error:
+            if owner is not Trainer and self.ring.ranks > 1:
+                error.add_note(
+                    f"{owner.__name__}.compute_loss ran on a ring of {self.ring.ranks} ranks: labels are of whole rows, and the "
+                    "model's logits are this rank's shard in layout order. Let the model compute the loss, from labels"
+                )
+            raise
+        finally:
+            self._in_loss = False
+        loss, *outputs = result if return_outputs else (result,)
+        loss = loss if self._predicting else loss * self.ring.ranks
+        return (loss, *outputs) if return_outputs else loss
+
+    def _next(self, name: str) -> tuple[type, Callable[..., Any]]:
+        """Return the class after this one that defines a method, and the method; transformers' own in place of trl's."""
+        order = type(self).__mro__
+        owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
+        owner = Trainer if of_trl(owner) else owner
+        return owner, getattr(owner, name).__get__(self)
+
+    def get_tp_size(self) -> int:
+        """Return how many ranks share a row where the loss is scaled by the processes that have rows of their own."""
+        size = super().get_tp_size()
+        return size * self.ring.ranks if self._in_loss else size
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss and, but for ``prediction_loss_only``, whole logits and labels."""
-        with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
-            loss, logits, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
-        return None if loss is None else loss / self.ring.ranks, logits, labels
+        _, step = self._next("prediction_step")
+        self._predicting = True
+        try:
+            with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
+                return step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._predicting = False
 
     def _gather_rows(self, data: Any) -> Any:
         """The rows of all rings, each once; in the last batch without those that only fill it."""

@@ -66,6 +66,21 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(f"a Trainer on a ring cannot honour {name}={getattr(args, name, True)}: {why}")
 
 
+def check_kind(trainer: Any) -> None:
+    """Raise ValueError for a Trainer of trl whose loss is made of logits, as those of preferences and rewards are."""
+    for kind in type(trainer).__mro__:
+        if of_trl(kind) and kind.__name__ != "SFTTrainer" and {"compute_loss", "_compute_loss"} & vars(kind).keys():
+            raise ValueError(
+                f"a Trainer on a ring trains with the loss that the model computes from labels, and trl's {kind.__name__} makes "
+                "its own of the log-probabilities of whole rows, of which a rank has a shard: of trl's Trainers SFTTrainer runs"
+            )
+
+
+def of_trl(kind: type) -> bool:
+    """Return whether a class is defined in trl."""
+    return kind.__module__.partition(".")[0] == "trl"
+
+
 def check_trainer(trainer: Any) -> None:
     """ValueError for other arguments of a Trainer."""
     for name, why in (

@@ -118,7 +118,7 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
     (batch, tokens), before = shape, cache.tokens
     mask, keep = given.get("attention_mask"), given.get("logits_to_keep", 1)
     if cache.kv is not None and cache.kv.spec.batch != batch:
-        raise ValueError(f"the cache has {cache.kv.spec.batch} rows, and this call {batch}: begin without past_key_values")
+        raise ValueError(f"the cache has {cache.kv.spec.batch} rows, and this call {batch}: begin without it")
     if mask is not None:
         if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, before + tokens):
             got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -140,8 +140,8 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
         )
 
 
-def turn_of(cache: RingCache, given: dict[str, Any], tokens: Tensor) -> tuple[Turn, dict[str, Any]]:
-    """The turn of a call that is known to be good, and what this rank passes to the model."""
+def turn_of(cache: RingCache, name: str, given: dict[str, Any], tokens: Tensor) -> tuple[Turn, dict[str, Any]]:
+    """Return the turn of a call that is known to be good, and the arguments of this rank; ``name``: that of the cache."""
     (batch, count), ring, before = tokens.shape[:2], cache.ring, cache.tokens
     keep, device = max(1, int(given.get("logits_to_keep", 1))), tokens.device
     position_ids = given.get("position_ids")
@@ -152,9 +152,9 @@ def turn_of(cache: RingCache, given: dict[str, Any], tokens: Tensor) -> tuple[Tu
     if present is not None and bool(present.all()):
         present = None
     lengths = [count] * batch if present is None else present.sum(1).tolist()
-    kwargs = given | {"past_key_values": cache, "use_cache": True}
+    kwargs = given | {name: cache, "use_cache": True}
     kwargs.pop("token_type_ids", None)
-    name = "input_ids" if "input_ids" in given else "inputs_embeds"
+    tokens_name = "input_ids" if "input_ids" in given else "inputs_embeds"
     if before and (count <= FEW or keep > 1):
         turn = Turn(cache, count, None, lengths, present, keep, device, None)
         kwargs["attention_mask"] = torch.ones(batch, count, dtype=torch.bool, device=device)
@@ -164,7 +164,7 @@ def turn_of(cache: RingCache, given: dict[str, Any], tokens: Tensor) -> tuple[Tu
     padding = 0 if present is None else (~present).sum(1, keepdim=True)
     index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # the padding on the left goes to the right
     turn = Turn(cache, count, local, lengths, present, keep, device, position_ids.max())
-    kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
+    kwargs[tokens_name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
     whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
     kwargs["position_ids"] = whole.gather(-1, index.expand(*whole.shape[:-1], local))
     kwargs["attention_mask"] = torch.ones(batch, local, dtype=torch.bool, device=device)
