@@ -96,8 +96,8 @@ def on_a_ring(group: Any, runs: list[Run]) -> tuple[Result, Result, int]:
 
 
 def test_a_loss_of_logits_fails_with_a_note_of_what_they_are(four: Any, tmp_path: Path):
-    for note in four(2, of_logits, str(tmp_path)):
-        assert "OfLogits.compute_loss ran on a ring of 2 ranks: labels are of whole rows" in note
+    for note in four(4, of_logits, str(tmp_path)):
+        assert "OfLogits.compute_loss ran on a ring of 4 ranks: labels are of whole rows" in note
 
 
 def of_logits(group: Any, folder: str) -> str:

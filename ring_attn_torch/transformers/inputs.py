@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
+from .deepstack import VISUAL, check_visual, reader_of, shards_of_features
 from .models import own_positions
 from .turn import Turn, check_turn, turn_of
 from .whole import Ring, Whole, documents_of, ends_of_blocks
@@ -44,6 +45,8 @@ class Shards(NamedTuple):
     labels: Tensor | None = None
     count: Any = None
     ignore_index: int = -100
+    features: dict[str, Any] | None = None
+    """Of images, for a part of the model that the model itself does not hand them to."""
 
 
 def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs: dict[str, Any]) -> Shards:
@@ -117,9 +120,10 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
         empty = (isinstance(x, bool | int) and not x) and argument != "is_causal"
         if argument in REFUSED and not empty:
             raise ValueError(f"{name} got {argument} inside sequence_parallel: {REFUSED[argument]}")
-        if isinstance(x, Tensor) and x.ndim and argument not in (*KEPT, *LENGTHS, "num_items_in_batch"):
+        split = (*KEPT, *LENGTHS, "num_items_in_batch", *VISUAL)
+        if argument not in split and (isinstance(x, list | tuple | dict) or (isinstance(x, Tensor) and x.ndim)):
             raise ValueError(
-                f"{name} got {argument} {list(x.shape)}, which sequence_parallel does not know how to split: it takes "
+                f"{name} got {argument} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}, which sequence_parallel does not know how to split: it takes "
                 f"{', '.join((*KEPT, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
             )
     if cache is not None:
@@ -132,6 +136,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
                 f"{argument} must be {list(shape)}, [batch, length] of the whole sequence as input_ids is, got {got}: "
                 "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
             )
+    check_visual(model, given, shape, cache is not None)
     _check_positions(model, given, shape)
     if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
         raise ValueError(
@@ -217,7 +222,7 @@ def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: T
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
     whole = Whole(ring, batch, length, tokens.device, documents, blocks, seed, position_ids.max())
-    left_out = {*KEPT, *LENGTHS, "num_items_in_batch", "ignore_index", "use_cache"}
+    left_out = {*KEPT, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
     kwargs: dict[str, Any] = {name: x for name, x in given.items() if name not in left_out}
     name = "input_ids" if "input_ids" in given else "inputs_embeds"
     kwargs[name] = whole.shard(tokens)
@@ -228,10 +233,14 @@ def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: T
         kwargs["use_cache"] = False
     if types is not None:
         kwargs["token_type_ids"] = whole.shard(types)
+    features = shards_of_features(whole, given) if VISUAL[0] in given else None
+    if features is not None and reader_of(model, VISUAL) is model:
+        kwargs, features = kwargs | features, None
     if "labels" not in given:
-        return Shards(whole, kwargs)
+        return Shards(whole, kwargs, features=features)
     ignore_index = given.get("ignore_index", -100)
     labels = given.get("shift_labels", given["labels"]).to(tokens.device)
     if model.loss_function in SHIFTED and "shift_labels" not in given:
         labels = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    return Shards(whole, kwargs, whole.filled(labels, ignore_index), given.get("num_items_in_batch"), ignore_index)
+    count = given.get("num_items_in_batch")
+    return Shards(whole, kwargs, whole.filled(labels, ignore_index), count, ignore_index, features)

@@ -24,6 +24,7 @@ from ..training.loss import over_ranks
 from .accelerates import AcceleratesHooks
 from .checkpointing import Checkpointing
 from .configs import attending
+from .deepstack import added
 from .head import Head
 from .inputs import Shards, sharded
 from .masks import during
@@ -58,6 +59,8 @@ def sequence_parallel(
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
             None: 0, 1, 2, ... Where they begin again a new document does, which sees nothing of the others; without an
             attention_mask every jump is such a place, as for transformers. Or cu_seq_lens_q, for a batch of one row.
+        visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: which tokens are of
+            images, and [tokens of images, dim] for each of the first layers.
         token_type_ids [batch, length]; of Gemma 3 they say which tokens are of an image, which see all of their image.
         num_items_in_batch, what the loss is divided by in place of the number of labels.
 
@@ -223,6 +226,8 @@ class Calls:
         self.accelerates.take_off()
         scope = ExitStack()
         scope.enter_context(during(shards.whole))
+        if shards.features is not None:
+            scope.enter_context(added(self.model, shards.features))
         summed = False
         if self.head is not None and shards.labels is not None and not self.gather_logits:
             scope.enter_context(self.head.summing(shards.labels, shards.ignore_index))
@@ -250,18 +255,18 @@ class Calls:
         if not summed and result.shape[:2] != (shards.whole.batch, len(shards.whole.index)):
             what = f"the head of {type(self.model).__name__}, which returns {list(result.shape)},"
             raise ValueError(f"{what} {answers_once(self.model)}")
-        added: dict[str, Tensor | None] = {}
+        changed: dict[str, Tensor | None] = {}
         if shards.labels is not None:
-            added["loss"] = self._loss(result, shards.labels, shards, summed)
+            changed["loss"] = self._loss(result, shards.labels, shards, summed)
         if fields is not None and fields.get("pooler_output") is not None:
-            added["pooler_output"] = None  # of the first token of a shard
+            changed["pooler_output"] = None  # of the first token of a shard
         if summed:
             result = None
         elif self.gather_logits:
             result = gather(result, group=self.ring.group, layout=self.ring.layout, length=shards.whole.length)
         if fields is None:
-            return result if isinstance(output, Tensor) else (*added.values(), result, *output[1:])
-        return type(output)(**{**fields, **added, **({name: result} if name else {})})
+            return result if isinstance(output, Tensor) else (*changed.values(), result, *output[1:])
+        return type(output)(**{**fields, **changed, **({name: result} if name else {})})
 
     def _loss(self, result: Tensor, labels: Tensor, shards: Shards, summed: bool) -> Tensor:
         """The mean over the labels of all ranks, or their sum over ``num_items_in_batch``; ``result``: logits, or its sum."""
