@@ -17,9 +17,10 @@ What is no band comes beside the mask: packed documents and a prefix (this one w
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
-from .mistakes import in_words
+from .mistakes import as_number, in_words, is_traced, number_in_words
 from .runs import Band
 
 
@@ -64,6 +65,13 @@ def check_mask(mask: Any) -> None:
     )
 
 
+def with_numbers(band: Band) -> Band:
+    """Return ``band`` with Python ints in place of NumPy's."""
+    if type(band.lo) in (int, NoneType) and type(band.hi) in (int, NoneType):
+        return band
+    return Band(as_number(band.lo), as_number(band.hi))
+
+
 def parse(text: str) -> Band:
     """A mask from a command line: ``full``, ``causal``, ``causal:OFFSET``, ``sliding_window:BEFORE[:AFTER[:OFFSET]]``."""
     name, *numbers = text.split(":")
@@ -77,6 +85,6 @@ def parse(text: str) -> Band:
 
 
 def _integer(name: str, value: int) -> int:
-    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
-        raise ValueError(f"{name} counts token positions, so it must be an int, got {value!r}")
+    if isinstance(value, bool) or is_traced(value) or not (isinstance(value, int) or hasattr(value, "__index__")):
+        raise ValueError(f"{name} counts token positions, so it must be an int, got {number_in_words(value)}")
     return value if isinstance(value, int) else value.__index__()

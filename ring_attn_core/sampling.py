@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
-from .mistakes import in_words, is_integer
+from .mistakes import hold_numbers, in_words, is_integer
 
 DOMAIN = 1
 """A word of the counter that is 0 for dropout: with the same seed these are other numbers."""
@@ -50,6 +50,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("temperature", "top_k", "top_p", "seed"))
         if not _is_finite(self.temperature) or self.temperature < 0:
             raise ValueError(
                 "temperature must be a number of at least 0, 0 for the most probable token, got " + in_words(self.temperature)

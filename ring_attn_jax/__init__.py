@@ -118,6 +118,11 @@ _NEEDS_FLAX = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return every public name, those too that are imported when they are asked for."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """The layers, imported when they are asked for: attention itself does not need flax."""
     if name not in _NEEDS_FLAX:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
+@named_keywords
 def ring_attention(
     q: Float[Array, "batch seq_local heads head_dim"],
     k: Float[Array, "batch kv_local kv_heads head_dim"],

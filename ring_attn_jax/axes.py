@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVarTuple
 
@@ -39,10 +40,18 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 
 
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
-    """The names of the arrays' dtypes; ValueError for what is no array, and for float64 that JAX would cut to float32."""
-    for array in (q, k, v):
+    """Return the names of the arrays' dtypes.
+
+    Raise ValueError for what is not an array, for float64 that JAX would cut to float32, and for symbolic sizes but the batch.
+    """
+    for name, array in zip("qkv", (q, k, v), strict=True):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise ValueError(f"q, k and v must be arrays, got {type(array).__name__}")
+        if not all(isinstance(size, int) for size in array.shape[1:]):
+            raise ValueError(
+                f"{name} has the symbolic shape ({', '.join(map(str, array.shape))}): jax.export may leave the batch open, every other "
+                "size must be known, since the plan of the ring is made of it. Export one program for each length"
+            )
         if array.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise ValueError('float64 needs jax.config.update("jax_enable_x64", True) before the first array is made')
     return str(q.dtype), str(k.dtype), str(v.dtype)
@@ -77,6 +86,15 @@ def axes_of(x: Any) -> frozenset[str]:
 def checks_are_off(axis_name: str) -> bool:
     """Whether the shard_map over the axis was made with ``check_vma=False``: then not even a rank's index varies over it."""
     return axis_name not in axes_of(lax.axis_index(axis_name))
+
+
+def mapped_over_mesh() -> bool:
+    """Return whether a ``jax.vmap`` with spmd_axis_name surrounds this call.
+
+    JAX has no public function that says so; if a release moves the private one, the answer is False.
+    """
+    environment = getattr(sys.modules.get("jax._src.core"), "get_axis_env", None)
+    return environment is not None and bool(getattr(environment(), "spmd_axis_names", ()))
 
 
 def sharded_like(x: Any) -> PartitionSpec:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs
 from ring_attn_core.problem.options import Options
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
+@named_keywords
 def attend_block(
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
@@ -66,7 +68,7 @@ def attend_block(
     arrays = Arrays(extents, key_mask, None, alibi_slopes, draw)
     prepared = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
-    fields: Any = row(of_q, of_k, mask.clamped(FARTHEST), q.shape[1], k.shape[1])
+    fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     if not q.size:  # of nothing nothing is dropped
         arrays = arrays._replace(dropout_seed=None)

@@ -11,22 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import concrete_or_error
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ring_attn_core.keywords import named_keywords
+from ring_attn_core.masks import causal
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import check_array, check_extents
 from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Band
 
 from .api import attention
 from .arguments import Arrays
 from .attend.dropout import draw_of
-from .axes import check_axis_name, described, dtype_names
+from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
 from .data.extents import on_host
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Bool, Float, Int
 
 
+@named_keywords
 def sharded_ring_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch kv_tokens kv_heads head_dim"],
@@ -36,8 +41,23 @@ def sharded_ring_attention(
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
     head_axis: str | None = None,
+    layout: str = "zigzag",
+    mask: Band = causal(),
+    extents: Int[Array, "batch tokens 2"] | None = None,
+    key_mask: Bool[Array, "batch kv_tokens"] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    alibi_slopes: Float[Array, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: int | Int[Array, ""] | None = None,
+    dropout_offset: tuple[int | Array, int | Array] = (0, 0),
+    length: int | None = None,
+    kv_length: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    deterministic: bool = False,
     return_lse: bool = False,
-    **arguments: Any,
 ) -> Any:
     """:func:`ring_attention` on whole arrays in layout order: q [batch, tokens, heads, head_dim], k, v [batch, tokens,
     kv_heads, ...].
@@ -49,14 +69,26 @@ def sharded_ring_attention(
     keeps what it would keep on one device: every shard's offsets are filled in, and dropout_offset is added to them.
 
     Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
-    before the weights are made), inside and outside jit; arrays that are sharded otherwise are resharded. Raises
-    ValueError for an axis that the mesh does not have and for sizes that do not divide.
+    before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be an axis of the mesh that
+    the call does not name. Arrays that are sharded otherwise are resharded, and outside jit those that lie on other devices than
+    the mesh's are copied there; what a jit is called with must lie on the mesh, or be bound to no device. Raises ValueError for an
+    axis that the mesh does not have and for sizes that do not divide, TypeError for an unknown keyword.
     """
-    optional = {name: arguments.pop(name, None) for name in ("extents", "key_mask", "sinks", "alibi_slopes")}
-    seed, offset = arguments.pop("dropout_seed", None), arguments.pop("dropout_offset", (0, 0))
-    where, options = Where.of(mesh, axis_name, batch_axes, head_axis), Options(**arguments)
-    draw = draw_of(seed, offset) if options.dropout_rate and seed is not None else None
-    return sharded(q, k, v, Arrays(**optional, dropout_seed=draw), options, where, return_lse)
+    options = Options(
+        layout=layout,
+        mask=mask,
+        length=length,
+        kv_length=kv_length,
+        scale=scale,
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        strategy=strategy,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    where = Where.of(mesh, axis_name, batch_axes, head_axis)
+    draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
+    return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw), options, where, return_lse)
 
 
 class Where(NamedTuple):
@@ -105,14 +137,17 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Whe
     if arrays.extents is not None:
         _check_extents(arrays.extents, k.shape[1], options, where)
     given = {"q": q, "k": k, "v": v, **given}
-    whole: dict[str, Any] = {name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
+    whole: dict[str, Any] = {name: on_mesh(x, where.mesh, specs[name]) for name, x in given.items()}
     if arrays.dropout_seed is not None:
         whole["dropout_seed"] = arrays.dropout_seed
-    return _compiled(where, tuple((name, specs[name]) for name in whole), options, return_lse)(whole)
+    named = tuple((name, specs[name]) for name in whole)
+    return _compiled(where, named, options, return_lse, mapped_over_mesh())(whole)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool) -> Any:
+def _compiled(
+    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
+) -> Any:
     """The program, made once: outside jit, a new function at every call would be compiled anew."""
 
     def on_shards(given: dict[str, Any]) -> Any:
@@ -125,9 +160,18 @@ def _compiled(where: Where, specs: tuple[tuple[str, PartitionSpec], ...], option
         out, lse = attention(q, k, v, arrays, options, where.axis_name)
         return (out, lse) if return_lse else out
 
-    out = dict(specs)["q"]
-    out_specs = (out, out) if return_lse else out
-    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))
+    return program(on_shards, where, dict(specs), return_lse, mapped)
+
+
+def program(on_shards: Any, where: Where, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
+    """Return the jitted shard_map of a function of the shards, which returns out, or with ``return_lse`` (out, lse).
+
+    ``mapped``: inside a jax.vmap with spmd_axis_name. JAX then gives the arrays of the program that are mapped another type than the
+    others, and its check of which axes an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is off. It
+    decides nothing here: the gradients of replicated arrays are summed where the shard_map ends, with the check or without.
+    """
+    out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
@@ -144,6 +188,21 @@ def _check_extents(extents: Any, keys: int, options: Options, where: Where) -> N
     plan = RingPlan(options.layout, options.mask, where.ranks, *lengths)
     for runs, shard in zip(plan.q_runs, np.split(values.astype(np.int64), where.ranks, 1), strict=True):
         check_extents(shard, runs, plan.kv_length)
+
+
+def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """Return ``x`` on the devices of the mesh: copied there where it lies on others, and its Explicit axes sharded as ``spec``.
+
+    Inside jit nobody knows where an array lies, and JAX refuses one that is on other devices than the mesh's.
+    """
+    x = jnp.asarray(x)
+    try:
+        value = concrete_or_error(None, x)
+    except jax.errors.ConcretizationTypeError:
+        value = None
+    if isinstance(mesh, Mesh) and value is not None and value.committed and value.sharding.device_set != {*mesh.devices.flat}:
+        x = jax.device_put(x, NamedSharding(mesh, spec))
+    return on_explicit_axes(x, mesh, spec)
 
 
 def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:

@@ -80,7 +80,7 @@ def decode(given: dict[str, Any], **options: Any) -> Any:
         ({"q": jnp.ones((2, 4, 8))}, {}, r"q must have 4 dimensions \[batch, queries, heads, head_dim\]"),
         ({"q": jnp.ones((1, 2, 3, 8))}, {}, "q has 3 heads and k has 2"),
         ({"k": jnp.ones((1, 6, 2, 8), jnp.float16)}, {}, "must both have q's dtype"),
-        ({"q_positions": jnp.array([[3.0, 4.0]])}, {}, "q_positions must have dtype int32, got float32"),
+        ({"q_positions": jnp.array([[3.0, 4.0]])}, {}, "q_positions must have an integer dtype, got float32"),
         ({"tree_mask": jnp.ones((1, 2, 3), bool)}, {}, r"tree_mask must be \[batch, queries, queries\]"),
         ({"sinks": jnp.ones(3)}, {}, r"sinks must be \[heads\] = \[4\]"),
         ({"k_scale": jnp.ones(2)}, {}, "k_scale is for k and v of float8_e4m3fn"),

@@ -129,7 +129,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"v": torch.ones(1, 5, 2, 5)}, "k and v must agree in batch, slots and kv_heads"),
     ({"k": torch.ones(1, 6, 2, 8).half()}, "must both have q's dtype, float32, or both float8_e4m3fn, got k float16"),
     ({"q": torch.ones(1, 2, 4, 8).int()}, "q must be one of bfloat16.*got int32"),
-    ({"q_positions": torch.tensor([[3, 4]])}, "q_positions must have dtype int32, got int64"),
+    ({"q_positions": torch.tensor([[3.0, 4.0]])}, "q_positions must have an integer dtype, got float32"),
     (
         {"k_positions": torch.zeros(1, 5, dtype=torch.int32)},
         r"k_positions must be \[batch, slots\] = \[1, 6\], got shape \[1, 5\]",

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..layouts import check_ranks
-from ..mistakes import in_words, is_integer
+from ..mistakes import hold_numbers, in_words, is_integer
 
 FP8 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32", "float64", FP8)
@@ -24,6 +24,7 @@ class CacheSizes:
     v_dim: int = None  # type: ignore[assignment]  # filled in below, an int from then on
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("layers", "kv_heads", "head_dim", "v_dim"))
         if self.v_dim is None:
             object.__setattr__(self, "v_dim", self.head_dim)
         for name, size in asdict(self).items():
@@ -96,6 +97,7 @@ class CacheSpec:
         return cls(sizes=CacheSizes.of(config), batch=batch, ranks=ranks, slots=slots, **options)
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("batch", "ranks", "slots", "window", "room", "page"))
         _check_count("batch", self.batch)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {in_words(self.dtype)}")

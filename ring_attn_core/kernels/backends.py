@@ -37,6 +37,8 @@ class Candidate:
 
 
 def _triton(problem: Problem) -> str | None:
+    if not isinstance(problem.q_shape[0], int):
+        return f"its kernels are launched for a known batch, and this one is the symbolic size {problem.q_shape[0]} of jax.export"
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -66,7 +68,7 @@ def _has_gluon() -> bool:
 
 
 def _hopper(problem: Problem) -> str | None:
-    if not problem.capability:
+    if not problem.capability or not isinstance(problem.q_shape[0], int):
         return _triton(problem)
     if problem.capability != 90:
         return f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{problem.capability}"
@@ -266,8 +268,8 @@ def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()
 
     ValueError for an unknown name and for a backend that objects.
     """
-    names = [candidate.name for candidate in BACKENDS]
-    if backend != "auto" and backend not in names:
+    names = [candidate.name for candidate in BACKENDS if problem.framework == "torch" or candidate.name not in VENDORS]
+    if backend != "auto" and backend not in [candidate.name for candidate in BACKENDS]:
         raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
     objections = []
     for candidate in BACKENDS:

@@ -134,10 +134,11 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
     JAX; 32 heads 3308 / 3444 / 5063 and 3347 / 3775 / 4576; 2 heads 227 / 198 / 217 and 149 / 151 / 209. Very many heads get
     shorter query tiles, so that the scores in flight stay below 16 Mi elements.
     """
-    block = 256 if score_rows <= 16 else 128
+    known = isinstance(score_rows, int)  # not under a symbolic batch of jax.export, which may be of any size
+    block = 256 if known and score_rows <= 16 else 128
     block_k = min(block, max(k_slot, 1))
     block_q = min(block, max(q_slot, 1))
-    while block_q > 64 and score_rows * block_q * block_k > 1 << 24:
+    while known and block_q > 64 and score_rows * block_q * block_k > 1 << 24:
         block_q //= 2
     return block_q, block_k
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask
-from ..mistakes import in_words
+from ..mistakes import hold_numbers, in_words
 from ..runs import Band
 from .as_json import read_record, write_record
 from .checks import DEEPEST, check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
@@ -43,6 +43,7 @@ class AttentionConfig:
     param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("dim", "heads", "kv_heads", "head_dim", "rotary_base", "eps", "softcap", "dropout_rate"))
         kv_heads, head_dim = head_sizes(self.dim, self.heads, self.kv_heads, self.head_dim)
         check_mask(self.mask)
         rotary = rotary_of(self.rotary, self.rotary_base)
@@ -100,6 +101,8 @@ class TransformerConfig:
     published: Published | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("vocab", "dim", "depth", "heads", "kv_heads", "head_dim", "hidden", "mlp_chunk"))
+        hold_numbers(self, ("rotary_base", "eps", "softcap", "dropout_rate"))
         check_sizes(vocab=self.vocab, dim=self.dim)
         check_sizes(DEEPEST, depth=self.depth)
         check_flags(tied=self.tied, mlp_bias=self.mlp_bias)

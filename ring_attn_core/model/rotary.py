@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from math import ceil, floor, log, pi
 from typing import Any
 
+from ..mistakes import as_number, hold_numbers
 from .checks import check_flags, check_sizes, is_number
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:
     """ValueError for a field of a scaling that is no number of at least ``least``."""
+    hold_numbers(record, names)
     for name in names:
         value = getattr(record, name)
         if not is_number(value) or value < least:
@@ -80,6 +82,7 @@ class YaRN:
 
     def __post_init__(self) -> None:
         _check_numbers(self, 1, "factor")
+        hold_numbers(self, ("original",))
         check_sizes(original=self.original)
         check_flags(truncate=self.truncate)
         _check_numbers(self, 1e-6, "fast", "slow")
@@ -106,6 +109,7 @@ class Llama3:
 
     def __post_init__(self) -> None:
         _check_numbers(self, 1, "factor")
+        hold_numbers(self, ("original",))
         check_sizes(original=self.original)
         _check_numbers(self, 1e-6, "low", "high")
         if self.high <= self.low:
@@ -123,6 +127,7 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("base",))
         if not is_number(self.base) or not self.base > 1:
             raise ValueError(
                 f"the base of rotary embeddings must be greater than 1, got {self.base!r}: 10000.0 is usual, long contexts take "
@@ -162,7 +167,8 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
             f"rotaries must be a list of one value for each of {depth} layers, a Rotary, a base, or None for a layer without "
             f"positions, got {rotaries!r}"
         )
-    return tuple(x if x is None else Rotary(x) if isinstance(x, int | float) else rotary_of(x, Rotary.base) for x in rotaries)
+    given = map(as_number, rotaries)
+    return tuple(x if x is None else Rotary(x) if isinstance(x, int | float) else rotary_of(x, Rotary.base) for x in given)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:

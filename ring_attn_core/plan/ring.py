@@ -14,7 +14,8 @@ from typing import Any
 
 from .. import layouts
 from ..dropout import SPAN
-from ..masks import check_mask
+from ..masks import check_mask, with_numbers
+from ..mistakes import hold_numbers, number_in_words
 from ..runs import Band, Row, Run, row
 
 
@@ -51,6 +52,8 @@ class RingPlan:
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
+        hold_numbers(self, ("ranks", "seq_local", "kv_local", "length", "kv_length"))
+        object.__setattr__(self, "mask", with_numbers(self.mask))
         for name, side in (("lo", self.mask.lo), ("hi", self.mask.hi)):
             if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
                 raise ValueError(f"mask.{name} must be int or None, got {side!r}")
@@ -83,7 +86,7 @@ class RingPlan:
             )
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise ValueError(
-                f"{name} is the true global number of tokens, an int of at least 0 (static under jit), got {length!r}"
+                f"{name} is the true global number of tokens, an int of at least 0 (static under jit), got {number_in_words(length)}"
             )
         if length > held:
             raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ..mistakes import in_words, is_integer
+from ..mistakes import STATIC, as_number, in_words, is_integer, is_traced, number_in_words
 from ..runs import Run
 
 LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
@@ -21,22 +21,24 @@ LARGEST_SCALE = 1e18
 def check_scale(scale: Any) -> None:
     if scale is not None and not (_finite(scale) and abs(scale) <= LARGEST_SCALE):
         raise ValueError(
-            f"scale must be a finite Python number of at most {LARGEST_SCALE:g}, or None (head_dim ** -0.5), got {scale!r}"
+            f"scale must be a finite Python number of at most {LARGEST_SCALE:g}, or None (head_dim ** -0.5), got "
+            + number_in_words(scale)
         )
 
 
 def check_softcap(softcap: Any) -> None:
     if softcap is not None and not (_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
         raise ValueError(
-            f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {softcap!r}: scores become "
-            "softcap * tanh(score / softcap); pass None to leave them"
+            f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {in_words(softcap)}: scores become "
+            "softcap * tanh(score / softcap); pass None to leave them" + (STATIC if is_traced(softcap) else "")
         )
 
 
 def check_dropout_rate(rate: Any) -> None:
     if not (_finite(rate) and 0 <= rate < 1):
         raise ValueError(
-            f"dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got {rate!r}"
+            "dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got "
+            + number_in_words(rate)
         )
 
 
@@ -102,9 +104,9 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
         run = Run(0, tokens) if run is None else run
         if not isinstance(run, Run):
             raise ValueError(f"{name} must be a Run(start, length, stride) or None, got {run!r}")
-        run = Run(_number(name, "start", run.start), _number(name, "length", run.length), run.stride)
+        run = Run(_number(name, "start", run.start), _number(name, "length", run.length), as_number(run.stride))
         if not isinstance(run.stride, int) or run.stride < 1:
-            raise ValueError(f"the stride of {name} must be an int of at least 1, got {run.stride!r}")
+            raise ValueError(f"the stride of {name} must be an int of at least 1, got {number_in_words(run.stride)}")
         if isinstance(run.start, int) and not 0 <= run.start < FARTHEST:
             raise ValueError(f"{name} starts at position {run.start}: positions count from 0, and must be below 2^30")
         if isinstance(run.length, int) and not 0 <= run.length <= tokens:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..mistakes import in_words, is_integer
+from ..mistakes import hold_numbers, in_words, is_integer, number_in_words
 from ..records import hashed_once
-from .checks import DTYPES, FARTHEST, Given, check_scale, check_softcap
+from .checks import DTYPES, FARTHEST, INTEGERS, Given, check_scale, check_softcap
 
 FP8 = "float8_e4m3fn"
 """The dtype of keys and values of one byte; what is added up is of q's dtype and float32."""
@@ -37,6 +37,9 @@ class Decode:
     scale: float | None = None
     softcap: float | None = None
     backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        hold_numbers(self, ("window", "scale", "softcap"))
 
     @property
     def names(self) -> frozenset[str]:
@@ -81,7 +84,7 @@ class Decode:
         if not isinstance(self.backend, str):
             raise ValueError(f"backend must be its name, a str, got {in_words(self.backend)}")
         if self.window is not None and (not isinstance(self.window, int) or not is_integer(self.window)):
-            raise ValueError(f"window must be int or None, a count of positions, got {in_words(self.window)}")
+            raise ValueError(f"window must be int or None, a count of positions, got {number_in_words(self.window)}")
         if self.window is not None and not 0 <= self.window < FARTHEST:
             raise ValueError(
                 f"window={self.window}: a query sees itself and this many positions before it, 0 to below 2^30; None for all"
@@ -125,24 +128,29 @@ class Decode:
     def _check_arrays(self) -> None:
         (b, n, h, _), (_, t, g, _) = self.q_shape, self.k_shape
         expected = {
-            "q_positions": ("[batch, queries]", (b, n), "int32"),
-            "k_positions": ("[batch, slots]", (b, t), "int32"),
-            "tree_mask": ("[batch, queries, queries]", (b, n, n), "bool"),
-            "sinks": ("[heads]", (h,), ""),
-            "alibi_slopes": ("[heads]", (h,), ""),
-            "k_scale": ("[kv_heads]", (g,), "float32"),
-            "v_scale": ("[kv_heads]", (g,), "float32"),
+            "q_positions": ("[batch, queries]", (b, n), INTEGERS),
+            "k_positions": ("[batch, slots]", (b, t), INTEGERS),
+            "tree_mask": ("[batch, queries, queries]", (b, n, n), ("bool",)),
+            "sinks": ("[heads]", (h,), DTYPES),
+            "alibi_slopes": ("[heads]", (h,), DTYPES),
+            "k_scale": ("[kv_heads]", (g,), ("float32",)),
+            "v_scale": ("[kv_heads]", (g,), ("float32",)),
         }
         for array in self.arrays:
-            axes, shape, dtype = expected[array.name]
+            axes, shape, dtypes = expected[array.name]
             if array.shape != shape:
                 raise ValueError(
                     f"{array.name} must be {axes} = {list(shape)}, got shape {list(array.shape)}. {_HINTS[array.name]}"
                 )
-            if dtype and array.dtype != dtype:
-                raise ValueError(f"{array.name} must have dtype {dtype}, got {array.dtype}. {_HINTS[array.name]}")
-            if not dtype and array.dtype not in DTYPES:
-                raise ValueError(f"{array.name} must have a floating dtype, got {array.dtype}. {_HINTS[array.name]}")
+            if array.dtype not in dtypes:
+                kind = {INTEGERS: "an integer dtype", DTYPES: "a floating dtype"}.get(dtypes, f"dtype {dtypes[0]}")
+                raise ValueError(f"{array.name} must have {kind}, got {array.dtype}. {_HINTS[array.name]}")
+
+
+def check_positions(name: str, farthest: int) -> None:
+    """Raise ValueError if the farthest of the positions does not fit int32, in which they are compared."""
+    if farthest >= 2**31:
+        raise ValueError(f"{name} holds position {farthest}: positions must be below 2^31")
 
 
 def check_nodes(q_positions: list[list[int]]) -> None:

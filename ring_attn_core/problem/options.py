@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..masks import causal, check_mask
-from ..mistakes import in_words
+from ..masks import causal, check_mask, with_numbers
+from ..mistakes import hold_numbers, in_words, number_in_words
 from ..plan.ring import check_steps
 from ..records import hashed_once
 from ..runs import Band
@@ -45,13 +45,17 @@ class Options:
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         check_mask(self.mask)
+        hold_numbers(self, ("length", "kv_length", "scale", "softcap", "dropout_rate"))
+        object.__setattr__(self, "mask", with_numbers(self.mask))
         for name, text in (("layout", self.layout), ("backend", self.backend)):
             if not isinstance(text, str):
                 raise ValueError(f"{name} must be its name, a str, got {in_words(text)}")
         sides = ("mask.lo", self.mask.lo), ("mask.hi", self.mask.hi)
         for name, count in (*sides, ("length", self.length), ("kv_length", self.kv_length)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
-                raise ValueError(f"{name} must be int or None, a count of tokens (static under jit), got {in_words(count)}")
+                raise ValueError(
+                    f"{name} must be int or None, a count of tokens (static under jit), got {number_in_words(count)}"
+                )
             if count is not None and abs(count) >= NO_COUNT:
                 raise ValueError(
                     f"{name} counts tokens, got {count}: to see everything on a side, leave it open as causal() does"

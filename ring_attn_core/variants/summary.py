@@ -21,7 +21,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from ..masks import causal, sliding_window
-from ..mistakes import in_words
+from ..mistakes import hold_numbers, in_words, number_in_words
 from ..plan.ring import RingPlan
 from ..problem.checks import DTYPES, Given
 from ..problem.options import NO_COUNT, Options
@@ -51,6 +51,7 @@ class SummaryOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        hold_numbers(self, ("block", "window", "summaries", "scale", "softcap", "length"))
         for name, least, what in (
             ("block", 1, "the tokens that are summarized together"),
             ("summaries", 1, "how many summaries stand for a block"),
@@ -58,7 +59,9 @@ class SummaryOptions:
         ):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or not least <= count < NO_COUNT:
-                raise ValueError(f"{name} must be an int of at least {least}, {what} (static under jit), got {in_words(count)}")
+                raise ValueError(
+                    f"{name} must be an int of at least {least}, {what} (static under jit), got {number_in_words(count)}"
+                )
         if self.summaries > self.block:
             raise ValueError(
                 f"summaries={self.summaries} of a block of {self.block} tokens are more than it has: pass at most {self.block}"

@@ -6,15 +6,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.kernels.decode import DecodeCall
 from ring_attn_core.kernels.decode_backend import runnable_decode
-from ring_attn_core.problem.decode import Decode
+from ring_attn_core.problem.checks import INTEGERS
+from ring_attn_core.problem.decode import Decode, check_positions
 
 from ..attend.decode import Arrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability, multiprocessors
 from ..axes import described, dtype_names, on_auto_axes, sharded_like, vary_alike
+from ..data.extents import on_host
 from .merge import gather_pairs, ranks_of, refuse_gradients
 
 if TYPE_CHECKING:
@@ -54,8 +57,8 @@ def tree_attention_decode(
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
         k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
             dtype or both in float8_e4m3fn.
-        q_positions: int32 ``[batch, queries]``, the same on every rank; -1: a query that sees nothing.
-        k_positions: int32 ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
+        q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees nothing.
+        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
             NaN too, matters nowhere. The requests of a batch may be of different lengths.
         axis_name: the ring: call this inside ``jax.shard_map`` over a mesh with that axis, of one device where there is but one.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
@@ -77,7 +80,8 @@ def tree_attention_decode(
     looked at nowhere: with ``tree_mask``, q_positions must be what is said there.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
-    arrays = Arrays(q, k, v, q_positions, k_positions, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
+    places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
+    arrays = Arrays(q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
     problem = _problem(arrays, (window, scale, softcap, backend))
     problem.check()
     (own,) = vary_alike((axis_name,), arrays._replace(sinks=None))  # the sinks meet what is the same on all ranks again
@@ -107,6 +111,23 @@ def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arr
 @_decode.defjvp
 def _(*_: Any) -> Any:
     refuse_gradients("tree_attention_decode")
+
+
+def as_int32(name: str, positions: Any) -> Any:
+    """Return positions of another integer dtype as int32, what is not an integer array as it is.
+
+    Raise ValueError for a position that int32 does not hold, where its value is known.
+    """
+    dtype = str(getattr(positions, "dtype", ""))
+    if dtype not in INTEGERS or dtype == "int32":
+        return positions
+    known = on_host(positions)
+    if known is not None and known.size:
+        check_positions(name, int(known.max()))
+    positions = jnp.asarray(positions)
+    if positions.dtype.itemsize >= 4:
+        positions = jnp.minimum(positions, jnp.iinfo(jnp.int32).max)
+    return positions.astype(jnp.int32)
 
 
 def _problem(arrays: Arrays, options: tuple[Any, Any, Any, Any]) -> Decode:

@@ -15,6 +15,7 @@ from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
+from ring_attn_core.mistakes import as_number
 
 from ..data.extents import on_host
 
@@ -53,7 +54,7 @@ class Requests:
 
         Outside of jit, before a step: it reads how many slots are in use, and so waits for the step before.
         """
-        more = [tokens] * self.spec.batch if isinstance(tokens, int) else tokens
+        more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
         counts = self._read("check_room", self.counts)
         if layout is None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ring_attn_core.mistakes import as_number
 from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
 
 from ..attend.tiles import accumulation_dtype
@@ -35,8 +36,8 @@ class RotaryEmbedding(nnx.Module):
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
-        self.head_dim, self.rotary = head_dim, Rotary(base, scaling)
-        check_rotary(head_dim, self.rotary)
+        self.head_dim, self.rotary = as_number(head_dim), Rotary(base, scaling)
+        check_rotary(self.head_dim, self.rotary)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.

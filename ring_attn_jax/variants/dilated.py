@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
+@named_keywords
 def dilated_attention(
     q: Float[Array, "batch seq_local heads head_dim"],
     k: Float[Array, "batch seq_local kv_heads head_dim"],
@@ -120,7 +122,7 @@ def _arrays(lanes: Lanes, key_mask: jax.Array | None, q: jax.Array, rank: jax.Ar
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes
-    slot, of_class = jnp.arange(lanes.slots, dtype=jnp.int32), jnp.arange(lanes.classes, dtype=jnp.int32)[:, None]
+    slot, of_class = jnp.arange(lanes.slots, dtype=jnp.int32)[None], jnp.arange(lanes.classes, dtype=jnp.int32)[:, None]
     holds, first, end = lanes.visible(rank, slot, of_class)
     extents = jnp.broadcast_to(jnp.stack((first, end), -1), (b, lanes.classes, lanes.slots, 2)).reshape(rows, lanes.slots, 2)
     seen = None
@@ -129,7 +131,7 @@ def _arrays(lanes: Lanes, key_mask: jax.Array | None, q: jax.Array, rank: jax.Ar
         padded = jnp.pad(key_mask, ((0, 0), (most, lanes.spanned - lanes.local)))
         padded = lax.dynamic_slice_in_dim(padded, most - lanes.front(rank), lanes.spanned, 1)
         of_lanes = padded.reshape(b, lanes.slots, lanes.dilation)[:, :, : lanes.classes].transpose(0, 2, 1)
-        seen = (of_lanes & holds).reshape(rows, lanes.slots)
+        seen = (of_lanes & holds[None]).reshape(rows, lanes.slots)
     elif lanes.needs_key_mask:
         seen = jnp.broadcast_to(holds, (b, lanes.classes, lanes.slots)).reshape(rows, lanes.slots)
     return Arrays(extents=extents if lanes.needs_extents else None, key_mask=seen)

@@ -20,6 +20,8 @@ from jax import lax
 
 from ring_attn_core.variants.dilated import Lanes, Part
 
+from ..attend.tiles import accumulation_dtype
+
 Place = tuple[Lanes, Part]
 Places = tuple[Place, ...]
 
@@ -50,7 +52,7 @@ def _fold_forward(x: jax.Array, rank: jax.Array, places: Places) -> Any:
 
 def _fold_backward(places: Places, residuals: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
     rank, like = residuals
-    wide, heads = jnp.promote_types(like.dtype, jnp.float32), like.shape[1]
+    wide, heads = accumulation_dtype(like.dtype), like.shape[1]
     parts = (unfold(x.astype(wide), place, rank, heads) for x, place in zip(gradients, places, strict=True))
     return reduce(jnp.add, parts).astype(like.dtype), None
 

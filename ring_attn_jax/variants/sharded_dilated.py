@@ -7,23 +7,24 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import check_array
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
-from ..axes import described, dtype_names
-from ..sharded import Where, check_shards, on_explicit_axes
+from ..axes import described, dtype_names, mapped_over_mesh
+from ..sharded import Where, check_shards, on_mesh, program
 from .dilated import attend
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
+@named_keywords
 def sharded_dilated_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch tokens kv_heads head_dim"],
@@ -76,14 +77,20 @@ def sharded_dilated_attention(
     for array in described({name: x for name, x in given.items() if name == "key_mask"}):
         check_array(array, q.shape, k.shape)
     specs = where.specs(k.shape[2])
-    whole = {name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in given.items()}
+    whole = {name: on_mesh(x, where.mesh, specs[name]) for name, x in given.items()}
     of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
-    return _compiled(where, tuple((name, specs[name]) for name in whole), options, of_pairs, return_lse)(whole)
+    named = tuple((name, specs[name]) for name in whole)
+    return _compiled(where, named, options, of_pairs, return_lse, mapped_over_mesh())(whole)
 
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, patterns: Patterns, return_lse: bool
+    where: Where,
+    specs: tuple[tuple[str, PartitionSpec], ...],
+    options: Options,
+    patterns: Patterns,
+    return_lse: bool,
+    mapped: bool,
 ) -> Any:
     """The program, made once."""
 
@@ -92,6 +99,4 @@ def _compiled(
         out, lse = attend(q, k, v, given.get("key_mask"), patterns, options, where.axis_name)
         return (out, lse) if return_lse else out
 
-    out = dict(specs)["q"]
-    out_specs = (out, out) if return_lse else out
-    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))
+    return program(on_shards, where, dict(specs), return_lse, mapped)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import check_array
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
@@ -24,14 +25,15 @@ from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
 from ..api import attention
 from ..arguments import Arrays
 from ..attend.tiles import accumulation_dtype
-from ..axes import described, dtype_names, ring_size
+from ..axes import described, dtype_names, mapped_over_mesh, ring_size
 from ..block import attend_block, merge
-from ..sharded import Where, check_shards, on_explicit_axes
+from ..sharded import Where, check_shards, on_mesh, program
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
+@named_keywords
 def summary_attention(
     q: Float[Array, "batch seq_local heads head_dim"],
     k: Float[Array, "batch seq_local kv_heads head_dim"],
@@ -100,6 +102,7 @@ def summary_attention(
     return (out, lse) if return_lse else out
 
 
+@named_keywords
 def sharded_summary_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch tokens kv_heads head_dim"],
@@ -234,7 +237,7 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
         parts.append(jnp.broadcast_to((before[:, end] - before[:, first])[..., None, None].astype(wide), (b, slots * m, g, 1)))
     every = lax.all_gather(jnp.concatenate(parts, -1), axis_name, axis=1, tiled=True)
     blocks, holders = (jnp.arange(n, dtype=jnp.int32) for n in (plan.blocks, plan.holders))
-    place, exists = plan.held(blocks[:, None], holders)
+    place, exists = plan.held(blocks[:, None], holders[None])
     held = every.reshape(b, every.shape[1] // m, m, *every.shape[2:])[:, place]
     exists = exists[:, :, None, None]
     of_k, of_v, lse, count = jnp.split(held, [d, d + e, d + e + 1], -1)
@@ -268,14 +271,15 @@ def sharded(inputs: Inputs, options: SummaryOptions, where: Where, return_lse: b
         check_array(described({"key_mask": key_mask})[0], q.shape, k.shape)
     of_k = where.specs(k.shape[2])
     specs = {name: of_k[name] for name in ("q", "k", "v", "key_mask")} | {"pool": PartitionSpec(None, *of_k["k"][2:3])}
-    whole = {
-        name: on_explicit_axes(jnp.asarray(x), where.mesh, specs[name]) for name, x in inputs._asdict().items() if x is not None
-    }
-    return _compiled(where, tuple((name, specs[name]) for name in whole), options, return_lse)(whole)
+    whole = {name: on_mesh(x, where.mesh, specs[name]) for name, x in inputs._asdict().items() if x is not None}
+    named = tuple((name, specs[name]) for name in whole)
+    return _compiled(where, named, options, return_lse, mapped_over_mesh())(whole)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool) -> Any:
+def _compiled(
+    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
+) -> Any:
     """The program, made once: outside jit, a new function at every call would be compiled anew."""
 
     def on_shards(given: dict[str, jax.Array]) -> Any:
@@ -283,6 +287,4 @@ def _compiled(where: Where, specs: tuple[tuple[str, PartitionSpec], ...], option
         out, lse = attention_with_summaries(inputs, options, where.axis_name)
         return (out, lse) if return_lse else out
 
-    out = dict(specs)["q"]
-    out_specs = (out, out) if return_lse else out
-    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(dict(specs),), out_specs=out_specs))
+    return program(on_shards, where, dict(specs), return_lse, mapped)

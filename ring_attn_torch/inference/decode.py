@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.mistakes import in_words
-from ring_attn_core.problem.checks import Given
-from ring_attn_core.problem.decode import Decode, check_nodes
+from ring_attn_core.problem.checks import INTEGERS, Given
+from ring_attn_core.problem.decode import Decode, check_nodes, check_positions
 
 from ..attend.decode import Arrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
@@ -59,8 +59,8 @@ def tree_attention_decode(
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
         k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
             dtype or both in float8_e4m3fn. Ranks may have other numbers of slots, 0 too.
-        q_positions: int32 ``[batch, queries]``, the same on every rank; -1: a query that sees nothing.
-        k_positions: int32 ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
+        q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees nothing.
+        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
             NaN too, matters nowhere. The requests of a batch may be of different lengths.
         group: the ring; None is the default group, or a ring of one without torch.distributed.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
@@ -82,7 +82,8 @@ def tree_attention_decode(
     before. Values are looked at on a CPU only. Once it has run, a CUDA graph may capture the call.
     """
     ring = ring_of(group)
-    named = (q, k, v, q_positions, k_positions, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
+    places = as_int32(q_positions), as_int32(k_positions)
+    named = (q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
     arrays = Arrays(*named)
     problem: Decode | None = None
     error: Exception | None = None
@@ -101,6 +102,9 @@ def tree_attention_decode(
         assert problem is not None
         _checked(problem)
         refuse_gradients("tree_attention_decode", named)
+        for name, x in (("q_positions", q_positions), ("k_positions", k_positions)):
+            if x.device.type == "cpu" and x.dtype in (torch.int64, torch.uint32) and x.numel():
+                check_positions(name, int(x.long().max()))
         if tree_mask is not None and q.device.type == "cpu":
             check_nodes(q_positions.tolist())
 
@@ -109,6 +113,17 @@ def tree_attention_decode(
     with no_autocast(q.device.type), torch.no_grad():
         out, lse = _attend(arrays, problem, ring)
     return (out, lse) if return_lse else out
+
+
+def as_int32(positions: Any) -> Any:
+    """Return positions of another integer dtype as int32, what is not an integer tensor as it is; ``check`` looks at values."""
+    if (
+        not isinstance(positions, Tensor)
+        or positions.dtype == torch.int32
+        or str(positions.dtype).removeprefix("torch.") not in INTEGERS
+    ):
+        return positions
+    return positions.long().clamp(max=torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 def _attend(arrays: Arrays, problem: Decode, ring: Group) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from ring_attn_core.cache.ledger import Ledger
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
+from ring_attn_core.mistakes import as_number
 
 from ..ring.groups import Group, group_name, group_of
 
@@ -63,7 +64,7 @@ class Requests:
         Looks at what the host knows, the most that every request can have, and asks the device only where that is not enough.
         """
         of = list(range(self.spec.batch))
-        more = [tokens] * len(of) if isinstance(tokens, int) else tokens
+        more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, len(of), 2**30, "tokens to come")
         if layout is None:
             self.check_rows_room(more, of)
@@ -92,7 +93,7 @@ class Requests:
 
     def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
         """Note on the host that a CUDA graph of a step of ``tokens`` tokens of every request, and of its ``advance``, ran."""
-        for row, more in enumerate([tokens] * self.spec.batch if isinstance(tokens, int) else tokens):
+        for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):
             self.ledger.appended([row], more)
         return self
 
@@ -109,7 +110,7 @@ class Requests:
             self.ledger.uncertain()
         else:
             given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-            given = [given] * spec.batch if isinstance(given, int) else given
+            given = [given] * spec.batch if isinstance(as_number(given), int) else given
             kept = checks.check_lengths(given, spec.batch, 2**30, "what the request keeps")
             if spec.room is not None and any(n < r - spec.room for n, r in zip(kept, self.ledger.reached, strict=True)):
                 self._ask()

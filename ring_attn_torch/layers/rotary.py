@@ -7,6 +7,7 @@ from math import pi
 import torch
 from torch import Tensor, nn
 
+from ring_attn_core.mistakes import as_number
 from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
 
 from ..attend.tiles import accumulation_dtype
@@ -34,8 +35,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
         super().__init__()
-        self.head_dim, self.rotary = head_dim, Rotary(base, scaling)
-        check_rotary(head_dim, self.rotary)
+        self.head_dim, self.rotary = as_number(head_dim), Rotary(base, scaling)
+        check_rotary(self.head_dim, self.rotary)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.

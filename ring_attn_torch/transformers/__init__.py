@@ -28,6 +28,11 @@ AttentionMaskInterface.register(NAME, ring_mask)
 __all__ = ["RingTrainer", "RingTraining", "enable", "sequence_parallel"]
 
 
+def __dir__() -> list[str]:
+    """Return every public name, those too that are imported when they are asked for."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """The Trainer is imported by who asks for it: transformers' own takes seconds."""
     if name in ("RingTrainer", "RingTraining"):

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import VENDORS
-from ring_attn_core.masks import causal
-from ring_attn_core.mistakes import in_words
+from ring_attn_core.masks import causal, with_numbers
+from ring_attn_core.mistakes import as_number, in_words
 from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
@@ -199,7 +199,10 @@ def _device(q: Any) -> str:
 
 
 def _in_words(x: Any) -> str:
-    return f"{list(x)}" if isinstance(x, tuple | list) else str(x) if isinstance(x, Band) else in_words(x)
+    """Return an argument as ranks compare it: 4 and NumPy's 4 are the same."""
+    if isinstance(x, tuple | list):
+        return f"{[as_number(each) for each in x]}"
+    return str(with_numbers(x)) if isinstance(x, Band) else in_words(as_number(x))
 
 
 def _kind(x: Any) -> str:
