@@ -108,6 +108,7 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(text: str, wor
     for made in ("before/weights", "before/checkpoints/step_50"):
         Path(made).mkdir(parents=True)
     Path("before/weights/config.json").write_text("{}")
+    Path("before/checkpoints/step_50/run.json").write_text("{}")
     for package in ("torch", "safetensors"):
         pytest.importorskip(package)
     done = CliRunner().invoke(app, ["train", "config.toml"])

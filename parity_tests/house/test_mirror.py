@@ -26,6 +26,7 @@ ONLY_IN_TORCH = {
     "training/gradients.py": "where sum_gradients lives",
     "sum_gradients": "in JAX shard_map sums the gradients of replicated parameters",
     "training/sharded.py": "what FSDP2 and tensor parallelism have done to a gradient, which XLA does by itself",
+    "training/optimizer_states.py": "in JAX an nnx.Optimizer has a state for every parameter, saved as its variables",
     "tensor_plan": "in JAX head_axis and the weights' shardings say it",
     "layers/tensor_plan.py": "where tensor_plan lives",
     "layers/tensor_styles.py": "what tensor_plan is made of",

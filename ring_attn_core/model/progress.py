@@ -43,7 +43,9 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Pr
     Raises ValueError if a value is missing or not of its type, or if the model's config differs, naming the fields.
     """
     if not isinstance(found, dict):
-        raise ValueError(f"{where} must hold a JSON object, got a {type(found).__name__}: it is not a checkpoint, or a damaged one")
+        raise ValueError(
+            f"{where} must hold a JSON object, got a {type(found).__name__}: it is not a checkpoint, or a damaged one"
+        )
     lacking = [name for name in ("step", "data", "more", "config") if name not in found]
     if lacking:
         raise ValueError(f"{where} says nothing of {', '.join(lacking)}: it is no checkpoint, or a damaged one")

@@ -76,9 +76,9 @@ class Checkpoints:
             if jax.process_index():
                 return ""
             run.update(described(Progress(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
-            return str(self._folder.begin(step))
+            return self._folder.begin(step).name
 
-        new = Path(agreed(prepare)[0])
+        new = self.folder / agreed(prepare)[0]
         sees = agreed(lambda: seen(new))
         blind = [str(process) for process, each in enumerate(sees) if not each]
         if blind:

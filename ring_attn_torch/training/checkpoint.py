@@ -113,10 +113,10 @@ class Checkpoints:
             if self._rank:
                 return {"states": mine}
             run.update(described(Progress(step, data, more or {}), _config(model)), optimizer=groups_of(optimizer))
-            return {"states": mine, "new": str(self._files.begin(step))}
+            return {"states": mine, "new": self._files.begin(step).name}
 
         told = self._agreed("Checkpoints.save", prepare, ("step", step))
-        new = Path(told[0]["new"])
+        new = self.folder / told[0]["new"]
         self._check_shared(new)
         if optimizer is not None and len({each["states"] for each in told}) > 1:
             everybody = self._agreed("Checkpoints.save: states", lambda: kinds(states), ("step", step))

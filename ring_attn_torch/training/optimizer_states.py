@@ -46,7 +46,9 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
     named = parameters_by_name(model, optimizer)
     strange = sum(1 for p in optimizer.state if p not in set(named.values()))
     if strange:
-        raise ValueError(f"the optimizer has states of {strange} parameters that are not the model's: make it of model.parameters()")
+        raise ValueError(
+            f"the optimizer has states of {strange} parameters that are not the model's: make it of model.parameters()"
+        )
     found = {name: optimizer.state[p] for name, p in named.items() if optimizer.state.get(p)}
     found = {name: {key: x for key, x in states.items() if x is not None} for name, states in found.items()}
     check_tensors({f"optimizer.state.{name}.{key}": x for name, states in found.items() for key, x in states.items()})
