@@ -7,7 +7,7 @@ import os
 import stat
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 SAMPLES, BLOCK = 64, 4096
 """How many blocks of a large file ``sample`` reads, evenly spread with both ends among them, and how many bytes each has."""
@@ -78,15 +78,23 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
-def read_at(file: BinaryIO, offset: int, count: int) -> bytes:
+class Open(Protocol):
+    """An open file."""
+
+    def fileno(self) -> int:
+        """Return its number."""
+        ...
+
+
+def read_at(file: Open, offset: int, count: int) -> bytes:
     """Return ``count`` bytes from ``offset``, fewer only where the file ends; threads and forks may share ``file``."""
     parts = []
     while count > 0:
         if hasattr(os, "pread"):
             part = os.pread(file.fileno(), count, offset)
         else:  # Windows
-            file.seek(offset)
-            part = file.read(count)
+            os.lseek(file.fileno(), offset, os.SEEK_SET)
+            part = os.read(file.fileno(), count)
         if not part:
             break
         parts.append(part)
@@ -94,7 +102,7 @@ def read_at(file: BinaryIO, offset: int, count: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def sample(file: BinaryIO) -> str:
+def sample(file: Open) -> str:
     """Return a digest of a file's size and of blocks all over it, of the whole content where it has no more than 256 KiB."""
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)

@@ -5,7 +5,8 @@ The cache is a folder, by itself ``.ring-attn`` in the folder of the data, with 
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is of these,
                        of the names and of the lengths, so equal contents are one file
     <key>.json         where each document lies in it. The key is of the tokenizer's file, ``end``, and the names, sizes and
-                       times of the texts, so that a second start reads no text
+                       times of the texts, so that a second start reads no text. A text whose time of change is another one than
+                       the index says, since it was copied or since its size and time were set back, is read and compared
 
 Both are written beside their place and then renamed, the index last: whoever finds it finds everything. Of several processes that
 start at once, one tokenises while the others wait for its lock, which ends with it however it ends. Where the file system has no
@@ -27,12 +28,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
 from .documents import Document, Documents, File, unchanged, vanished
 from .settings import BYTES, Settings
 
 CHUNK = 1 << 20
-VERSION = 1
-"""Of what the files hold: part of the key."""
+VERSION, INDEX_VERSION = 1, 2
+"""Of what the tokens are, part of their digest, and of what the index holds, part of its key."""
 
 CODES = {1: "B", 2: "H", 4: "I"}
 
@@ -40,7 +42,8 @@ CODES = {1: "B", 2: "H", 4: "I"}
 def tokenised(files: Sequence[File], settings: Settings) -> Documents:
     """The documents of these texts, from the cache, or tokenised into it. ValueError for what is no text in UTF-8."""
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
-    index = folder / f"{_key(files, settings)}.json"
+    tokenizer = _tokenizer_text(settings)
+    index = folder / f"{_key(files, settings, tokenizer)}.json"
     try:
         kept = _kept(index, files)
         if kept is None:
@@ -48,7 +51,7 @@ def tokenised(files: Sequence[File], settings: Settings) -> Documents:
             with _locked(folder):
                 kept = _kept(index, files)
                 if kept is None:
-                    kept = _written(folder, index, files, settings)
+                    kept = _written(folder, index, files, _encoder(settings, tokenizer), settings.end)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be kept in {folder} ({error.strerror or error}): pass cache=, a folder that can be written and "
@@ -57,60 +60,97 @@ def tokenised(files: Sequence[File], settings: Settings) -> Documents:
     return kept
 
 
-def _key(files: Sequence[File], settings: Settings) -> str:
-    tokenizer = None
-    if settings.tokenizer is not None:
-        try:
-            tokenizer = sha256(Path(settings.tokenizer).read_bytes()).hexdigest()
-        except OSError as error:
-            raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} cannot be read: pass a tokenizer.json") from error
+def _tokenizer_text(settings: Settings) -> bytes | None:
+    """The tokenizer's file, read once, so that what is in the key is what tokenises."""
+    if settings.tokenizer is None:
+        return None
+    try:
+        return read_bytes(settings.tokenizer)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer={os.fspath(settings.tokenizer)!r} cannot be read ({error}): pass a tokenizer.json"
+        ) from error
+
+
+def _key(files: Sequence[File], settings: Settings, text: bytes | None) -> str:
+    tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
-    what = [VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
+    what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
     return sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 def _kept(index: Path, files: Sequence[File]) -> Documents | None:
-    """What the cache holds of these files; None where it is not all there."""
+    """What the cache holds of these files; None where it is not all there, or is of other texts."""
     try:
-        kept = json.loads(index.read_text("utf-8"))
+        kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
-        width, counts, size = kept["width"], kept["tokens"], path.stat().st_size
+        width, counts = kept["width"], kept["tokens"]
+        numbers = [width, kept["vocab"], *counts, *kept["changed"]]
+        if not all(type(x) is int and x > 0 for x in numbers) or width not in CODES or len(counts) != len(files):
+            return None
+        with open_file(path) as opened:
+            if identity(opened.fileno()).size != width * sum(counts) or sample(opened) != kept["sample"]:
+                return None
+        others = [file for file, changed in zip(files, kept["changed"], strict=True) if file.changed != changed]
+        texts = {file.name: text for file, text in zip(files, kept["texts"], strict=True)}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if size != width * sum(counts) or len(counts) != len(files):
+    if any(_content(file) != texts[file.name] for file in others):
         return None
+    if others:
+        with suppress(OSError):  # of another user, or on a disk that cannot be written: whoever starts compares
+            _write_index(index, json.dumps(kept | {"changed": [file.changed for file in files]}))
     return _described(path, kept, files)
+
+
+def _content(file: File) -> str:
+    """A digest of a text."""
+    content = sha256()
+    try:
+        with open_file(file.path) as opened:
+            while chunk := opened.read(CHUNK):
+                content.update(chunk)
+    except OSError as error:
+        raise vanished(file.path, error) from error
+    unchanged(file)
+    return content.hexdigest()
 
 
 def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Documents:
     width, offset, documents = kept["width"], 0, []
     size = width * sum(kept["tokens"])
     for file, tokens in zip(files, kept["tokens"], strict=True):
-        documents.append(Document(file.name, str(path), size, f"<u{width}", offset, tokens))
+        documents.append(Document(file.name, str(path), size, f"<u{width}", offset, tokens, None, kept["sample"]))
         offset += width * tokens
     return Documents(tuple(documents), kept["digest"], kept["vocab"])
 
 
-def _written(folder: Path, index: Path, files: Sequence[File], settings: Settings) -> Documents:
-    encode, vocab = _encoder(settings)
+def _written(
+    folder: Path, index: Path, files: Sequence[File], encoder: tuple[Encode, int], ends: int | None
+) -> Documents:
+    encode, vocab = encoder
     width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
-    end = b"" if settings.end is None else int(settings.end).to_bytes(width, "little")
-    digest, counts = sha256(), []
+    end = b"" if ends is None else int(ends).to_bytes(width, "little")
+    digest, counts, texts = sha256(), [], []
     handle, path = tempfile.mkstemp(dir=folder, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as out:
             for file in files:
-                size = 0
-                for piece in chain(_checked(encode(file, width), file), [end]):
+                size, text = 0, sha256()
+                for piece in chain(_checked(encode(file, width, text), file), [end]):
                     out.write(piece)
                     digest.update(piece)
                     size += len(piece)
                 unchanged(file)
                 counts.append(size // width)
+                texts.append(text.hexdigest())
             out.flush()
             os.fsync(out.fileno())
         digest.update(json.dumps([VERSION, width, vocab, [file.name for file in files], counts]).encode())
-        kept = {"digest": digest.hexdigest(), "width": width, "vocab": vocab, "tokens": counts}
+        kept: dict[str, Any] = {"digest": digest.hexdigest(), "width": width, "vocab": vocab, "tokens": counts, "texts": texts}
+        kept["changed"] = [file.changed for file in files]
+        with open_file(path) as written:
+            kept["sample"] = sample(written)
         tokens = folder / f"{kept['digest']}.tokens"
         os.chmod(path, 0o644)  # mkstemp lets nobody else read it, and other users' ranks may share the folder
         os.replace(path, tokens)
@@ -143,27 +183,27 @@ def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
         raise ValueError(f"{file.path} makes no tokens: a document has at least one, so delete the file or pass another pattern")
 
 
-Encode = Callable[[File, int], Iterable[bytes]]
+Encode = Callable[[File, int, Any], Iterable[bytes]]
 
 
-def _encoder(settings: Settings) -> tuple[Encode, int]:
-    """What makes ids of a file, given in how many bytes each, and how many ids there are."""
+def _encoder(settings: Settings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
+    """What makes ids of a file, given in how many bytes each and a digest to add the text to, and how many ids there are."""
     end = -1 if settings.end is None else int(settings.end)
-    if settings.tokenizer is None:
+    if tokenizer_text is None:
         return _bytes, max(BYTES, end + 1)
     try:
         from tokenizers import Tokenizer  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError("tokenizer= needs tokenizers: run pip install tokenizers", name="tokenizers") from missing
     try:
-        tokenizer = Tokenizer.from_file(os.fspath(settings.tokenizer))
+        tokenizer = Tokenizer.from_buffer(tokenizer_text)
     except Exception as error:  # whatever its Rust raises
         raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} is no tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    def encode(file: File, width: int) -> Iterator[bytes]:
-        text = b"".join(_utf8(file)).decode("utf-8")
+    def encode(file: File, width: int, content: Any) -> Iterator[bytes]:
+        text = b"".join(_utf8(file, content)).decode("utf-8")
         ids = array(CODES[width], tokenizer.encode(text, add_special_tokens=False).ids)
         if sys.byteorder == "big":
             ids.byteswap()
@@ -173,16 +213,16 @@ def _encoder(settings: Settings) -> tuple[Encode, int]:
     return encode, max(largest, end) + 1
 
 
-def _bytes(file: File, width: int) -> Iterator[bytes]:
+def _bytes(file: File, width: int, content: Any) -> Iterator[bytes]:
     """The bytes of a text as ids."""
-    for chunk in _utf8(file):
+    for chunk in _utf8(file, content):
         ids = bytearray(width * len(chunk))
         ids[::width] = chunk
         yield bytes(ids)
 
 
-def _utf8(file: File) -> Iterator[bytes]:
-    """A file in chunks; ValueError where it is no text in UTF-8."""
+def _utf8(file: File, content: Any) -> Iterator[bytes]:
+    """A file in chunks, added to the digest ``content``; ValueError where it is no text in UTF-8."""
     decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
     with _opened(file) as opened:
         while chunk := opened.read(CHUNK):
@@ -194,6 +234,7 @@ def _utf8(file: File) -> Iterator[bytes]:
             if zero >= 0:
                 raise _binary(file, f"byte {seen + zero} is 0")
             seen += len(chunk)
+            content.update(chunk)
             yield chunk
     try:
         decoder.decode(b"", final=True)
@@ -203,7 +244,7 @@ def _utf8(file: File) -> Iterator[bytes]:
 
 def _opened(file: File) -> BinaryIO:
     try:
-        return open(file.path, "rb")
+        return open_file(file.path)
     except OSError as error:
         raise vanished(file.path, error) from error
 
@@ -223,6 +264,7 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     import fcntl
 
+    check_regular(folder / ".lock")
     with open(folder / ".lock", "ab") as lock:
         with suppress(OSError):  # a file system may have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ..files import Identity, check_regular, identity
 from .settings import Settings
 
 
@@ -19,6 +20,8 @@ class File(NamedTuple):
     size: int
     modified: int
     """In nanoseconds."""
+    changed: int
+    """When its content or its attributes last changed, which no program sets back; in nanoseconds."""
 
 
 class Document(NamedTuple):
@@ -34,6 +37,10 @@ class Document(NamedTuple):
     offset: int
     """Where in the file they begin, in bytes."""
     tokens: int
+    identity: Identity | None
+    """That of the file; None where its name says what it holds, so that an equal one may take its place."""
+    sample: str
+    """A digest of blocks all over the file."""
 
 
 class Documents(NamedTuple):
@@ -44,6 +51,8 @@ class Documents(NamedTuple):
     """Changes where names, tokens or their order do."""
     vocab: int | None
     """One more than the largest id that can occur; None where nobody knows."""
+    former: str | None = None
+    """The digest that an older release made of them, where it is another."""
 
 
 def found(settings: Settings) -> list[File]:
@@ -56,14 +65,15 @@ def found(settings: Settings) -> list[File]:
     files = []
     for path in folder.glob(settings.pattern):
         name = path.relative_to(folder).as_posix()
-        if not _hidden(name.split("/")) and path.is_file():
+        if not _hidden(name.split("/")) and not path.is_dir():
+            check_regular(path)
             try:
-                now = path.stat()
+                now = identity(path)
             except OSError as error:
                 raise vanished(str(path), error) from error
-            if now.st_size == 0:
+            if now.size == 0:
                 raise empty(str(path))
-            files.append(File(name, str(path), now.st_size, now.st_mtime_ns))
+            files.append(File(name, str(path), *now[2:]))
     if not files:
         raise ValueError(
             f"no file in {settings.folder} fits pattern={settings.pattern!r} (hidden ones are left out): put text files in UTF-8 "
@@ -91,10 +101,10 @@ def _check_cache(folder: Path, settings: Settings) -> None:
 def unchanged(file: File) -> None:
     """ValueError where a file is no longer as it was found."""
     try:
-        now = os.stat(file.path)
+        now = identity(file.path)
     except OSError as error:
         raise vanished(file.path, error) from error
-    if (now.st_size, now.st_mtime_ns) != (file.size, file.modified):
+    if now[2:] != (file.size, file.modified, file.changed):
         raise ValueError(f"{file.path} changed while it was read: begin again when it is written")
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..files import parse_json
 from ..mistakes import in_words, is_integer
 from ..runs import Run
 from .packing import Contexts, Piece, shuffled
@@ -96,15 +97,19 @@ def state_of(batches: int, data: str, index: Index, settings: Settings) -> str:
     return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
 
 
-def batches_of(state: object, data: str, index: Index, settings: Settings) -> int:
-    """How many batches a run has had whose state this is; ValueError where it is none, or of a run with other batches."""
+def batches_of(state: object, data: Sequence[str | None], index: Index, settings: Settings) -> int:
+    """How many batches a run has had whose state this is; ValueError where it is none, or of a run with other batches.
+
+    ``data``: the digests that a state of these documents may have, the one of this release first.
+    """
     found: Any = state
     if isinstance(state, str | bytes):
         try:
-            found = json.loads(state)
+            found = parse_json(state)
         except ValueError as error:
             raise ValueError(f"state must be what .state() returned, JSON, but it cannot be read as JSON: {error}") from error
-    mine = {"format": FORMAT, "batches": 0, **_decides(data, settings)}
+    current = str(data[0])
+    mine = {"format": FORMAT, "batches": 0, **_decides(current, settings)}
     if not isinstance(found, Mapping) or set(found) != set(mine):
         raise ValueError(f"state must be what .state() returned, with {', '.join(mine)}, got {_short(found)}")
     if found["format"] != FORMAT:
@@ -112,8 +117,10 @@ def batches_of(state: object, data: str, index: Index, settings: Settings) -> in
             f"this state has format {_short(found['format'])}, and this version of ring-attn goes on from format {FORMAT}: go on "
             "with the version that wrote it, or begin anew, without resume"
         )
-    for name, value in _decides(data, settings).items():
+    for name, value in _decides(current, settings).items():
         if found[name] == value and type(found[name]) is type(value):
+            continue
+        if name == "data" and isinstance(found[name], str) and found[name] in data:
             continue
         if name == "data":
             raise ValueError(

@@ -7,59 +7,76 @@ import json
 import re
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import BinaryIO
 
+from ..files import identity, open_file, read_at, sample
 from .documents import Document, Documents, File, empty, vanished
 
 SUFFIX = ".npy"
-SAMPLE = 4096
-"""Bytes at the beginning and the end of a token array that its digest is made of: nobody reads all of it to begin a run."""
+ENDS = 4096
+"""How many bytes at the beginning and at the end of a token array an older release made its digest of."""
+
+LONGEST = 10_000
+"""Bytes of a header; numpy reads no longer ones either."""
 
 
 def described(files: Sequence[File]) -> Documents:
     """The documents of these files. ValueError for what is no array of token ids."""
-    documents = tuple(map(_array, files))
-    digest = sha256()
-    for document in documents:
-        digest.update(json.dumps([document.name, document.dtype, document.tokens]).encode() + _sample(document))
-    return Documents(documents, digest.hexdigest(), None)
+    documents, digest, former = [], sha256(), sha256()
+    for file in files:
+        try:
+            with open_file(file.path) as opened:
+                document = _array(file, opened)
+                ends = _ends(document, opened)
+        except OSError as error:
+            raise vanished(file.path, error) from error
+        documents.append(document)
+        what = json.dumps([document.name, document.dtype, document.tokens]).encode()
+        digest.update(what + document.sample.encode())
+        former.update(what + ends)
+    return Documents(tuple(documents), digest.hexdigest(), None, former.hexdigest())
 
 
-def _array(file: File) -> Document:
-    """A token array: one dimension of integers as numpy.save writes it, whose header is all that is read of it."""
+def _array(file: File, opened: BinaryIO) -> Document:
+    """A token array: one dimension of integers as numpy.save writes it, of which the header and a sample are read."""
     try:
-        with open(file.path, "rb") as opened:
-            start = opened.read(8)
-            if start[:6] != b"\x93NUMPY":
-                raise ValueError("it does not begin as numpy.save writes one")
-            length = int.from_bytes(opened.read(2 if start[6] == 1 else 4), "little")
-            if length > file.size:
-                raise ValueError("its header is longer than the file")
-            header = ast.literal_eval(opened.read(length).decode("latin1"))
-            offset = opened.tell()
-        (tokens,), dtype = header["shape"], header["descr"]
+        start = read_at(opened, 0, 12)
+        if start[:6] != b"\x93NUMPY" or len(start) < 12:
+            raise ValueError("it does not begin as numpy.save writes one")
+        if start[6] not in (1, 2, 3):
+            raise ValueError(f"its format is version {start[6]}")
+        offset = 10 if start[6] == 1 else 12
+        length = int.from_bytes(start[8:offset], "little")
+        if length > min(file.size, LONGEST):
+            raise ValueError(f"its header has {length} bytes")
+        header = ast.literal_eval(read_at(opened, offset, length).decode("latin1"))
+        offset += length
+        shape, dtype = header["shape"], header["descr"]
         if not (isinstance(dtype, str) and re.fullmatch(r"[<>|=]?[iu][1248]", dtype)):
             raise ValueError(f"its dtype is {dtype!r}")
-    except OSError as error:
-        raise vanished(file.path, error) from error
-    except (ValueError, SyntaxError, TypeError, KeyError, IndexError) as error:
+        if not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int or shape[0] < 0:
+            raise ValueError(f"its shape is {shape!r}"[:99])
+        (tokens,) = shape
+    except (ValueError, SyntaxError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{file.path} is no array of token ids, integers of one dimension as numpy.save writes them ({error}): save it as "
+            f"{file.path} is no array of token ids, integers of one dimension as numpy.save writes them ({_short(error)}): save it as "
             f"numpy.save(path, ids.reshape(-1)), or pass a pattern that leaves it out"
         ) from error
     if not tokens:
         raise empty(file.path)
     if file.size < offset + tokens * int(dtype[-1]):
         raise ValueError(f"{file.path} ends before its {tokens} tokens do: it was not written or copied to the end, do so again")
-    return Document(file.name, file.path, file.size, dtype, offset, tokens)
+    return Document(file.name, file.path, file.size, dtype, offset, tokens, identity(opened.fileno()), sample(opened))
 
 
-def _sample(document: Document) -> bytes:
+def _short(error: Exception) -> str:
+    """What is wrong with a header, in a line; some of Python's own messages hold all of it."""
+    text = str(error) if not isinstance(error, RecursionError | MemoryError) else "its header is nested too deeply"
+    return text if len(text) <= 99 else text[:99] + "..."
+
+
+def _ends(document: Document, opened: BinaryIO) -> bytes:
+    """The first and last bytes of the tokens, of which an older release made its digest."""
     size = document.tokens * int(document.dtype[-1])
-    try:
-        with open(document.path, "rb") as opened:
-            opened.seek(document.offset)
-            first = opened.read(min(SAMPLE, size))
-            opened.seek(document.offset + max(size - SAMPLE, 0))
-            return first + opened.read(min(SAMPLE, size))
-    except OSError as error:
-        raise vanished(document.path, error) from error
+    count = min(ENDS, size)
+    return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)

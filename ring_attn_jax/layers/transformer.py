@@ -66,8 +66,8 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the
-    attention.
+    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the
+    weights' dtype are those of the attention.
     """
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs) -> None:
@@ -76,7 +76,7 @@ class Block(nnx.Module):
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, eps, kept)
         where = attention.where if isinstance(attention.where, Where) else None
-        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, where, rngs=rngs)
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, where, mlp_bias, rngs=rngs)
 
     def __call__(
         self,

@@ -113,7 +113,8 @@ def _entropy(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[
 
 
 def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: Settings) -> jax.Array:
-    """The gradient of the total, in float32."""
+    """The gradient of the total, in float32; NaN for a label outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
-    return jnp.where((labels != settings.ignored)[..., None], p, 0)
+    wrong = (labels < 0) | (labels >= logits.shape[-1])
+    return jnp.where((labels != settings.ignored)[..., None], jnp.where(wrong[..., None], jnp.nan, p), 0)

@@ -54,7 +54,7 @@ def loss(
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are one device's on every
     rank. Under check_vma=False the loss is right, but JAX sums no gradient over the ranks, and multiplies each by their number:
     there its derivative is refused. Raises ValueError for that, for shapes that do not fit and outside shard_map; labels outside
-    the vocabulary give NaN.
+    the vocabulary make the loss and its gradients NaN on every rank, for nothing that is traced can raise.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_number("ignore_index", ignore_index)

@@ -56,8 +56,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the
-    attention.
+    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the
+    weights' dtype are those of the attention.
     """
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:

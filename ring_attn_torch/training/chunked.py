@@ -3,6 +3,8 @@
     total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
     dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
+A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
+
 Everything that is float32 and as wide as the vocabulary is one chunk of tokens long.
 """
 
@@ -107,8 +109,9 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
     for rows in of.slices:
         wide, labels = logits[rows].to(dtype), of.labels[rows]
         lse[rows] = wide.logsumexp(-1)
-        each = lse[rows] + F.nll_loss(wide, labels, ignore_index=of.ignored, reduction="none")
-        total = total + each.masked_fill_(labels == of.ignored, 0).sum()
+        wrong = strange_labels(labels, of.ignored, wide.shape[-1])
+        each = lse[rows] + F.nll_loss(wide, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="none")
+        total = total + each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan).sum()
     return total, lse
 
 
@@ -125,7 +128,9 @@ def _of_hidden(
         ignored = (labels == of.ignored)[:, None]
         x = hidden[rows].masked_fill(ignored, 0)  # what stands there may be NaN
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
-        total = total + F.nll_loss(p, labels, ignore_index=of.ignored, reduction="sum")
+        wrong = strange_labels(labels, of.ignored, p.shape[-1])
+        part = F.nll_loss(p, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="sum")
+        total = total + part.masked_fill(wrong.any(), torch.nan)
         if dhidden is None and dhead is None:
             continue
         dlogits = _minus_one_hot(p.exp_(), labels, of.ignored).to(hidden.dtype)
@@ -136,10 +141,16 @@ def _of_hidden(
     return total, dhidden, dhead
 
 
+def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
+    """Return which labels are neither ``ignored`` nor in a vocabulary of ``vocab`` ids."""
+    return (labels != ignored) & ((labels < 0) | (labels >= vocab))
+
+
 def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """``p`` less 1 where the label stands, 0 for an ignored one: in place."""
-    left_out = (labels == ignored)[:, None]
-    p.masked_fill_(left_out, 0)
+    """``p`` less 1 where the label stands, 0 for an ignored one, NaN for one outside the vocabulary: in place."""
+    wrong = strange_labels(labels, ignored, p.shape[-1])[:, None]
+    left_out = (labels == ignored)[:, None] | wrong
+    p.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)
     return p.scatter_add_(1, labels[:, None].masked_fill(left_out, 0), left_out.to(p.dtype) - 1)
 
 

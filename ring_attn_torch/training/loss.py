@@ -14,9 +14,10 @@ from ring_attn_core.model.chunks import check_loss
 from ring_attn_core.problem.checks import check_number
 
 from ..layers.attention import ring_of
-from ..ring.agreement import Call, agree_on
+from ..op import unwatched
+from ..ring.agreement import Call, agree_on, tell
 from ..ring.groups import Group, is_dtensor, ranks_of
-from .chunked import Labels, sum_of_hidden, sum_of_logits
+from .chunked import Labels, strange_labels, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -47,7 +48,8 @@ def loss(
 
     Its gradient on a rank is that rank's part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is one device's.
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by their number. Raises ValueError for
-    shapes that do not fit and IndexError (on a GPU a device assertion) for labels outside the vocabulary. No second derivative.
+    shapes that do not fit and, on CPUs, for labels of any rank outside the vocabulary, the same on every rank; on GPUs, and under
+    torch.compile, these make the loss and its gradients NaN on every rank. No second derivative.
     """
     ring = ring_of(group)
 
@@ -60,19 +62,43 @@ def loss(
     tokens = Labels(labels.flatten().long(), ignore_index, chunk)  # unsigned ones have no place for ignore_index
     flat = logits.flatten(0, -2)
     part = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
-    return over_ranks(part, labels, ring, ignore_index, reduction)
+    return over_ranks(part, labels, ring, ignore_index, reduction, flat.shape[-1] if head is None else head.shape[0])
 
 
-def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str) -> Tensor:
-    """The mean, or sum, over the labels of all ranks of ``ring``; ``part``: the sum over this rank's, 0-d, with a gradient."""
-    total = torch.stack([part.detach(), _count(labels, ignore_index).to(part.dtype)])
+def over_ranks(
+    part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str, vocab: int | None = None
+) -> Tensor:
+    """The mean, or sum, over the labels of all ranks of ``ring``; ``part``: the sum over this rank's, 0-d, with a gradient.
+
+    ``vocab``: how many ids there are, for a ValueError on every rank where a label is none of them; it is raised on CPUs only.
+    How many labels are wrong is summed together with the loss: no rank stops before the others have come, and nothing waits for
+    a GPU, on which the loss and its gradient are NaN on every rank.
+    """
+    strange = labels.new_zeros(()) if vocab is None else strange_labels(labels.long(), ignore_index, vocab).sum()
+    total = torch.stack([x.to(part.dtype) for x in (part.detach(), _count(labels, ignore_index), strange)])
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)
+    if vocab is not None and part.device.type == "cpu" and unwatched([total]) and total[2]:
+        raise _strange(labels, ring, ignore_index, vocab)
     count = total[1].clamp(min=1) if reduction == "mean" else torch.ones_like(total[1])
+    count = count.masked_fill(total[2] > 0, torch.nan)  # and with it this rank's part of the gradients
     mine = part / count
     with torch.no_grad():
         mine.copy_(total[0] / count)  # everybody's value, equal to the bit, with the gradient of this rank's part
     return mine
+
+
+def _strange(labels: Tensor, ring: Group, ignore_index: int, vocab: int) -> ValueError:
+    """What every rank raises where one has a label outside the vocabulary; all of them know it and are here."""
+    flat = labels.flatten().long()
+    mine = flat[strange_labels(flat, ignore_index, vocab)][:1].tolist()
+    everybody = [mine] if ranks_of(ring) == 1 else tell("the loss's labels", mine, ring)  # type: ignore[arg-type]
+    rank = next(rank for rank, found in enumerate(everybody) if found)
+    where = "" if ranks_of(ring) == 1 else f"rank {rank}: "
+    return ValueError(
+        f"{where}labels hold {everybody[rank][0]}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab "
+        f"of the tokenizer, and give tokens that shall not count the label {ignore_index}, which is ignore_index"
+    )
 
 
 def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:

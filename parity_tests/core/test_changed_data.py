@@ -1,0 +1,291 @@
+"""Data that change after a dataset was made, or that no reader should trust: noticed, named, and never a hang or a dead process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ring_attn_core.data import cache as caching
+from ring_attn_core.files import BLOCK, SAMPLES
+
+from ..support import corpus
+from ..support.special_files import DEEP, KINDS, in_time, put
+
+LARGE = 2 * SAMPLES * BLOCK
+"""Tokens of 2 bytes in a file of which a sample leaves out three quarters."""
+
+
+def large(folder: Path) -> Path:
+    """A folder with one token array, of more bytes than all blocks of a sample."""
+    corpus.write_arrays(folder, (LARGE,))
+    return folder / "0000.npy"
+
+
+def with_old_times(path: Path, write: Any) -> None:
+    """Change a file and set its times back."""
+    before = path.stat()
+    write(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
+def flip(path: Path, at: int, count: int = 2) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        old = file.read(count)
+        file.seek(at)
+        file.write(bytes(x ^ 1 for x in old))
+
+
+def test_an_array_that_shrinks_under_way_is_an_error_and_kills_nothing(tmp_path):
+    """A mapped file that shrinks ends the process by SIGBUS, so the test is in a process of its own."""
+    path = large(tmp_path)
+    data = corpus.batches(tmp_path, shuffle=False)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            batches = data.iterate()
+            next(batches)
+            os.truncate(path, 4096)
+            try:
+                for _ in batches:
+                    pass
+            except ValueError as error:
+                code = 0 if "0000.npy" in str(error) and "make the dataset anew" in str(error) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_an_array_that_ends_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+    large(tmp_path)
+    data = corpus.batches(tmp_path)
+    next(data.iterate())
+    monkeypatch.setattr("ring_attn_core.data.reader.read_at", lambda file, offset, count: b"")
+    with pytest.raises(ValueError, match=r"0000.npy ended while it was read"):
+        next(data.iterate())
+
+
+@pytest.mark.parametrize("how", ["rewritten", "edited", "edited, times set back", "replaced"])
+def test_an_array_that_changes_under_way_is_an_error_at_the_next_batch(how, tmp_path):
+    path = large(tmp_path / "data")
+    data = corpus.batches(tmp_path / "data", shuffle=False)
+    batches = data.iterate()
+    first = next(batches)
+    if how == "rewritten":
+        path.write_bytes(path.read_bytes()[::-1])
+    elif how == "edited":
+        flip(path, 3 * BLOCK)  # a block that the sample leaves out
+    elif how == "edited, times set back":
+        with_old_times(path, lambda path: flip(path, 128))
+    else:
+        shutil.copy(path, tmp_path / "other.npy")
+        flip(tmp_path / "other.npy", 128)
+        os.utime(tmp_path / "other.npy", ns=(0, 0))
+        os.replace(tmp_path / "other.npy", path)  # what is open stays as it was, and the next start names it
+        corpus.assert_same(next(batches), next(_skipped(corpus.batches(tmp_path / "data", shuffle=False), 1)))
+        batches = data.iterate()
+    with pytest.raises(ValueError, match=r"0000.npy was written to after the dataset was made: make the dataset anew"):
+        next(batches)
+    assert first.ids.shape == (1, corpus.LENGTH)
+
+
+def _skipped(data: Any, count: int) -> Any:
+    batches = data.iterate()
+    for _ in range(count):
+        next(batches)
+    return batches
+
+
+@pytest.mark.parametrize("what", ["chmod", "link", "rename and back", "times set back"])
+def test_what_leaves_the_content_alone_is_no_change(what, tmp_path):
+    path = large(tmp_path / "data")
+    data = corpus.batches(tmp_path / "data", shuffle=False)
+    batches = data.iterate()
+    first = next(batches)
+    if what == "chmod":
+        path.chmod(0o600)
+    elif what == "link":
+        os.link(path, tmp_path / "backup")
+    elif what == "rename and back":
+        path.rename(tmp_path / "backup")
+        (tmp_path / "backup").rename(path)
+    else:
+        with_old_times(path, lambda path: None)
+    next(batches)
+    corpus.assert_same(first, next(data.iterate()))
+    corpus.assert_same(first, next(pickle.loads(pickle.dumps(data)).iterate()))
+
+
+def test_an_array_that_was_edited_in_its_middle_does_not_go_on_from_a_state(tmp_path):
+    """As far as a sample sees it: every block of a small file, 64 of a large one."""
+    path = large(tmp_path)
+    state = corpus.batches(tmp_path).state()
+    with_old_times(path, lambda path: flip(path, (path.stat().st_size - BLOCK) * 30 // (SAMPLES - 1)))
+    with pytest.raises(ValueError, match="are not those of this state"):
+        corpus.batches(tmp_path).resume(state)
+
+
+def test_a_state_of_an_older_release_goes_on(tmp_path):
+    large(tmp_path)
+    data = corpus.batches(tmp_path)
+    state = json.loads(data.state(3))
+    data.resume(state | {"data": data._former})
+    assert data.given == 3
+    assert data._former != state["data"]
+
+
+def test_a_text_that_was_edited_with_its_size_and_times_kept_is_tokenised_anew(tmp_path):
+    corpus.write_texts(tmp_path)
+    before = corpus.batches(tmp_path).state()
+    assert corpus.batches(tmp_path).state() == before
+    with_old_times(tmp_path / "0" / "1.txt", lambda path: path.write_bytes(path.read_bytes()[::-1]))
+    assert corpus.batches(tmp_path).state() != before
+
+
+def test_a_text_of_the_same_content_is_read_once_and_not_tokenised_again(tmp_path, monkeypatch):
+    """As after a copy or a chmod, in a cache that may be read only."""
+    corpus.write_texts(tmp_path / "a")
+    before = corpus.batches(tmp_path / "a").state()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a" / "0" / "1.txt").chmod(0o600)
+    monkeypatch.setattr(caching, "_written", None)
+    read = []
+    content = caching._content
+    monkeypatch.setattr(caching, "_content", lambda file: (read.append(file.name), content(file))[1])
+    for _ in range(2):
+        assert corpus.batches(tmp_path / "a").state() == before
+    assert read == ["0/1.txt"]
+    assert corpus.batches(tmp_path / "b").state() == before
+    monkeypatch.setattr(caching, "_write_index", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    (tmp_path / "a" / "0" / "1.txt").chmod(0o644)
+    assert corpus.batches(tmp_path / "a").state() == before
+
+
+@pytest.mark.parametrize("damage", ["{}", "[]", "3", DEEP, '{"digest": "x", "width": "1", "tokens": [1]}', "\0"], ids=range(6))
+def test_a_damaged_index_or_cache_is_made_anew(damage, tmp_path):
+    corpus.write_texts(tmp_path)
+    before = corpus.batches(tmp_path).state()
+    (index,) = (tmp_path / ".ring-attn").glob("*.json")
+    index.write_text(damage)
+    assert corpus.batches(tmp_path).state() == before
+    (tokens,) = (tmp_path / ".ring-attn").glob("*.tokens")
+    whole = tokens.read_bytes()
+    flip(tokens, 5)
+    assert corpus.batches(tmp_path).state() == before
+    assert tokens.read_bytes() == whole
+
+
+def test_a_cache_that_is_written_to_under_way_is_an_error_and_an_equal_one_is_none(tmp_path):
+    corpus.write_texts(tmp_path)
+    data = corpus.batches(tmp_path, shuffle=False)
+    (tokens,) = (tmp_path / ".ring-attn").glob("*.tokens")
+    batches = data.iterate()
+    next(batches)
+    tokens.with_suffix(".new").write_bytes(tokens.read_bytes())
+    os.replace(tokens.with_suffix(".new"), tokens)
+    next(batches)
+    next(data.iterate())
+    data = corpus.batches(tmp_path, shuffle=False)
+    batches = data.iterate()
+    next(batches)
+    flip(tokens, 30)
+    with pytest.raises(ValueError, match="was written to after the dataset was made"):
+        next(batches)
+
+
+@pytest.mark.parametrize("special", [kind for kind in KINDS if kind != "folder"])
+@pytest.mark.parametrize("name", ["0000.npy", "a.txt", "dangling.txt"])
+def test_what_is_no_regular_file_is_named_and_never_waited_for(special, name, tmp_path):
+    corpus.write_arrays(tmp_path) if name.endswith("npy") else corpus.write_texts(tmp_path)
+    if name.startswith("dangling"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+        expected = f"{name} has vanished"
+    else:
+        put(special, tmp_path / name)
+        expected = f"{name} (is|cannot be read)"
+    with in_time(), pytest.raises(ValueError, match=expected):
+        corpus.batches(tmp_path)
+
+
+@pytest.mark.parametrize("special", KINDS)
+def test_a_tokenizer_or_lock_that_is_no_regular_file_is_named(special, tmp_path):
+    corpus.write_texts(tmp_path / "data")
+    put(special, tmp_path / "tokenizer.json")
+    with in_time(), pytest.raises(ValueError, match=r"tokenizer.json' cannot be read"):
+        corpus.batches(tmp_path / "data", tokenizer=tmp_path / "tokenizer.json")
+    (tmp_path / "cache").mkdir()
+    put(special, tmp_path / "cache" / ".lock")
+    with in_time(), pytest.raises(ValueError, match=r"cache"):
+        corpus.batches(tmp_path / "data", cache=tmp_path / "cache")
+
+
+def header(shape: str, descr: str = "'<u2'") -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
+    return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text.encode() + bytes(200)
+
+
+HEADERS = {
+    "minus signs": header("(" + "-" * 5000 + "1,)"),
+    "brackets": header("(" * 4000),
+    "float": header("(2.5,)"),
+    "text": header("'x'"),
+    "text inside": header("('x',)"),
+    "negative": header("-5"),
+    "negative inside": header("(-5,)"),
+    "bool": header("(True,)"),
+    "list": header("[5]"),
+    "set": header("{5}"),
+    "nothing": header("()"),
+    "no dict": b"\x93NUMPY\x01\x00\x02\x00[]" + bytes(99),
+    "long": header("(5,)" + " " * 20_000),
+    "version": b"\x93NUMPY\x09\x00\x02\x00[]" + bytes(99),
+    "cut": b"\x93NUMPY\x01",
+    "dtype": header("(5,)", "'O'"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_numpy_would_not_write_is_refused_in_a_line(name, tmp_path):
+    (tmp_path / "b.npy").write_bytes(HEADERS[name])
+    with pytest.raises(ValueError, match=r"b.npy is no array of token ids") as raised:
+        corpus.batches(tmp_path)
+    assert len(str(raised.value)) < 500 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [2**31, 2**63, 2**63 + 5, 2**64 - 1])
+def test_an_id_that_is_too_large_is_named_as_it_is(wrong, tmp_path):
+    np.save(tmp_path / "b.npy", np.array([*range(47), wrong], np.uint64))
+    with pytest.raises(ValueError, match=f"b.npy holds the id {wrong}: token ids are 0 to 2147483647"):
+        list(corpus.batches(tmp_path).iterate())
+
+
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"x": found}
+    return found
+
+
+@pytest.mark.parametrize("state", [DEEP, DEEP.encode(), '{"data": ' + DEEP + "}", b"\xff\xfe\xfd"], ids=range(4))
+def test_a_state_that_cannot_be_read_is_refused(state, tmp_path):
+    corpus.write_texts(tmp_path)
+    with pytest.raises(ValueError, match="state must be what .state\\(\\) returned, JSON, but it cannot be read as JSON"):
+        corpus.batches(tmp_path).resume(state)
+
+
+def test_a_state_that_was_read_already_may_be_nested_as_deeply_as_it_likes(tmp_path):
+    corpus.write_texts(tmp_path)
+    data = corpus.batches(tmp_path)
+    for name in json.loads(data.state()):
+        with pytest.raises(ValueError, match=r"state"):
+            data.resume(json.loads(data.state()) | {name: nested(100_000)})

@@ -1,0 +1,137 @@
+"""The tokens of documents, read from files of which it is noticed when they change. numpy is imported where it is used."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from ..files import Identity, identity, open_file, read_at, sample
+from .documents import Document, vanished
+from .index import Read
+from .settings import LARGEST
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_OPEN = 64
+"""How many files a process keeps open."""
+
+
+class _Held:
+    """An open file, closed once neither the reader nor any thread that reads it holds it."""
+
+    def __init__(self, path: str) -> None:
+        with open_file(path) as file:
+            self._number = os.dup(file.fileno())
+
+    def fileno(self) -> int:
+        """Return the file's number."""
+        return self._number
+
+    def __del__(self) -> None:
+        if hasattr(self, "_number"):
+            os.close(self._number)
+
+
+class Reader:
+    """The tokens of documents; what it has open stays behind where it is sent to another process.
+
+    After every read it asks the file system whether the file is as it was. Another size or time of writing is an error. Where
+    only the inode or the time of change is another one, after a rename, a link, a chmod or a time that was set back, a digest of
+    blocks all over the file decides.
+    """
+
+    def __init__(self, documents: tuple[Document, ...]) -> None:
+        self._documents = documents
+        self.bytes_read = 0
+        """How many bytes the tokens have that were taken from the files."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._files: OrderedDict[str, _Held] = OrderedDict()
+        self._seen: dict[str, Identity] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_documents": self._documents, "bytes_read": self.bytes_read}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._begin()
+
+    def check(self) -> None:
+        """Raise ValueError if a file has vanished or changed, which every rank finds alike before it reads its part."""
+        for path, document in {document.path: document for document in self._documents}.items():
+            try:
+                _check_unwritten(document, identity(path))
+            except OSError as error:
+                raise vanished(path, error) from error
+
+    def read(self, read: Read) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids [count] and labels [labelled] of a read."""
+        if read.stride == 1:
+            tokens = self._tokens(read.piece.document, read.first, max(read.count, read.labelled + 1), 1)
+            return tokens[: read.count], tokens[1 : 1 + read.labelled]
+        ids, labels = ((read.first, read.count), (read.first + 1, read.labelled))
+        return tuple(self._tokens(read.piece.document, *each, read.stride) for each in (ids, labels))  # type: ignore[return-value]
+
+    def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
+        import numpy as np
+
+        of = self._documents[document]
+        dtype = np.dtype(of.dtype)
+        tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
+        self.bytes_read += count * dtype.itemsize
+        if count and not 0 <= tokens.min() <= tokens.max() <= LARGEST:
+            wrong = tokens[(tokens < 0) | (tokens > LARGEST)][0]
+            raise ValueError(f"{of.path} holds the id {wrong}: token ids are 0 to {LARGEST}, so write the array anew without it")
+        return tokens.astype(np.int64)
+
+    def _bytes(self, document: Document, first: int, count: int) -> bytes:
+        """``count`` tokens from ``first`` on as they lie in the file."""
+        size = int(document.dtype[-1])
+        try:
+            held = self._opened(document)
+            data = read_at(held, document.offset + first * size, count * size)
+            self._check_same(document, held)
+        except OSError as error:
+            raise vanished(document.path, error) from error
+        if len(data) < count * size:
+            raise ValueError(f"{document.path} ended while it was read: make the dataset anew when it is written")
+        return data
+
+    def _opened(self, document: Document) -> _Held:
+        with self._lock:
+            held = self._files.get(document.path)
+            if held is None:
+                held = self._files[document.path] = _Held(document.path)
+                if len(self._files) > MOST_OPEN:
+                    self._files.popitem(last=False)
+            self._files.move_to_end(document.path)
+            return held
+
+    def _check_same(self, document: Document, file: _Held) -> None:
+        seen, now = self._seen.get(document.path, document.identity), identity(file.fileno())
+        if now == seen:
+            return
+        _check_unwritten(document, now)
+        written = seen is not None and now[:2] == seen[:2] and now.modified != seen.modified
+        if written or sample(file) != document.sample:
+            raise changed(document.path)
+        self._seen[document.path] = now
+
+
+def _check_unwritten(document: Document, now: Identity) -> None:
+    """ValueError where a file has another size, or was written to at another time, than when the dataset was made."""
+    if now.size != document.size:
+        had = f"had {document.size} bytes when the dataset was made and has {now.size}"
+        raise ValueError(f"{document.path} {had}: make the dataset anew")
+    if document.identity is not None and now.modified != document.identity.modified:
+        raise changed(document.path)
+
+
+def changed(path: str) -> ValueError:
+    """Return what is raised where a file holds something else by now."""
+    return ValueError(f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time")
