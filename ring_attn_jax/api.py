@@ -8,6 +8,7 @@ import jax
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
+from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
@@ -35,7 +36,7 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_seed: int | Int[Array, ""] | None = None,
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     length: int | None = None,
@@ -73,7 +74,7 @@ def ring_attention(
             arXiv:2108.12409, section 3).
         dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
             scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
-            ranks and layout, and in PyTorch, the same.
+            ranks and layout, and in PyTorch, the same. None: nothing is dropped, and a dropout_seed is refused.
         dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
         dropout_offset: the global index of the first batch row and of the first head, where these are sharded too, or mapped
             by ``jax.vmap``, under which every row draws alike.
@@ -99,12 +100,12 @@ def ring_attention(
         kv_length=kv_length,
         scale=scale,
         softcap=softcap,
-        dropout_rate=dropout_rate,
+        dropout_rate=rate_of(dropout_rate, dropout_seed),
         strategy=strategy,
         backend=backend,
         deterministic=deterministic,
     )
-    draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
+    draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
     out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw), options, axis_name)
     return (out, lse) if return_lse else out
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs
+from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
@@ -43,7 +43,7 @@ def attend_block(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_seed: int | Int[Array, ""] | None = None,
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     backend: str = "auto",
@@ -61,10 +61,11 @@ def attend_block(
 
     Raises ValueError for inputs that do not fit. No second derivative.
     """
-    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=dropout_rate, backend=backend)
+    rate = rate_of(dropout_rate, dropout_seed)
+    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
     dtype_names(q, k, v)
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
-    draw = draw_of(dropout_seed, dropout_offset) if dropout_rate and dropout_seed is not None else None
+    draw = draw_of(dropout_seed, dropout_offset) if rate and dropout_seed is not None else None
     arrays = Arrays(extents, key_mask, None, alibi_slopes, draw)
     prepared = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))

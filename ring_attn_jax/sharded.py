@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import check_array, check_extents
+from ring_attn_core.problem.checks import check_array, check_extents, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
@@ -49,7 +49,7 @@ def sharded_ring_attention(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_seed: int | Int[Array, ""] | None = None,
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     length: int | None = None,
@@ -81,7 +81,7 @@ def sharded_ring_attention(
         kv_length=kv_length,
         scale=scale,
         softcap=softcap,
-        dropout_rate=dropout_rate,
+        dropout_rate=rate_of(dropout_rate, dropout_seed),
         strategy=strategy,
         backend=backend,
         deterministic=deterministic,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import VENDORS, check_vendor
 from ring_attn_core.masks import causal
+from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
@@ -40,7 +41,7 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
     alibi_slopes: Float[Tensor, " heads"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_seed: int | Int[Tensor, ""] | None = None,
     dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
     length: int | None = None,
@@ -80,7 +81,7 @@ def ring_attention(
             arXiv:2108.12409, section 3).
         dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
             scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
-            ranks and layout, and in JAX, the same.
+            ranks and layout, and in JAX, the same. None: nothing is dropped, and a dropout_seed is refused.
         dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
         dropout_offset: the global index of the first batch row and of the first head, where these are sharded too: the same on
             every rank of a ring, which all hold the same rows and heads. Ranks compare ints, once for every new pair of them;
@@ -116,7 +117,7 @@ def ring_attention(
             kv_length=kv_length,
             scale=scale,
             softcap=softcap,
-            dropout_rate=dropout_rate,
+            dropout_rate=rate_of(dropout_rate, dropout_seed),
             strategy=strategy,
             backend=backend,
             deterministic=deterministic,

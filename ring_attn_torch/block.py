@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_extents, check_pairs, check_runs
+from ring_attn_core.problem.checks import FARTHEST, check_extents, check_pairs, check_runs, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
@@ -40,7 +40,7 @@ def attend_block(
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Float[Tensor, " heads"] | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_seed: int | Int[Tensor, ""] | None = None,
     dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
     backend: str = "auto",
@@ -59,12 +59,13 @@ def attend_block(
 
     Raises ValueError for inputs that do not fit. No second derivative.
     """
-    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=dropout_rate, backend=backend)
+    rate = rate_of(dropout_rate, dropout_seed)
+    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
     arrays = Arrays(extents, key_mask, None, alibi_slopes)
     refuse_transforms((q, k, v, arrays.sinks, arrays.alibi_slopes))
     check_tensors(q, k, v, arrays)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
-    if dropout_rate and dropout_seed is not None:
+    if rate and dropout_seed is not None:
         arrays = arrays._replace(dropout_seed=draw_of(Dropout(dropout_seed, dropout_offset), q.device))
     given, runs = arrays.given, [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride]
     asked = Asked(options, tuple(given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,9 @@ class Settings:
     @property
     def config(self) -> dict[str, Any]:
         """Return what the folder's config.json holds; ValueError where it cannot be read."""
-        try:
-            config = json.loads((self.weights / "config.json").read_text())
-        except ValueError as error:
-            raise ValueError(f"{self.weights / 'config.json'} is no JSON: {error}") from error
-        return config if isinstance(config, dict) else {}
+        from ring_attn_core.files import read_json
+
+        return read_json(self.weights / "config.json")
 
     def check_ids(self, ids: list[int], whose: str) -> None:
         """ValueError, before any weights are loaded, for ids outside the vocabulary, where config.json says how large it is."""

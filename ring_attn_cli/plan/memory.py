@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,15 +57,15 @@ def answer(question: Question) -> RenderableType:
 
 def config_of(model: str) -> TransformerConfig:
     """Return the config of a file, ours or one of Hugging Face's that load_llama reads, or of a model by its name."""
+    from ring_attn_core.files import read_json
     from ring_attn_core.model.config import TransformerConfig
     from ring_attn_core.model.llama import config_of
     from ring_attn_core.model.shapes import shape
-    from ring_attn_core.model.weight_files import read_json
 
     if not model.endswith(".json"):
         return shape(model)
     found = read_json(Path(model))
-    return config_of(found) if "model_type" in found else TransformerConfig.from_json(Path(model).read_text())
+    return config_of(found) if "model_type" in found else TransformerConfig.from_json(json.dumps(found))
 
 
 def _verdict(question: Question, training: Training, memory: Memory) -> str:

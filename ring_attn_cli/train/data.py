@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TypedDict
 
@@ -96,8 +95,9 @@ def check_vocab(data: int | None, model: int) -> None:
 
 def is_llama(folder: str) -> bool:
     """Whether the folder's config.json is one of Hugging Face's."""
-    path = Path(folder, "config.json")
+    from ring_attn_core.files import read_json
+
     try:
-        return "model_type" in json.loads(path.read_text())
+        return "model_type" in read_json(Path(folder, "config.json"))
     except (OSError, ValueError):
         return False  # load_weights says what is wrong

@@ -16,6 +16,7 @@ from .settings import Settings
 if TYPE_CHECKING:
     import numpy as np
 
+
 def documents_of(settings: Settings) -> Documents:
     """The documents of the folder; ValueError for a folder or a file that holds none, which is the same on every rank."""
     files = found(settings)

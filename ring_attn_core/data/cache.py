@@ -125,9 +125,7 @@ def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Docum
     return Documents(tuple(documents), kept["digest"], kept["vocab"])
 
 
-def _written(
-    folder: Path, index: Path, files: Sequence[File], encoder: tuple[Encode, int], ends: int | None
-) -> Documents:
+def _written(folder: Path, index: Path, files: Sequence[File], encoder: tuple[Encode, int], ends: int | None) -> Documents:
     encode, vocab = encoder
     width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
     end = b"" if ends is None else int(ends).to_bytes(width, "little")

@@ -134,4 +134,6 @@ def _check_unwritten(document: Document, now: Identity) -> None:
 
 def changed(path: str) -> ValueError:
     """Return what is raised where a file holds something else by now."""
-    return ValueError(f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time")
+    return ValueError(
+        f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time"
+    )

@@ -42,6 +42,16 @@ def check_dropout_rate(rate: Any) -> None:
         )
 
 
+def rate_of(rate: float | None, seed: Any) -> float:
+    """Return the rate of dropout, 0.0 where it was left out; ValueError for a ``seed`` without a rate, which nothing would use."""
+    if rate is None and seed is not None:
+        raise ValueError(
+            "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate=, 0.0 to drop nothing on "
+            "purpose, or leave dropout_seed out"
+        )
+    return 0.0 if rate is None else rate
+
+
 def _finite(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < math.inf
 

@@ -70,7 +70,9 @@ class Block(nnx.Module):
     weights' dtype are those of the attention.
     """
 
-    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs
+    ) -> None:
         dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention

@@ -37,9 +37,7 @@ class SwiGLU(nn.Module):
     ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all. ``bias``: of all three maps.
     """
 
-    def __init__(
-        self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False
-    ) -> None:
+    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
         super().__init__()
         self.chunk = chunk
         self.gate = Linear(dim, hidden, bias, param_dtype)

@@ -65,9 +65,7 @@ def loss(
     return over_ranks(part, labels, ring, ignore_index, reduction, flat.shape[-1] if head is None else head.shape[0])
 
 
-def over_ranks(
-    part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str, vocab: int | None = None
-) -> Tensor:
+def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str, vocab: int | None = None) -> Tensor:
     """The mean, or sum, over the labels of all ranks of ``ring``; ``part``: the sum over this rank's, 0-d, with a gradient.
 
     ``vocab``: how many ids there are, for a ValueError on every rank where a label is none of them; it is raised on CPUs only.

@@ -1,0 +1,75 @@
+"""A seed without a rate of dropout, which nothing would use, is refused; a rate of 0 and a layer without dropout take any seed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import ring_attn_jax  # noqa: E402
+import ring_attn_torch  # noqa: E402
+
+from .jax.ring import mesh_of  # noqa: E402
+from .support.models import TRANSFORMER  # noqa: E402
+from .support.spawn import PerRank  # noqa: E402
+
+X = np.random.default_rng(0).standard_normal((1, 8, 2, 4)).astype(np.float32)
+MESSAGE = "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate="
+
+
+def on_shards(**given: Any) -> Any:
+    spec = P(None, "seq")
+    call = partial(ring_attn_jax.ring_attention, **given)
+    return jax.shard_map(call, mesh=mesh_of(2), in_specs=(spec,) * 3, out_specs=spec)(*[jnp.asarray(X)] * 3)
+
+
+CALLS = {
+    "ring_attn_torch.ring_attention": lambda **given: ring_attn_torch.ring_attention(*[torch.from_numpy(X)] * 3, **given),
+    "ring_attn_torch.attend_block": lambda **given: ring_attn_torch.attend_block(*[torch.from_numpy(X)] * 3, **given)[0],
+    "ring_attn_jax.ring_attention": on_shards,
+    "ring_attn_jax.attend_block": lambda **given: ring_attn_jax.attend_block(*[jnp.asarray(X)] * 3, **given)[0],
+    "ring_attn_jax.sharded_ring_attention": lambda **given: ring_attn_jax.sharded_ring_attention(
+        *[jnp.asarray(X)] * 3, mesh=mesh_of(2), **given
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_seed_without_a_rate_is_refused_and_a_rate_of_0_is_none(name, seed):
+    call = CALLS[name]
+    with pytest.raises(ValueError, match=MESSAGE):
+        call(dropout_seed=seed)
+    none = np.asarray(call())
+    np.testing.assert_array_equal(np.asarray(call(dropout_rate=0.0, dropout_seed=seed)), none)
+    np.testing.assert_array_equal(np.asarray(call(dropout_rate=0.0)), none)
+    assert not np.array_equal(np.asarray(call(dropout_rate=0.5, dropout_seed=seed)), none)
+
+
+def test_one_rank_that_passes_a_seed_without_a_rate_leaves_no_other_waiting(gloo):
+    for outcome in gloo.outcomes(2, torch_on_rank, PerRank({}, {"dropout_seed": 1})):
+        assert isinstance(outcome, ValueError)
+        assert MESSAGE in str(outcome)
+
+
+def torch_on_rank(group: Any, given: dict[str, Any]) -> None:
+    ring_attn_torch.ring_attention(*[torch.from_numpy(X)] * 3, group=group, **given)
+
+
+def test_a_model_without_dropout_takes_the_seed_of_one_with_it():
+    """So that a training loop is the same for every rate."""
+    ids = np.zeros((1, 4), np.int32)
+    model = ring_attn_torch.RingTransformer(**TRANSFORMER)
+    assert torch.equal(model(torch.from_numpy(ids), dropout_seed=1), model(torch.from_numpy(ids)))
+    ours = ring_attn_jax.RingTransformer(**TRANSFORMER, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(ours(jnp.asarray(ids), dropout_seed=1), ours(jnp.asarray(ids)))
