@@ -1,4 +1,4 @@
-"""A seed without a rate of dropout, which nothing would use, is refused; a rate of 0 and a layer without dropout take any seed."""
+"""A dropout seed without a rate is refused, for nothing would use it; a rate of 0 and a layer without dropout take any seed."""
 
 from __future__ import annotations
 

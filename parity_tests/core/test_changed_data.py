@@ -1,4 +1,4 @@
-"""Data that change after a dataset was made, or that no reader should trust: noticed, named, and never a hang or a dead process."""
+"""Data that change after a dataset was made, or are no data: noticed and named, and never a hang or a dead process."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def nested(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize("state", [DEEP, DEEP.encode(), '{"data": ' + DEEP + "}", b"\xff\xfe\xfd"], ids=range(4))
 def test_a_state_that_cannot_be_read_is_refused(state, tmp_path):
     corpus.write_texts(tmp_path)
-    with pytest.raises(ValueError, match="state must be what .state\\(\\) returned, JSON, but it cannot be read as JSON"):
+    with pytest.raises(ValueError, match=r"state must be what \.state\(\) returned, JSON, but it cannot be read"):
         corpus.batches(tmp_path).resume(state)
 
 

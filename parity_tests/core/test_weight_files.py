@@ -166,9 +166,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     save(tmp_path / "w", b=(7,), c=(1,), d=(2,))
     with pytest.raises(ValueError, match=r"w holds does not fit this module: c is unexpected; d is unexpected; b is \[7\] and"):
         values(tmp_path / "w")
-    with pytest.raises(ValueError, match=r"other\.0 is missing; .*; and 96 more\. Are config\.json and the weights"):
-        with opened_folder(tmp_path / "w") as held:
-            sources(held, {f"other.{i}": (1,) for i in range(100)}, str)
+    more = pytest.raises(ValueError, match=r"other\.0 is missing; .*; and 96 more\. Are config\.json and the weights")
+    with more, opened_folder(tmp_path / "w") as held:
+        sources(held, {f"other.{i}": (1,) for i in range(100)}, str)
 
 
 def test_a_folder_that_lacks_something_says_what(tmp_path, monkeypatch):

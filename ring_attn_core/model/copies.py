@@ -51,12 +51,13 @@ class Unlike(ValueError):
 
 
 def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
-    """Raise Unlike if what the ranks found of ``what``, one text a rank, is not the same; ``holder``: such as "rank"."""
+    """Raise Unlike if the texts that ranks found of ``what``, one a rank, are not all the same; ``holder``: such as "rank"."""
     if len(set(found)) > 1:
-        listed = "; ".join(f"{holder} {rank} read {text}" for rank, text in enumerate(found[:MOST_HOLDERS]) if text != found[0])
+        others = [f"{holder} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
+        listed = "; ".join(others[:MOST_HOLDERS])
         raise Unlike(
-            f"{what} are not the same on every {holder}: {holder} 0 read {found[0]}; {listed}. Load them when nobody saves there, "
-            "from one folder that all hosts share or from equal copies of it"
+            f"{what} are not the same on every {holder}: {holder} 0 read {found[0]}; {listed}. Load them when nobody saves "
+            "there, from one folder that all hosts share or from equal copies of it"
         )
 
 

@@ -151,7 +151,8 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the config under which transformers computes the same.
 
-    ``length``: the longest sequence that it should allow; None is what the config says, or 131072. Raises ValueError for what none of the four architectures computes, naming it.
+    ``length``: the longest sequence that it should allow; None is what the config says, or 131072. Raises
+    ValueError for what none of the four architectures computes, naming it.
     """
     windows = _checked_windows(config)
     if length is not None:

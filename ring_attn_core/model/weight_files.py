@@ -157,8 +157,8 @@ def sources(
     strange = [f"{name} is {found[name][2]}" for name in ours if found[name][2] not in DTYPES]
     if strange:
         raise ValueError(
-            f"{held.folder} holds {', '.join(strange[:8])}: weights must be {', '.join(DTYPES)}, for what is quantised means nothing "
-            "without its scales; save the model as it was before it was quantised"
+            f"{held.folder} holds {', '.join(strange[:8])}: weights must be {', '.join(DTYPES)}, for what is quantised means "
+            "nothing without its scales; save the model as it was before it was quantised"
         )
     grouped: dict[Path, dict[str, str]] = {}
     for theirs, name in ours.items():

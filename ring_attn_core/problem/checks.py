@@ -43,11 +43,11 @@ def check_dropout_rate(rate: Any) -> None:
 
 
 def rate_of(rate: float | None, seed: Any) -> float:
-    """Return the rate of dropout, 0.0 where it was left out; ValueError for a ``seed`` without a rate, which nothing would use."""
+    """Return the rate of dropout, 0.0 where it was left out; raise ValueError if a ``seed`` came without a rate."""
     if rate is None and seed is not None:
         raise ValueError(
-            "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate=, 0.0 to drop nothing on "
-            "purpose, or leave dropout_seed out"
+            "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate=, 0.0 to drop nothing "
+            "on purpose, or leave dropout_seed out"
         )
     return 0.0 if rate is None else rate
 

@@ -130,9 +130,9 @@ def _gathered(text: str) -> list[str]:
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Raise in every process what the block raises in one, of several in the first: as an OSError, or else as a ValueError.
 
-    ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself. Texts that the
-    block appends to the yielded list must be the same in every process. Where they are not, or only some processes had an error,
-    the ValueError is an Unlike.
+    ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself. Texts that
+    the block appends to the yielded list must be the same in every process. Where they are not, or only some processes had an
+    error, the ValueError is an Unlike.
     """
     error, alike = None, list[str]()
     try:

@@ -38,7 +38,8 @@ class RingAttention(Projections):
     ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
     ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
     :class:`RMSNorm` over head_dim with ``eps`` before they are turned, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
-    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype in which weights are made, by name or as the framework's own.
+    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype in which weights
+    are made, by name or as the framework's own.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
     denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get

@@ -94,8 +94,8 @@ def _strange(labels: Tensor, ring: Group, ignore_index: int, vocab: int) -> Valu
     rank = next(rank for rank, found in enumerate(everybody) if found)
     where = "" if ranks_of(ring) == 1 else f"rank {rank}: "
     return ValueError(
-        f"{where}labels hold {everybody[rank][0]}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab "
-        f"of the tokenizer, and give tokens that shall not count the label {ignore_index}, which is ignore_index"
+        f"{where}labels hold {everybody[rank][0]}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the "
+        f"vocab of the tokenizer, and give tokens that shall not count the label {ignore_index}, which is ignore_index"
     )
 
 
