@@ -127,10 +127,10 @@ def test_what_leaves_the_content_alone_is_no_change(what, tmp_path):
 
 
 def test_an_array_that_was_edited_in_its_middle_does_not_go_on_from_a_state(tmp_path):
-    """As far as a sample sees it: every block of a small file, 64 of a large one."""
+    """As far as a sample sees it: every block of a small file, some of a large one."""
     path = large(tmp_path)
     state = corpus.batches(tmp_path).state()
-    with_old_times(path, lambda path: flip(path, (path.stat().st_size - BLOCK) * 30 // (SAMPLES - 1)))
+    with_old_times(path, lambda path: flip(path, (path.stat().st_size - BLOCK) * 7 // (SAMPLES - 1)))
     with pytest.raises(ValueError, match="are not those of this state"):
         corpus.batches(tmp_path).resume(state)
 
@@ -289,3 +289,25 @@ def test_a_state_that_was_read_already_may_be_nested_as_deeply_as_it_likes(tmp_p
     for name in json.loads(data.state()):
         with pytest.raises(ValueError, match=r"state"):
             data.resume(json.loads(data.state()) | {name: nested(100_000)})
+
+
+def test_what_a_killed_process_left_in_the_cache_is_deleted(tmp_path):
+    corpus.write_texts(tmp_path)
+    (tmp_path / ".ring-attn").mkdir()
+    (tmp_path / ".ring-attn" / ".writing-abc").write_text("half")
+    corpus.batches(tmp_path)
+    assert not [*(tmp_path / ".ring-attn").glob(".writing-*")]
+
+
+def test_a_fork_reads_on_though_a_thread_held_the_lock(tmp_path):
+    corpus.write_arrays(tmp_path)
+    data = corpus.batches(tmp_path)
+    next(data.iterate())
+    with data.reader._lock:
+        child = os.fork()
+        if child == 0:
+            with in_time(5):
+                next(data.iterate())
+                os._exit(0)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

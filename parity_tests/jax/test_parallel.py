@@ -20,7 +20,7 @@ from ring_attn_jax import RingTransformer, from_numpy, loss, shard_batch, to_num
 from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
 from .ring import mesh_of
 
-FEATURES: dict[str, Any] = {"qk_norm": True, "qkv_bias": True, "sinks": True}
+FEATURES: dict[str, Any] = {"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "sinks": True}
 SIZES: dict[str, Any] = TRANSFORMER | FEATURES | {"alibi": True, "dropout_rate": 0.2, "depth": 1, "vocab": 32}
 AXES = "data", "fsdp", "seq", "tensor"
 ROWS = 4

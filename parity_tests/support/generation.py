@@ -14,7 +14,16 @@ from ring_attn_core.sampling import Sampling
 from .models import TRANSFORMER, VOCAB, Arrays, transformer_weights
 
 CASES: dict[str, dict[str, Any]] = {
-    "features": {"windows": (6, None), "softcap": 3.0, "sinks": True, "tied": False, "qk_norm": True, "qkv_bias": True},
+    "features": {
+        "windows": (6, None),
+        "softcap": 3.0,
+        "sinks": True,
+        "tied": False,
+        "qk_norm": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    },
     "grouped": {"rotaries": (100.0, None), "kv_heads": 1},
     "windows": {"windows": (5, 9), "sinks": True},
     "alibi": {"alibi": True, "rotary_base": None},

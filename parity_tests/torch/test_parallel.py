@@ -28,7 +28,8 @@ from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids
 from .models import Group
 
 RANKS = 8
-FEATURES: dict[str, Any] = {"qk_norm": True, "qkv_bias": True, "sinks": True, "alibi": True, "dropout_rate": 0.2}
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+FEATURES: dict[str, Any] = {"qk_norm": True, **BIASES, "sinks": True, "alibi": True, "dropout_rate": 0.2}
 MOST = 0.05
 """The norm to which gradients are clipped, well below theirs."""
 
@@ -47,7 +48,7 @@ def transformer(group: Group | DeviceMesh, tied: bool) -> RingTransformer:
 
 
 def weights(tied: bool) -> Arrays:
-    return transformer_weights(tied, **{name: FEATURES[name] for name in ("qk_norm", "qkv_bias", "sinks")})
+    return transformer_weights(tied, **{name: FEATURES[name] for name in ("qk_norm", *BIASES, "sinks")})
 
 
 @cache

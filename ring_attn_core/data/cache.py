@@ -48,7 +48,9 @@ def tokenised(files: Sequence[File], settings: Settings) -> Documents:
         kept = _kept(index, files)
         if kept is None:
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder):
+            with _locked(folder) as alone:
+                for left in folder.glob(".writing-*") if alone else ():  # by a process that was killed
+                    left.unlink(missing_ok=True)
                 kept = _kept(index, files)
                 if kept is None:
                     kept = _written(folder, index, files, _encoder(settings, tokenizer), settings.end)
@@ -255,15 +257,21 @@ def _binary(file: File, why: str) -> ValueError:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process tokenises into the folder. The system lifts the lock of a process that ends."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other process tokenises into the folder, and yield whether that is sure, for not every system has locks.
+
+    The system lifts the lock of a process that ends.
+    """
     if sys.platform == "win32":
-        yield
+        yield False
         return
     import fcntl
 
     check_regular(folder / ".lock")
     with open(folder / ".lock", "ab") as lock:
-        with suppress(OSError):  # a file system may have no locks
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            alone = True
+        except OSError:
+            alone = False
+        yield alone

@@ -53,6 +53,7 @@ class Reader:
         self._files: OrderedDict[str, _Held] = OrderedDict()
         self._seen: dict[str, Identity] = {}
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_documents": self._documents, "bytes_read": self.bytes_read}
@@ -103,6 +104,8 @@ class Reader:
         return data
 
     def _opened(self, document: Document) -> _Held:
+        if self._process != os.getpid():  # a fork may have copied the lock while a thread held it
+            self._begin()
         with self._lock:
             held = self._files.get(document.path)
             if held is None:

@@ -27,6 +27,9 @@ SAVING, REPLACED = ".{}.saving", ".{}.replaced"
 DTYPES = "F32", "BF16", "F16", "F64"
 """What safetensors calls the dtypes that weights may be stored in."""
 
+SAMPLES = 256
+"""How many blocks of a file make its digest."""
+
 TRIES = 5
 """How often a folder is opened anew that another process replaces meanwhile."""
 
@@ -58,7 +61,7 @@ class WeightFolder(NamedTuple):
 
     def digest(self, config: TransformerConfig) -> str:
         """Return a digest of ``config`` and of blocks all over the weights, another one for every save of a training."""
-        what = [config.to_json(), *(sample(each.file) for each in self.files.values())]
+        what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

@@ -19,8 +19,19 @@ LOCK = ".{}.lock"
 MOST_BYTES = 5 * 10**9
 """Weights beyond this begin another file: a process that saves holds those of one file in host memory."""
 
+SAVED = "float32", "bfloat16", "float16", "float64"
+"""The dtypes that weights may have."""
+
 Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 """``save_file`` of safetensors for a framework: arrays by name, where to, and the header's texts."""
+
+
+def check_savable(name: str, dtype: str, valued: bool) -> None:
+    """Raise ValueError if a weight has no values yet, or a dtype that no folder of weights may have."""
+    if not valued:
+        raise ValueError(f"{name} has no values yet: initialise or load the model before it is saved")
+    if dtype not in SAVED:
+        raise ValueError(f"{name} is {dtype}, and weights are saved in {', '.join(SAVED)}: convert the model to one of these")
 
 
 @contextmanager

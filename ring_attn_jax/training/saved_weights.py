@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.copies import Unlike
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
-from ring_attn_core.model.weight_saving import replacing, write
+from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
@@ -129,6 +129,8 @@ def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed
     """Save the weights under ``renamed(our name)`` beside the text of config.json; every process calls it."""
     from safetensors.numpy import save_file
 
+    for name, (_, p) in _parameters(model).items():
+        check_savable(name, str(p.get_value().dtype), valued=isinstance(p.get_value(), jax.Array | np.ndarray))
     weights, error = _whole(model), None
     if jax.process_index() == 0:
         try:

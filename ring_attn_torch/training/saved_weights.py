@@ -18,7 +18,7 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.copies import Unlike
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_names import check_state
-from ring_attn_core.model.weight_saving import replacing, write
+from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.attention import ring_of
 from ..layers.parts import dtype_name
@@ -132,6 +132,8 @@ def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed
     from safetensors.torch import save_file
 
     parameters = named_parameters(model)
+    for name, p in parameters.items():
+        check_savable(name, str(p.dtype).removeprefix("torch."), valued=not p.is_meta)
     with torch.device("meta"):
         expected = dict(RingTransformer.from_config(model.config).named_parameters())
     shapes = [{name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)]
