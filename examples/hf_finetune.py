@@ -1,6 +1,6 @@
 """Fine-tune a model of Hugging Face on long packed documents with LoRA and transformers' Trainer, sequences split over a ring.
 
-    pip install ".[transformers]" peft
+    pip install ".[transformers]" "transformers>=5.23" peft
     torchrun --nproc-per-node 4 examples/hf_finetune.py                      # a tiny random Llama on random text, on CPUs
     torchrun --nproc-per-node 8 examples/hf_finetune.py Qwen/Qwen3-8B 262144 # a model, tokens in a row
 
@@ -14,11 +14,16 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from ring_attn_torch.transformers import RingTrainer
+
+OLDEST = "5.23"
+"""The first release of transformers whose TrainingArguments take activation_checkpointing."""
 
 
 class PackedDocuments(Dataset):
@@ -42,6 +47,11 @@ class PackedDocuments(Dataset):
 
 
 def main(name: str | None = None, length: str = "256") -> None:
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise SystemExit(
+            f"hf_finetune.py needs transformers {OLDEST} or newer, whose TrainingArguments take activation_checkpointing, and "
+            f"this is {transformers.__version__}: pip install 'transformers>={OLDEST}'"
+        )
     torch.manual_seed(0)
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(),

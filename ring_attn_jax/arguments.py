@@ -14,6 +14,7 @@ from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import chosen
+from ring_attn_core.releases import warn_if_untried
 
 from .attend.backend import Backend
 from .attend.blockwise import Blockwise
@@ -83,6 +84,7 @@ def checked(problem: Problem, *, anywhere: bool) -> Prepared:
 
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
     """
+    warn_if_untried("jax")
     plan, options = problem.check(), problem.options
     cap = None if options.softcap is None else float(options.softcap)
     call = runnable(problem, anywhere)

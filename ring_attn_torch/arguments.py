@@ -19,6 +19,7 @@ from ring_attn_core.problem.checks import Given
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import chosen
+from ring_attn_core.releases import warn_if_untried
 
 from .attend.backend import Backend
 from .attend.blockwise import Blockwise
@@ -107,6 +108,7 @@ def checked(problem: Problem, *, anywhere: bool) -> Prepared:
     ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it. A backend that was asked for by
     name is known to run the backward too; "auto" decides about that when it comes, for it has another where one does not compile.
     """
+    warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
     backend = _backend_of(problem, anywhere, PASSES[:1] if options.backend == "auto" else PASSES)

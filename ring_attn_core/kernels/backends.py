@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..problem.options import Options
 from ..problem.problem import Problem
+from ..releases import warn_if_untried
 from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
 from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
 
@@ -220,6 +221,8 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         call = call_of(problem, chosen, anywhere, portable)
         found = _obstacles(call, problem, passes)
         if not found:
+            if not (automatic and _new_to_hopper(problem)):  # which has warned of it
+                warn_if_untried("triton")
             return call
         reasons = "; ".join(f"in the {name} {reason}" for name, reason in found.items())
         if not automatic:

@@ -19,10 +19,11 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from ..releases import TRIED
 from .launch import Launch
 from .ptx import changed_for_products
 
-NEWEST_TRIED = 3, 9
+NEWEST_TRIED = TRIED["triton"][-1]
 """The newest release of Triton that the kernels have run with; what a newer one makes of Hopper's own, nobody has measured."""
 
 PTX_VERSIONS = {103: 88, 110: 90, 121: 88}

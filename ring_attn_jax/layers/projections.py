@@ -9,6 +9,7 @@ from jax import lax
 
 from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.problem.options import Options
+from ring_attn_core.releases import warn_if_untried
 
 from ..axes import ring_size
 from ..data.layout import positions as positions_of
@@ -25,6 +26,7 @@ class Projections(nnx.Module):
     """
 
     def __init__(self, config: AttentionConfig, options: Options, where: Where | str, rngs: nnx.Rngs) -> None:
+        warn_if_untried("flax")
         self.config, self.options, self.where = config, options, where
         kept, size, turned = config.param_dtype, config.head_dim, config.rotary
         self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)

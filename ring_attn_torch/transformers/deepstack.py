@@ -47,14 +47,12 @@ def check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int
     mask, features = (given.get(argument) for argument in VISUAL)
     if "inputs_embeds" not in given or mask is None or features is None:
         raise ValueError(
-            f"{name} adds features of images to the hidden states of its first layers, which inputs_embeds alone do not hold: pass "
-            "inputs_embeds, visual_pos_masks [batch, length], True for tokens of images, and deepstack_visual_embeds, a list of "
-            "[tokens of images, dim], together; for text alone an empty list and a mask of False"
+            f"{name} adds features of images to the hidden states of its first layers, which inputs_embeds alone do not hold: "
+            "pass inputs_embeds, visual_pos_masks [batch, length], True for tokens of images, and deepstack_visual_embeds, a "
+            "list of [tokens of images, dim], together; for text alone an empty list and a mask of False"
         )
     if cached:
-        raise ValueError(
-            f"{name} got {VISUAL[0]} in a call with a cache, which knows text alone: generate outside of sequence_parallel"
-        )
+        raise ValueError(f"{name} got {VISUAL[0]} in a call with a cache, which knows text alone: leave use_cache out")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"{VISUAL[0]} must be {list(shape)}, [batch, length] of the whole sequence, got {got}")

@@ -122,8 +122,9 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
             raise ValueError(f"{name} got {argument} inside sequence_parallel: {REFUSED[argument]}")
         split = (*KEPT, *LENGTHS, "num_items_in_batch", *VISUAL)
         if argument not in split and (isinstance(x, list | tuple | dict) or (isinstance(x, Tensor) and x.ndim)):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"{name} got {argument} {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}, which sequence_parallel does not know how to split: it takes "
+                f"{name} got {argument} {got}, which sequence_parallel does not know how to split: it takes "
                 f"{', '.join((*KEPT, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
             )
     if cache is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from ring_attn_core.releases import warn_if_untried
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
@@ -68,6 +71,7 @@ def _check_stack(config: PreTrainedConfig) -> None:
 
 def check_model(model: nn.Module) -> None:
     """ValueError, with the names of the modules, for a model that cannot run over a ring."""
+    warn_if_untried("transformers", not dist.is_initialized() or dist.get_rank() == 0)
     inside = hugging_face_model(model)
     _check_stack(inside.config)
     kinds = {name: type(module).__name__ for name, module in inside.named_modules() if not isinstance(module, PreTrainedModel)}

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer
 
+from ring_attn_core.releases import warn_if_untried
+
 from .models import hugging_face_model, uses_all_weights
 from .parallel import calls_of, check_entry, on_shards
 from .settings import ring_of_model
@@ -56,6 +58,7 @@ class RingTraining(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, one that hands every rank of a ring the same rows."""
+        warn_if_untried("accelerate", self.args.process_index == 0)
         check_kind(self)
         check_arguments(self.args)
         if self.args.accelerator_config.dispatch_batches is None:

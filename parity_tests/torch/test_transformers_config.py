@@ -1,0 +1,100 @@
+"""The config of a model is not touched inside sequence_parallel, and calls of several threads do not meet."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+import ring_attn_torch.transformers as hf
+from ring_attn_torch.transformers import masks
+from ring_attn_torch.transformers.whole import Documents, Ring, Whole
+
+from .hugging_face import CLASSES, SMALL, TINY_VISION
+
+IDS = torch.arange(3, 29).reshape(2, 13)
+
+
+def llama(config: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_a_teacher_of_the_same_config_stays_off_the_ring():
+    config = transformers.LlamaConfig(**SMALL, attn_implementation="sdpa")
+    student, teacher = llama(config), llama(config)
+    with torch.no_grad():
+        want = teacher(input_ids=IDS).logits
+        with hf.sequence_parallel(student, gather_logits=True):
+            assert config._attn_implementation == "sdpa"
+            assert teacher.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+            assert student.model.layers[0].self_attn.config._attn_implementation == "ring"
+            # a cache, and a mask of 4 dimensions, which the ring refuses
+            full = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+            assert torch.allclose(teacher(input_ids=IDS, attention_mask=full, use_cache=True).logits, want, atol=1e-5)
+            assert torch.allclose(student(input_ids=IDS).logits, want, atol=1e-5)
+    assert student.config is config
+    assert all(getattr(module, "config", config) is config for module in student.modules())
+
+
+def test_what_is_set_in_the_config_inside_is_set_after():
+    model = llama(transformers.LlamaConfig(**SMALL, attn_implementation="eager"))
+    config = model.config
+    with hf.sequence_parallel(model):
+        model.config.use_cache = False
+        model.config.of_mine = [1]
+    assert model.config is config
+    assert (config.use_cache, config.of_mine, config._attn_implementation) == (False, [1], "eager")
+
+
+def test_a_config_in_a_config_is_copied_with_it_and_images_keep_their_attention():
+    text = {**SMALL, **CLASSES["gemma3"][2]}
+    config = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    before = config.text_config._attn_implementation, config.vision_config._attn_implementation
+    with hf.sequence_parallel(model):
+        assert model.config.text_config._attn_implementation == "ring"
+        assert model.config.vision_config is config.vision_config
+        assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == before
+        assert model(input_ids=IDS, labels=IDS).loss > 0
+    assert model.config is config
+    assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == before
+
+
+def test_a_call_in_one_thread_is_no_call_in_another():
+    whole, found = Whole(Ring(), 1, 12, torch.device("cpu"), Documents()), []
+    with masks.during(whole):
+        thread = threading.Thread(target=lambda: found.append(masks.current()))
+        thread.start()
+        thread.join()
+        assert masks.current() is whole
+    assert found == [None]
+
+
+def test_threads_that_call_a_model_at_once_get_what_each_asked_for():
+    """Each call waits in its first layer until the others are there too, with sequences of other lengths."""
+    model = llama(transformers.LlamaConfig(**SMALL, attn_implementation="sdpa"))
+    lengths, barrier, got = (13, 9, 5), threading.Barrier(3, timeout=60), {}
+    with torch.no_grad():
+        want = {n: model(input_ids=IDS[:, :n]).logits for n in lengths}
+
+    def call(n: int) -> None:
+        with torch.no_grad():
+            got[n] = model(input_ids=IDS[:, :n]).logits
+
+    with hf.sequence_parallel(model, gather_logits=True):
+        waits = model.model.embed_tokens.register_forward_hook(lambda *_: barrier.wait() and None)
+        threads = [threading.Thread(target=call, args=(n,)) for n in lengths]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        waits.remove()
+    assert {n: got[n].shape for n in lengths} == {n: x.shape for n, x in want.items()}
+    assert all(torch.allclose(got[n], want[n], atol=1e-5) for n in lengths)
