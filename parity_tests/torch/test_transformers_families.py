@@ -27,7 +27,7 @@ def test_a_model_without_windows_runs_though_its_config_says_a_window_of_0():
     want.loss.backward()
     gradient = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
     model.zero_grad()
-    with hf.sequence_parallel(model):
+    with hf.sequence_parallel(model, gather_logits=True):
         got = model(input_ids=IDS, labels=IDS)
         got.loss.backward()
         text = model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)
