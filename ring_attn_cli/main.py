@@ -24,6 +24,9 @@ from rich.table import Table  # noqa: E402
 from .compare.command import compare  # noqa: E402
 from .generate.command import generate  # noqa: E402
 
+MOST_RANKS = 4096
+"""Of a plan that is drawn; the time grows with their square."""
+
 app = typer.Typer(
     help="Exact ring attention: run the demo, train, generate, look at a plan, compare.",
     no_args_is_help=True,
@@ -161,7 +164,9 @@ def console(plain: bool = False) -> Console:
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """The plan of whole sequences, each shard padded as little as the layout allows; ValueError for what makes none."""
+    """Return the plan of whole sequences, each shard padded as little as the layout allows. Raise ValueError if there is none."""
+    if ranks > MOST_RANKS:
+        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
     members = max(ranks, 1)  # RingPlan refuses the rest in words
     seq_local = layouts.padded_local(layout, members, length)
     kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)

@@ -26,6 +26,9 @@ def mistakes_in_one_line() -> Iterator[None]:
     except BrokenPipeError:  # rich exits with 1 by itself from 13.8 on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush into the pipe at exit
         raise typer.Exit(1) from None
+    except MemoryError:
+        typer.echo("ring-attn: there is not enough memory for this: ask for fewer tokens", err=True)
+        raise typer.Exit(2) from None
     except (ValueError, OSError) as error:
         typer.echo(f"ring-attn: {error}", err=True)
         raise typer.Exit(2) from None

@@ -17,8 +17,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+MOST = 1024
+"""Ranks that a command starts on one machine; more are a typing error, and only a list of them would fill its memory."""
 Report = Callable[[str, Any], None]
 """``report(kind, data)`` sends a message to the process that started this one."""
+
+
+def check_count(ranks: int, option: str) -> None:
+    """Raise ValueError if a command should start more ranks than one machine runs."""
+    if ranks > MOST:
+        raise ValueError(f"{option} {ranks} ranks are more than one machine runs: pass at most {MOST}")
 
 
 class Message(NamedTuple):

@@ -47,6 +47,7 @@ def test_save_writes_the_picture(tmp_path: Path):
     [
         (["--layout", "spiral"], "unknown layout 'spiral': choose one of contiguous, striped, zigzag"),
         (["--mask", "causual"], "cannot read the mask 'causual': write full, "),
+        (["--ranks", "99999999999"], "a plan of 99999999999 ranks is too large to draw"),
         (["--ranks", "0"], "a ring needs at least 1 rank, got 0"),
         (["--length", "-5"], "length is the true global number of tokens, an int of at least 0 (static under jit), got -5"),
         (["--save", "plan.jpg"], "a plan is drawn as .png or .svg, got 'plan.jpg'"),
@@ -62,6 +63,39 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: list[str
     assert message in done.stderr
     assert done.stderr.startswith("ring-attn: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_length_of_any_size_is_drawn():
+    done = plan("--ranks", "2", "--length", str(2**63 - 1))
+    assert done.exit_code == 0 and "2e37" in done.output, done.output
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "compare", "train"])
+def test_more_ranks_than_a_machine_runs_are_refused_before_any_is_started(command: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(
+        f'out = "{tmp_path}/run"\n[data]\nlength = 99998\nfolder = "{tmp_path}"\npattern = "a"\nheld_out = "a"\n'
+        '[ring]\nlayout = "contiguous"\n[passkey]\nlengths = []\n'
+    )
+    (tmp_path / "a").write_text("a" * 2 * 99999)
+    pytest.importorskip("torch")
+    options = {
+        "generate": ["--weights", str(tmp_path), "--prompt", "x"],
+        "demo": ["--tokens", "999999", "--out", str(tmp_path)],
+        "compare": ["ring", "--framework", "torch"],
+        "train": [str(tmp_path / "run.toml")],
+    }
+    done = CliRunner().invoke(app, [command, *options[command], "--ranks", "49999"])
+    assert done.exit_code == 2 and "ranks are more than one machine runs: pass at most 1024" in done.stderr, done.output
+
+
+def test_a_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("ring_attn_cli.main.make_plan", full)
+    done = plan()
+    assert done.exit_code == 2 and done.stderr == "ring-attn: there is not enough memory for this: ask for fewer tokens\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])

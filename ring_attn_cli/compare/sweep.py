@@ -10,6 +10,7 @@ from typing import Any
 
 from ring_attn_core.layouts import check_ranks
 
+from ..processes import check_count
 from .cases import Case
 from .variants import FRAMEWORKS, Variant, chosen
 
@@ -51,6 +52,7 @@ def asked(names: Sequence[str], ranks: Any, framework: str, repeats: int, patien
             raise ValueError(f"{name} has no value: pass one, or several with commas between them")
     for ring in several["ranks"]:
         check_ranks(ring)
+        check_count(ring, "--ranks")
     if repeats < 1:
         raise ValueError(f"--repeats counts runs that are timed, at least 1, got {repeats}")
     if not 0 < patience < math.inf:

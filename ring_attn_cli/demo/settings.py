@@ -9,6 +9,8 @@ from ring_attn_core import layouts
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.ring import RingPlan
 
+from ..processes import check_count
+
 MASK = causal()
 QUICK: dict[str, Any] = {"tokens": 2048, "steps": 3}
 """What ``--quick`` puts in place of the defaults."""
@@ -33,6 +35,7 @@ class Settings:
         layouts.named(self.layout)
         if self.ranks < 1:
             raise ValueError(f"a ring needs at least 1 rank, got --ranks {self.ranks}")
+        check_count(self.ranks, "--ranks")
         if self.tokens < 2 * self.ranks:
             raise ValueError(f"--tokens {self.tokens} is less than two for each rank: pass at least {2 * self.ranks}")
         if self.steps < 2:

@@ -10,6 +10,8 @@ from ring_attn_core.mistakes import is_integer
 from ring_attn_core.model.generation import check_ids
 from ring_attn_core.sampling import Sampling
 
+from ..processes import check_count
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -43,6 +45,7 @@ class Settings:
         self._check_prompt()
         if self.ranks < 1:
             raise ValueError(f"--ranks must be at least 1, got {self.ranks}")
+        check_count(self.ranks, "--ranks")
         if not (self.weights / "config.json").is_file():
             raise ValueError(
                 f"{self.weights} is no folder with a config.json: pass one that save_weights or Hugging Face has written, such "

@@ -50,6 +50,8 @@ def short(pairs: int) -> str:
         return str(pairs)
     mantissa, exponent = f"{pairs:.2e}".split("e")
     thousands, rest = divmod(int(exponent), 3)
+    if thousands > len("kMGTPE"):
+        return f"{pairs:.0e}".replace("+", "")
     return f"{float(mantissa) * 10**rest:.{2 - rest}f}{'kMGTPE'[thousands - 1]}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..processes import Crews
+from ..processes import Crews, check_count
 from . import data, folder, lock, picture
 from .config import Config
 from .loop import LOG
@@ -109,6 +109,7 @@ def _in_torch(config: Config) -> None:
             _finish(config)
         return
     ranks = config.ring.ranks * config.ring.replicas
+    check_count(ranks, "ring.ranks times ring.replicas:")
     with lock.held(config):
         with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
             members = [(rank, config, str(Path(place, "store"))) for rank in range(ranks)]
