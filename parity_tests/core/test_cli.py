@@ -74,10 +74,10 @@ def test_a_length_of_any_size_is_drawn():
 def test_more_ranks_than_a_machine_runs_are_refused_before_any_is_started(command: str, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "run.toml").write_text(
-        f'out = "{tmp_path}/run"\n[data]\nlength = 99998\nfolder = "{tmp_path}"\npattern = "a"\nheld_out = "a"\n'
+        f'out = "{tmp_path}/run"\n[data]\nlength = 99998\nbatch_size = 1\nfolder = "{tmp_path}"\npattern = "a"\nheld_out = "a"\n'
         '[ring]\nlayout = "contiguous"\n[passkey]\nlengths = []\n'
     )
-    (tmp_path / "a").write_text("a" * 2 * 99999)
+    (tmp_path / "a").write_text("a" * 3 * 99998)
     pytest.importorskip("torch")
     options = {
         "generate": ["--weights", str(tmp_path), "--prompt", "x"],
