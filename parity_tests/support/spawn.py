@@ -99,6 +99,9 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    from ring_attn_torch.ring import agreement
+
+    agreement.GRACE = TIMEOUT  # on a busy machine a rank may come more than 5 s after the others, which then say another thing
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)

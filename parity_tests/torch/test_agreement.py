@@ -172,11 +172,23 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout(gloo):
 
 def one_stays_away(group):
     forget(group)
+    dist.barrier(group)
     if dist.get_rank() == 2:
         agreement._histories[group].calls += 1  # so that this group can be used again
         return "stayed away"
-    with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=2)):
+    with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=6)):
         return ring_attention(**shards(), group=group)
+
+
+def test_all_ranks_say_the_same_where_the_lowest_comes_late(gloo):
+    errors = gloo.outcomes(2, all_wrong_and_the_first_late)
+    assert {str(error) for error in errors} == {"rank 0: unknown layout 'spiral': choose one of contiguous, striped, zigzag"}
+
+
+def all_wrong_and_the_first_late(group):
+    forget(group)
+    time.sleep(7.0 * (dist.get_rank() == 0))
+    return ring_attention(**shards(), group=group, layout="spiral")
 
 
 def test_a_repeated_problem_asks_nobody(gloo):
@@ -240,9 +252,14 @@ def test_whoever_comes_after_the_others_gave_up_is_told_so(gloo):
 
 def one_comes_late(group):
     forget(group)
-    time.sleep(4.0 * dist.get_rank())
-    with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=1)):
-        return ring_attention(**shards(), group=group)
+    store = agreement._store(group)
+    if dist.get_rank():
+        store.wait(["the first gave up"])
+    try:
+        with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=1)):
+            return ring_attention(**shards(), group=group)
+    finally:
+        store.set("the first gave up", "yes")
 
 
 def test_calls_leave_no_keys_in_the_store(gloo):

@@ -13,15 +13,45 @@ Arrays = tuple[Any, ...]
 
 
 class Transfer:
-    """Arrays on their way: ``wait`` returns what arrives, and what was sent may be reused from then on."""
+    """Arrays on their way: ``wait`` returns what arrives, and what was sent may be reused from then on.
 
-    def __init__(self, arriving: Arrays, works: list[dist.Work], sent: Arrays) -> None:
+    ``hop``: how many ranks they go, for the error of a transfer that fails.
+    """
+
+    def __init__(self, arriving: Arrays, works: list[dist.Work], sent: Arrays, hop: int = 0, group: Group = None) -> None:
         self._arriving, self._works, self._sent = arriving, works, sent
+        self._hop, self._group = hop, group
 
     def wait(self) -> Any:
-        for work in self._works:
-            work.wait()
+        """Return what arrives. Raise RuntimeError, which names the neighbours, if a transfer fails."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise lost(error, self._hop, self._group) from error
         return self._arriving
+
+
+def lost(error: RuntimeError, hop: int, group: Group) -> RuntimeError:
+    """Return the error of a transfer that failed, in words: which ranks this one was waiting for, and what may have happened.
+
+    gloo's own error has an address at most, no rank. That of ``error`` stays as the cause.
+    """
+    rank, ranks = rank_in(group), ranks_of(group)
+    to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
+    who = f"{_named(from_, group)}, which sends to it" + (
+        ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
+    )
+    return RuntimeError(
+        f"rank {rank} lost the ring while it waited for {who}: one of them has died, stopped, or raised an error of its own. The "
+        f"rank whose log ends first, without this message, is where to look. ({str(error).strip().splitlines()[0]})"
+    )
+
+
+def _named(rank: int, group: Group) -> str:
+    """Return a rank of the ring in words, with its number among all processes if that is another."""
+    everywhere = rank if group is None else dist.get_global_rank(group, rank)
+    return f"rank {rank}" if everywhere == rank else f"rank {rank} (process {everywhere} of torch.distributed)"
 
 
 def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
@@ -37,4 +67,8 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
     arriving = tuple(x if x is None else torch.empty_like(x) for x in sent)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
-    return Transfer(arriving, dist.batch_isend_irecv(operations), sent)
+    try:
+        works = dist.batch_isend_irecv(operations)
+    except RuntimeError as error:  # gloo notices here that a connection is gone
+        raise lost(error, hop, group) from error
+    return Transfer(arriving, works, sent, hop, group)
