@@ -66,10 +66,10 @@ def test_experts_without_a_gradient_are_saved_killed_and_resumed_to_the_bit(tmp_
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
-    whole, resumed = made(), made(1)
+    whole = made()
     for _ in (1, 2):
         step(*whole, 0)
-    after = torch.get_rng_state()
+    after, resumed = torch.get_rng_state(), made(1)
     progress = Checkpoints(tmp_path).resume(*resumed)
     assert progress is not None
     assert progress.step == 2
@@ -94,7 +94,7 @@ def on_one_rank(group: Any, folder: Path, sharded: bool) -> None:
             for layer in model:
                 for name, p in [*layer.named_parameters()]:
                     setattr(layer, name, torch.nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1 if sharded else 0.0)  # copies stay copies
 
     model, optimizer = made()
     for number, p in enumerate(model.parameters()):
@@ -110,8 +110,7 @@ def on_one_rank(group: Any, folder: Path, sharded: bool) -> None:
     assert [len(other[1].state.get(p, {})) for p in other[0].parameters()] == [3, 3, *[0 if rank else 3] * 2]
     local = lambda x: x.to_local() if sharded and hasattr(x, "to_local") else x
     for p, q in zip(model.parameters(), other[0].parameters(), strict=True):
-        if sharded or number < 2 or rank == 0:
-            assert torch.equal(local(p), local(q))
+        assert torch.equal(local(p), local(q))
         for key, x in optimizer.state.get(p, {}).items():
             assert torch.equal(local(x), local(other[1].state[q][key])), key
 

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: which are complete, how one is completed, and how old ones are deleted.
 
-A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json`` into
-it. A checkpoint without ``run.json`` is not complete: it is ignored, and deleted by the next save. So a rename that a kill cuts
+A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json``
+into it. A checkpoint without ``run.json`` is not complete: it is ignored, and deleted by the next save. So a rename that a kill cuts
 short, as on an object store, leaves nothing that looks complete.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import time
 from collections.abc import Iterable

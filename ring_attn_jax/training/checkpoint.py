@@ -85,8 +85,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 rmtree(new, ignore_errors=True)
             raise ValueError(
-                f"process{'es' * (len(blind) > 1)} {', '.join(blind)} cannot see {new}, which process 0 has made: shards would be "
-                f"lost. Put {self.folder} on a file system that all processes share"
+                f"process{'es' * (len(blind) > 1)} {', '.join(blind)} cannot see {new}, which process 0 has made: shards would "
+                f"be lost. Put {self.folder} on a file system that all processes share"
             )
 
         def commit(files: dict[str, Any]) -> None:

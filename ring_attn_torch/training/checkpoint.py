@@ -32,7 +32,9 @@ from .optimizer_states import (
     absent,
     check_groups,
     check_tensors,
+    flat,
     groups_of,
+    held_states,
     innermost,
     kinds,
     places_for,
@@ -42,8 +44,6 @@ from .optimizer_states import (
     union,
     with_shards,
 )
-
-STATE = "optimizer.state."
 
 
 class Checkpoints:
@@ -122,7 +122,7 @@ class Checkpoints:
             everybody = self._agreed("Checkpoints.save: states", lambda: kinds(states), ("step", step))
             run["absent"] = absent(everybody)
             states = with_shards(model, optimizer, states, union(everybody))
-        tensors |= _flat(states)
+        tensors |= flat(states)
 
         def commit(files: dict[str, Any]) -> None:
             self._files.commit(new, step, run | {"files": files})
@@ -167,9 +167,9 @@ class Checkpoints:
             check_groups(where / RUN, optimizer, run.get("optimizer"))
             held = shapes(where, run, self._rank, 1 if self._ring is None else ranks_of(self._ring))
             if optimizer is not None:
-                states.update(places_for(model, optimizer, _held_states(held)))
+                states.update(places_for(model, optimizer, held_states(held)))
             mine = _tensors(model, self._rank)
-            places.update({name: x for name, x in mine.items() if not name.startswith("rng.") or name in held} | _flat(states))
+            places.update({name: x for name, x in mine.items() if not name.startswith("rng.") or name in held} | flat(states))
             others = ("rng.",) if optimizer is not None else ("rng.", "optimizer.")
             compared = lambda sizes: {name: size for name, size in sizes.items() if not name.startswith(others)}
             check_arrays(where, compared({name: tuple(x.shape) for name, x in places.items()}), compared(held))
@@ -271,20 +271,6 @@ def _tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
     found[f"rng.{rank}.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def _flat(states: States) -> dict[str, Tensor]:
-    return {f"{STATE}{name}.{key}": x for name, each in states.items() for key, x in each.items()}
-
-
-def _held_states(held: dict[str, tuple[int, ...]]) -> dict[str, set[str]]:
-    """The names of the states of each parameter in a checkpoint."""
-    found: dict[str, set[str]] = {}
-    for name in held:
-        if name.startswith(STATE):
-            of, _, key = name.removeprefix(STATE).rpartition(".")
-            found.setdefault(of, set()).add(key)
     return found
 
 

@@ -75,7 +75,9 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
 
     try:
         load(places, storage_reader=HuggingFaceStorageReader(str(where)), process_group=group, no_dist=group is None)  # type: ignore[arg-type]
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         rank, first = reason(error)
         raise OSError(f"{where} could not be read, and nothing has changed: {first} (rank {rank})") from error
 
@@ -95,7 +97,7 @@ def _check_header(file: Path) -> None:
             return
         try:
             parts = json.loads(text)
-            for name in tensors.keys():  # noqa: SIM118: not a dict
+            for name in list(tensors.keys()):
                 offsets, shape = parts[name]["saved_offsets"], tensors.get_slice(name).get_shape()
                 if len(offsets) != len(shape) or not all(type(x) is int and x >= 0 for x in offsets):
                     raise TypeError(f"saved_offsets of {name} are {offsets}")

@@ -17,6 +17,10 @@ States = dict[str, dict[str, Tensor]]
 """Tensors by the name of a parameter and of a state, such as exp_avg. A parameter without a gradient so far has no entry."""
 
 
+STATE = "optimizer.state."
+"""What the names of states begin with in a checkpoint; the parameter's and the state's follow."""
+
+
 def innermost(optimizer: torch.optim.Optimizer | None) -> Any:
     """Return the optimizer inside of wrappers such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -51,7 +55,22 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
         )
     found = {name: optimizer.state[p] for name, p in named.items() if optimizer.state.get(p)}
     found = {name: {key: x for key, x in states.items() if x is not None} for name, states in found.items()}
-    check_tensors({f"optimizer.state.{name}.{key}": x for name, states in found.items() for key, x in states.items()})
+    check_tensors(flat(found))
+    return found
+
+
+def flat(states: States) -> dict[str, Tensor]:
+    """Return the states by their names in a checkpoint."""
+    return {f"{STATE}{name}.{key}": x for name, each in states.items() for key, x in each.items()}
+
+
+def held_states(held: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names of the states of each parameter, from the names of all tensors of a checkpoint."""
+    found: dict[str, set[str]] = {}
+    for name in held:
+        if name.startswith(STATE):
+            of, _, key = name.removeprefix(STATE).rpartition(".")
+            found.setdefault(of, set()).add(key)
     return found
 
 
@@ -111,7 +130,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
                 own = optimizer.state.get(p, {})
                 own = own if own.keys() == keys else _first_states(optimizer, groups[p], p)
                 found[name] = {key: x for key, x in own.items() if x is not None}
-    check_tensors({f"optimizer.state.{name}.{key}": x for name, each in found.items() for key, x in each.items()})
+    check_tensors(flat(found))
     return found
 
 

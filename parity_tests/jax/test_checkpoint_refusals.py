@@ -1,0 +1,178 @@
+"""A checkpoint that is refused in JAX: in every process, in the same words, and with nothing changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+jax = pytest.importorskip("jax")
+nnx = pytest.importorskip("flax.nnx")
+optax = pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+
+from ring_attn_core.model import checkpoint_folder  # noqa: E402
+from ring_attn_jax import Checkpoints  # noqa: E402
+
+from .test_checkpoint import arrays, assert_equal, made, run, train_step  # noqa: E402
+
+
+def change(where: Path, values: dict[str, Any]) -> None:
+    file = where / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def flipped(where: Path) -> None:
+    file = max((where / "state").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "bit flip": (flipped, r"step_2/state/.* is damaged, its SHA-256 is not that of the file"),
+    "step": (lambda where: change(where, {"step": "x"}), r"step in .*run\.json must be an int of at least 0, got 'x'"),
+    "list": (lambda where: (where / "run.json").write_text("[]"), r"run\.json must hold a JSON object, got a list"),
+    "files": (lambda where: change(where, {"files": []}), r"run\.json must give size and SHA-256 of every file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_changes_no_bit(name: str, tmp_path):
+    run(tmp_path, last=2)
+    damage, message = DAMAGE[name]
+    damage(tmp_path / "step_2")
+    model, optimizer = made(5)
+    train_step(model, optimizer)
+    before = arrays(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(tmp_path).resume(model, optimizer)
+    assert_equal(arrays(model, optimizer), before)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path):
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy")
+
+    model, optimizer = made()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.wait()
+    with patch.object(checkpoint_folder, "rmtree", busy):
+        checkpoints.save(2, model, optimizer)
+        with pytest.warns(UserWarning, match=r"step_1 could not be deleted: .*busy\. The newest checkpoint is whole"):
+            checkpoints.wait()
+    assert checkpoints.steps() == [2]
+    checkpoints.close()
+
+
+class Experts(nnx.Module):
+    """Two linear experts, of which a step reaches one."""
+
+    def __init__(self, seed: int) -> None:
+        self.experts = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(seed + i)) for i in range(2)])
+
+
+def reach(model: Experts, optimizer: Any, chosen: int) -> None:
+    loss = lambda model: (model.experts[chosen](jax.numpy.ones((2, 4))) ** 2).mean()
+    optimizer.update(model, nnx.grad(loss)(model))
+
+
+def test_experts_without_a_gradient_are_resumed_to_the_bit(tmp_path):
+    def made(seed: int) -> tuple[Any, Any]:
+        model = Experts(seed)
+        return model, nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+
+    whole, resumed = made(0), made(7)
+    reach(*whole, 0)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, *whole)
+    checkpoints.close()
+    assert Checkpoints(tmp_path).resume(*resumed) is not None
+    for chosen in (1, 0):
+        reach(*whole, chosen)
+        reach(*resumed, chosen)
+        assert_equal(arrays(*resumed), arrays(*whole))
+
+
+PROCESS = """
+import sys
+import jax
+address, process = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, process)
+import jax.numpy as jnp
+from flax import nnx
+from ring_attn_core.model import checkpoint_folder
+from ring_attn_jax import Checkpoints
+
+mesh = jax.make_mesh((4,), ("seq",))
+placed = jax.NamedSharding(mesh, jax.P("seq"))
+
+
+def made(fill, width=4):
+    model = nnx.Linear(8, width, rngs=nnx.Rngs(0), use_bias=False)
+    model.kernel.set_value(jax.make_array_from_callback((8, width), placed, lambda i: fill * jnp.ones((8, width))[i]))
+    return model
+
+
+def tell(what):
+    with open(f"said-{process}", "a") as file:
+        print(what, file=file)
+
+
+checkpoint_folder.LAG = 1.0
+try:
+    Checkpoints(f"own-{process}").save(1, made(1.0))
+    tell("saved")
+except ValueError as error:
+    tell(error)
+checkpoints = Checkpoints("shared")
+checkpoints.save(1, made(3.0))
+checkpoints.wait()
+tell(checkpoints.steps())
+try:
+    checkpoints.resume(made(1.0, 5 if process else 4))
+    tell("resumed")
+except ValueError as error:
+    tell(error)
+model = made(1.0)
+checkpoints.resume(model)
+assert all((shard.data == 3).all() for shard in model.kernel.get_value().addressable_shards)
+checkpoints.close()
+"""
+
+
+def test_processes_that_share_no_folder_or_object_to_a_checkpoint_all_raise_the_same(tmp_path):
+    """Two processes of two devices each, whose sharded arrays are saved and resumed in the end."""
+    program = tmp_path / "program.py"
+    program.write_text(PROCESS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    root = str(Path(__file__).parents[2])
+    two = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, str(program), address]
+    log: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    started = [subprocess.Popen([*command, str(process)], env=two, **log) for process in range(2)]
+    try:
+        logs = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], logs
+    said = [(tmp_path / f"said-{process}").read_text().splitlines() for process in range(2)]
+    for first, second in zip(*said, strict=True):
+        assert first.replace("own-0", "own-1") == second
+    assert "process 1 cannot see " in said[0][0]
+    assert said[0][1] == "[1]"
+    assert "process 1: " in said[0][2]
+    assert "kernel is [8, 4] and must be [8, 5]" in said[0][2]
