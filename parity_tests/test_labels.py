@@ -41,7 +41,7 @@ def spoiled(label: int) -> np.ndarray:
     return labels
 
 
-def torch_loss(labels: np.ndarray, chunked: bool, group: Any = None, reduction: str = "mean") -> list[torch.Tensor]:
+def torch_loss(labels: np.ndarray, chunked: bool, group: Any = None, reduction: str = "mean") -> list[Any]:
     """The loss and its gradients."""
     rank, ranks = (0, 1) if group is None else (torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
     hidden, head, _ = (torch.from_numpy(x).requires_grad_(x.dtype == np.float32) for x in arrays())

@@ -101,14 +101,14 @@ def test_json_that_is_nested_too_deeply_is_named(package, kind, around, what, tm
 @of_each_kind
 def test_a_folder_that_links_to_itself_is_named(package, kind, tmp_path):
     (tmp_path / "w").symlink_to(tmp_path / "w")
-    for call in (load, lambda *given: save(*given, 1.0)):
+    for call in (load, lambda package, kind, folder: save(package, kind, folder, 1.0)):
         with pytest.raises((ValueError, OSError), match=str(tmp_path / "w")):
             call(package, kind, tmp_path / "w")
 
 
 @pytest.mark.parametrize("folder", [None, 3, "", b"", "/"], ids=repr)
 def test_what_is_no_path_of_a_folder_is_refused(package, folder):
-    for call in (load, lambda *given: save(*given, 1.0)):
+    for call in (load, lambda package, kind, folder: save(package, kind, folder, 1.0)):
         with pytest.raises(ValueError, match=r"folder must be the path of a folder of weights|/ is the root of the file system"):
             call(package, "own", folder)
 

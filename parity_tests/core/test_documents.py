@@ -156,7 +156,7 @@ def test_more_files_than_may_be_open_are_read_too(tmp_path):
     documents = corpus.write_arrays(tmp_path, [5] * 150)
     data = corpus.batches(tmp_path, length=750, shuffle=False, layout="contiguous")
     assert next(data.iterate()).ids.tolist() == [[token for ids in documents for token in ids]]
-    assert len(data.reader._maps) <= 64
+    assert len(data.reader._files) <= 64
 
 
 class Words:
@@ -166,8 +166,8 @@ class Words:
         self.words = words
 
     @staticmethod
-    def from_file(path: str) -> Words:
-        return Words(json.loads(Path(path).read_text()))
+    def from_buffer(text: bytes) -> Words:
+        return Words(json.loads(text))
 
     def no_truncation(self) -> None: ...
 
@@ -206,7 +206,7 @@ def test_a_tokenizer_makes_the_ids_and_its_contents_are_part_of_the_key(words: P
 
 def test_a_tokenizer_that_cannot_be_had_is_refused(words: Path, monkeypatch):
     folder = words.parent / "data"
-    with pytest.raises(ValueError, match=r"tokenizer='nowhere.json' cannot be read: pass a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"tokenizer='nowhere.json' cannot be read .*: pass a tokenizer.json"):
         corpus.batches(folder, tokenizer="nowhere.json")
     (words.parent / "broken.json").write_text("{")
     with pytest.raises(ValueError, match=r"broken.json' is no tokenizer.json of tokenizers"):

@@ -233,7 +233,9 @@ LLAMA: dict[str, Any] = {
         ({"model_type": "gemma3"}, "model_type must be one of llama, mistral, qwen2, qwen3, got 'gemma3'"),
         ({"model_type": None, "vocab": 31}, "read it with load_weights"),
         ({"hidden_act": "gelu"}, "hidden_act of a llama model must be 'silu', got 'gelu'"),
-        ({"attention_bias": True}, "attention_bias of a llama model must be False, got True"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings of a llama model must be true or false, got 'no'"),
+        ({"eos_token_id": 2.0}, "eos_token_id of a llama model must be an int or a list of ints, got 2.0"),
+        ({"attention_bias": 1}, "attention_bias of a llama model must be true or false, got 1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config of a llama model must be None"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

@@ -70,6 +70,8 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "attention_dropout": ((int, float), "a number"),
     "rope_scaling": (Mapping, "an object"),
     "rope_parameters": (Mapping, "an object"),
+    "tie_word_embeddings": (bool, "true or false"),
+    "use_sliding_window": (bool, "true or false"),
     "attention_bias": (bool, "true or false"),
     "mlp_bias": (bool, "true or false"),
     "bos_token_id": (int, "an int"),
