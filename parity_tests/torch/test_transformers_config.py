@@ -27,7 +27,7 @@ def llama(config: Any) -> Any:
 
 
 def test_a_teacher_of_the_same_config_stays_off_the_ring():
-    config = transformers.LlamaConfig(**SMALL, attn_implementation="sdpa")
+    config = transformers.LlamaConfig(**SMALL | {"attn_implementation": "sdpa"})
     student, teacher = llama(config), llama(config)
     with torch.no_grad():
         want = teacher(input_ids=IDS).logits
@@ -44,7 +44,7 @@ def test_a_teacher_of_the_same_config_stays_off_the_ring():
 
 
 def test_what_is_set_in_the_config_inside_is_set_after():
-    model = llama(transformers.LlamaConfig(**SMALL, attn_implementation="eager"))
+    model = llama(transformers.LlamaConfig(**SMALL | {"attn_implementation": "eager"}))
     config = model.config
     with hf.sequence_parallel(model):
         model.config.use_cache = False
@@ -55,8 +55,8 @@ def test_what_is_set_in_the_config_inside_is_set_after():
 
 def test_a_config_in_a_config_is_copied_with_it_and_images_keep_their_attention():
     text = {**SMALL, **CLASSES["gemma3"][2]}
-    config = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=4)
-    model = transformers.Gemma3ForConditionalGeneration(config)
+    config: Any = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=4)
+    model: Any = transformers.Gemma3ForConditionalGeneration(config)
     before = config.text_config._attn_implementation, config.vision_config._attn_implementation
     with hf.sequence_parallel(model):
         assert model.config.text_config._attn_implementation == "ring"
@@ -79,7 +79,7 @@ def test_a_call_in_one_thread_is_no_call_in_another():
 
 def test_threads_that_call_a_model_at_once_get_what_each_asked_for():
     """Each call waits in its first layer until the others are there too, with sequences of other lengths."""
-    model = llama(transformers.LlamaConfig(**SMALL, attn_implementation="sdpa"))
+    model = llama(transformers.LlamaConfig(**SMALL | {"attn_implementation": "sdpa"}))
     lengths, barrier, got = (13, 9, 5), threading.Barrier(3, timeout=60), {}
     with torch.no_grad():
         want = {n: model(input_ids=IDS[:, :n]).logits for n in lengths}

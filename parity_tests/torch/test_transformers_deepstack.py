@@ -20,13 +20,21 @@ from ring_attn_torch import sum_gradients
 from .hugging_face import HEADS, SMALL
 
 pytestmark = pytest.mark.slow
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
-VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
 LENGTH = 27
 
 
 def qwen3_vl() -> Any:
-    config = transformers.Qwen3VLConfig(
+    kind: Any = transformers.Qwen3VLConfig
+    config = kind(
         text_config={**SMALL, **HEADS, "rope_parameters": ROPE},
         vision_config={**VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
         attn_implementation="eager",
@@ -124,7 +132,8 @@ def test_models_that_take_no_features_or_others_refuse_them_by_name():
             llama(input_ids=ids, deepstack_visual_embeds=[torch.ones(1, 32)])
         with pytest.raises(ValueError, match="LlamaForCausalLM got features list, which sequence_parallel does not know"):
             llama(input_ids=ids, features=[torch.ones(1, 32)])
-    config = transformers.Gemma3nTextConfig(
+    kind: Any = transformers.Gemma3nTextConfig
+    config = kind(
         **SMALL | HEADS | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 48, "hidden_size_per_layer_input": 4},
         layer_types=["full_attention"] * 2,
         activation_sparsity_pattern=[0.0, 0.0],

@@ -16,12 +16,17 @@ import ring_attn_torch.transformers as hf
 from .hugging_face import SMALL
 
 IDS = torch.arange(3, 29).reshape(2, 13)
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 
 def test_a_model_without_windows_runs_though_its_config_says_a_window_of_0():
     torch.manual_seed(0)
-    model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SMALL, **EXPERTS)).eval()
+    model: Any = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SMALL, **EXPERTS)).eval()
     assert model.config.sliding_window == 0
     want = model(input_ids=IDS, labels=IDS, use_cache=False)
     want.loss.backward()
@@ -38,7 +43,7 @@ def test_a_model_without_windows_runs_though_its_config_says_a_window_of_0():
 
 def test_a_layer_with_a_window_of_0_is_refused_by_name():
     config = transformers.Qwen2MoeConfig(**SMALL, **EXPERTS, layer_types=["full_attention", "sliding_attention"])
-    model = transformers.Qwen2MoeForCausalLM(config)
+    model: Any = transformers.Qwen2MoeForCausalLM(config)
     for layer in model.model.layers:
         layer.self_attn.layer_type = "sliding_attention"
     with (
@@ -56,7 +61,7 @@ def test_a_mask_that_is_computed_of_values_is_refused_when_the_model_is_met():
 
 
 def test_an_encoder_with_a_decoder_is_refused_as_one_whatever_its_modules_are():
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 48, "decoder_start_token_id": 3}
     config = transformers.WhisperConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     with pytest.raises(ValueError, match="WhisperConfig is of an encoder with a decoder, whose cross attention"):
