@@ -18,6 +18,8 @@ from ring_attn_torch.transformers.whole import Documents, Ring, Whole
 
 from .hugging_face import CLASSES, SMALL, TINY_VISION
 
+SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 IDS = torch.arange(3, 29).reshape(2, 13)
 
 
@@ -27,7 +29,7 @@ def llama(config: Any) -> Any:
 
 
 def test_a_teacher_of_the_same_config_stays_off_the_ring():
-    config = transformers.LlamaConfig(**SMALL | {"attn_implementation": "sdpa"})
+    config = transformers.LlamaConfig(**SMALL | SDPA)
     student, teacher = llama(config), llama(config)
     with torch.no_grad():
         want = teacher(input_ids=IDS).logits
@@ -44,7 +46,7 @@ def test_a_teacher_of_the_same_config_stays_off_the_ring():
 
 
 def test_what_is_set_in_the_config_inside_is_set_after():
-    model = llama(transformers.LlamaConfig(**SMALL | {"attn_implementation": "eager"}))
+    model = llama(transformers.LlamaConfig(**SMALL | EAGER))
     config = model.config
     with hf.sequence_parallel(model):
         model.config.use_cache = False
@@ -79,7 +81,7 @@ def test_a_call_in_one_thread_is_no_call_in_another():
 
 def test_threads_that_call_a_model_at_once_get_what_each_asked_for():
     """Each call waits in its first layer until the others are there too, with sequences of other lengths."""
-    model = llama(transformers.LlamaConfig(**SMALL | {"attn_implementation": "sdpa"}))
+    model = llama(transformers.LlamaConfig(**SMALL | SDPA))
     lengths, barrier, got = (13, 9, 5), threading.Barrier(3, timeout=60), {}
     with torch.no_grad():
         want = {n: model(input_ids=IDS[:, :n]).logits for n in lengths}

@@ -16,7 +16,8 @@ import ring_attn_torch.transformers as hf
 from .hugging_face import SMALL
 
 IDS = torch.arange(3, 29).reshape(2, 13)
-EXPERTS: dict[str, Any] = {
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 16}
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
