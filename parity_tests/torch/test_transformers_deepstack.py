@@ -23,13 +23,6 @@ pytestmark = pytest.mark.slow
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2}
 VISION |= {"patch_size": 4, "out_hidden_size": 32}
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-}
 LENGTH = 27
 
 

@@ -18,11 +18,6 @@ from .hugging_face import SMALL
 IDS = torch.arange(3, 29).reshape(2, 13)
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS |= {"shared_expert_intermediate_size": 16}
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 
 
 def test_a_model_without_windows_runs_though_its_config_says_a_window_of_0():
