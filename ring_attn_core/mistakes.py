@@ -7,8 +7,8 @@ from numbers import Integral, Real
 from typing import Any
 
 STATIC = (
-    ". Its value must be known when the program is traced: name it in static_argnums or static_argnames of jax.jit, or bind it with "
-    "functools.partial before jit; what changes from call to call is said by arrays, such as extents"
+    ". Its value must be known when the program is traced: name it in static_argnums or static_argnames of jax.jit, or bind it "
+    "with functools.partial before jit; what changes from call to call is said by arrays, such as extents"
 )
 """What to do about a traced array in place of a Python number."""
 
@@ -59,3 +59,12 @@ def in_words(x: Any) -> str:
 def number_in_words(x: Any) -> str:
     """Return ``in_words(x)`` and, if ``x`` is traced, how to pass a Python number instead."""
     return in_words(x) + (STATIC if is_traced(x) else "")
+
+
+def counts_of(name: str, values: Any) -> tuple[int, ...]:
+    """Return the counts of tokens as ints. Raise ValueError if ``values`` is not a list of integers."""
+    counts = tuple(map(as_number, values)) if isinstance(values, tuple | list) else None
+    if counts is None or not all(isinstance(x, int) and not isinstance(x, bool) for x in counts):
+        got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"
+        raise ValueError(f"{name} must be a tuple of ints, counts of tokens, one for each pattern, got {got}")
+    return counts

@@ -15,7 +15,7 @@ from ring_attn_core.runs import Band
 from .arguments import Arrays, checked, problem_of
 from .attend.dropout import draw_of
 from .axes import ring_size, vary_alike
-from .op import Inputs, _attention
+from .op import Inputs, attention_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -116,4 +116,4 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
     if not q.size:  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
         arrays = arrays._replace(dropout_seed=None)
     (inputs,) = vary_alike((axis_name,), Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays)))
-    return _attention(inputs, prepared.ring(axis_name), prepared.backend)
+    return attention_of(inputs, prepared.ring(axis_name), prepared.backend)

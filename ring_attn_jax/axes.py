@@ -49,8 +49,8 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
             raise ValueError(f"q, k and v must be arrays, got {type(array).__name__}")
         if not all(isinstance(size, int) for size in array.shape[1:]):
             raise ValueError(
-                f"{name} has the symbolic shape ({', '.join(map(str, array.shape))}): jax.export may leave the batch open, every other "
-                "size must be known, since the plan of the ring is made of it. Export one program for each length"
+                f"{name} has the symbolic shape ({', '.join(map(str, array.shape))}): jax.export may leave the batch "
+                "open, and every other size must be known: the plan of the ring is made of it. Export one program for each length"
             )
         if array.dtype == np.float64 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise ValueError('float64 needs jax.config.update("jax_enable_x64", True) before the first array is made')

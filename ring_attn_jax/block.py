@@ -23,7 +23,7 @@ from .attend.dropout import draw_of
 from .attend.keys import Keys, pack
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
-from .op import Inputs, refuse_second_derivative
+from .op import Inputs, refuse_second_derivative, reverse_only
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -74,6 +74,7 @@ def attend_block(
     if not q.size:  # of nothing nothing is dropped
         arrays = arrays._replace(dropout_seed=None)
     inputs, rows = vary_alike((), Inputs(q, k, v, key_mask, prepared.scored(arrays)), rows)
+    (inputs,) = reverse_only(inputs)
     return _attention(inputs, rows, prepared.backend)
 
 
@@ -126,6 +127,7 @@ def _forward(inputs: Inputs, rows: jax.Array, backend: Backend) -> tuple[State, 
 
 def _backward(backend: Backend, residuals: tuple[Inputs, jax.Array, State], dtotal: State) -> tuple[Inputs, None]:
     inputs, rows, total = residuals
+    inputs, total, dtotal = reverse_only(inputs, total, dtotal)
     dq, dk, dv = _gradients(inputs, rows, total, dtotal, backend)
     return inputs.gradients._replace(q=dq, k=dk, v=dv), None
 

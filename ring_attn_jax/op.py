@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from .attend.backend import Backend
 from .attend.keys import Keys, pack
 from .attend.score import Score
 from .attend.state import State
-from .axes import on_auto_axes, sharded_like
+from .axes import Trees, on_auto_axes, sharded_like
 from .ring import loop
 from .ring.step import Ring
 
@@ -36,6 +38,12 @@ class Inputs(NamedTuple):
     def gradients(self) -> Inputs:
         """Return the tree of their gradients, with none in it yet."""
         return Inputs(*(None,) * 4, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
+
+
+def attention_of(inputs: Inputs, ring: Ring, backend: Backend) -> State:
+    """Return out and lse of this rank's queries, differentiable once, in reverse mode."""
+    (inputs,) = reverse_only(inputs)
+    return _attention(inputs, ring, backend)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -65,7 +73,7 @@ def _forward(inputs: Inputs, ring: Ring, backend: Backend) -> tuple[State, tuple
 
 def _backward(ring: Ring, backend: Backend, residuals: tuple[Inputs, State], dtotal: State) -> tuple[Inputs]:
     inputs, total = residuals
-    dq, dk, dv, dsinks = _gradients(inputs, total, dtotal, ring, backend)
+    dq, dk, dv, dsinks = _gradients(*reverse_only(inputs, total, dtotal), ring, backend)
     nothing = inputs.gradients
     return (nothing._replace(q=dq, k=dk, v=dv, score=replace(nothing.score, sinks=dsinks)),)
 
@@ -81,6 +89,38 @@ def _gradients(inputs: Inputs, total: State, dtotal: State, ring: Ring, backend:
     q, k, v, _, score = inputs
     specs = *map(sharded_like, (q, k, v)), None if score.sinks is None else sharded_like(score.sinks)
     return on_auto_axes(backward, specs)(inputs, total, dtotal)
+
+
+def refuse_forward_mode(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "ring_attention has no forward-mode derivative, so neither jax.jvp, jacfwd, linearize nor hessian goes through it: use "
+        "jax.grad or jax.vjp, once. Products with a Hessian are differences of two gradients, (grad(x + h v) - grad(x - h v)) / (2 h)"
+    )
+
+
+_tangent = Primitive("ring_attn_tangent")
+"""The identity of a tangent, which reverse mode transposes and nobody can compute: that would be forward mode.
+
+Without it JAX says that jvp cannot be applied to a custom_vjp function, which names neither ring_attention nor what to do.
+"""
+_tangent.def_impl(refuse_forward_mode)
+_tangent.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_tangent, refuse_forward_mode)
+ad.deflinear2(_tangent, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[_tangent] = lambda args, dims: (_tangent.bind(*args), dims[0])
+
+
+@jax.custom_jvp
+def _reverse_only(x: jax.Array) -> jax.Array:
+    return x
+
+
+_reverse_only.defjvp(lambda primals, tangents: (primals[0], _tangent.bind(tangents[0])))
+
+
+def reverse_only(*trees: *Trees) -> tuple[*Trees]:
+    """Return the arrays, such that forward-mode derivatives of them raise NotImplementedError in words."""
+    return jax.tree.map(lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, trees)
 
 
 def refuse_second_derivative(*_: Any) -> Any:

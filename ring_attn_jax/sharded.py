@@ -71,8 +71,8 @@ def sharded_ring_attention(
     Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
     before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be an axis of the mesh that
     the call does not name. Arrays that are sharded otherwise are resharded, and outside jit those that lie on other devices than
-    the mesh's are copied there; what a jit is called with must lie on the mesh, or be bound to no device. Raises ValueError for an
-    axis that the mesh does not have and for sizes that do not divide, TypeError for an unknown keyword.
+    the mesh's are copied there; what a jit is called with must lie on the mesh, or be bound to no device. Raises ValueError for
+    an axis that the mesh does not have and for sizes that do not divide, TypeError for an unknown keyword.
     """
     options = Options(
         layout=layout,
@@ -166,9 +166,9 @@ def _compiled(
 def program(on_shards: Any, where: Where, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
     """Return the jitted shard_map of a function of the shards, which returns out, or with ``return_lse`` (out, lse).
 
-    ``mapped``: inside a jax.vmap with spmd_axis_name. JAX then gives the arrays of the program that are mapped another type than the
-    others, and its check of which axes an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is off. It
-    decides nothing here: the gradients of replicated arrays are summed where the shard_map ends, with the check or without.
+    ``mapped``: inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
+    others, and its check of which axes an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is off.
+    It decides nothing here: the gradients of replicated arrays are summed where the shard_map ends, with the check or without.
     """
     out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
     return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))

@@ -86,7 +86,8 @@ class RingPlan:
             )
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
             raise ValueError(
-                f"{name} is the true global number of tokens, an int of at least 0 (static under jit), got {number_in_words(length)}"
+                f"{name} is the true global number of tokens, an int of at least 0 (static under jit), got "
+                + number_in_words(length)
             )
         if length > held:
             raise ValueError(

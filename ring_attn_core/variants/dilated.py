@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..masks import causal, full
-from ..mistakes import as_number, in_words, number_in_words
+from ..mistakes import counts_of, in_words
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runs import Band, only_where
@@ -42,7 +42,7 @@ class Patterns(NamedTuple):
 
     def check(self) -> tuple[tuple[int, int], ...]:
         """Return pairs of a segment and its dilation, in tokens; ValueError for what is no list of patterns, and no mixing."""
-        segments, dilations = _counts("segments", self.segments), _counts("dilations", self.dilations)
+        segments, dilations = counts_of("segments", self.segments), counts_of("dilations", self.dilations)
         if not segments or len(segments) != len(dilations):
             raise ValueError(
                 f"pass one dilation for each segment, and at least one of both, got segments={segments} and dilations={dilations}"
@@ -68,7 +68,7 @@ class Patterns(NamedTuple):
         """Return the patterns of a layer of so many heads, as tuples; ValueError, as of a call, for ones that do not fit."""
         pairs = self.check()
         self.check_heads(heads)
-        return Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), self.mixing)
+        return Patterns(*zip(*pairs, strict=True), self.mixing)
 
     def check_heads(self, heads: int) -> None:
         """ValueError for more patterns than heads where each head uses one of them."""
@@ -77,15 +77,6 @@ class Patterns(NamedTuple):
                 f'mixing="heads" gives every pattern a group of heads, got {len(self.segments)} patterns for {heads} heads: '
                 'pass fewer patterns, or mixing="softmax"'
             )
-
-
-def _counts(name: str, values: Any) -> tuple[int, ...]:
-    """Return the counts of tokens as ints. Raise ValueError if ``values`` is not a list of integers."""
-    counts = tuple(map(as_number, values)) if isinstance(values, tuple | list) else None
-    if counts is None or not all(isinstance(x, int) and not isinstance(x, bool) for x in counts):
-        got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"
-        raise ValueError(f"{name} must be a tuple of ints, counts of tokens, one for each pattern, got {got}")
-    return counts
 
 
 def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:

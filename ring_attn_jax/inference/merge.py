@@ -12,6 +12,7 @@ from jax import lax
 from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.decode import merged
+from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, check_axis_name
 
 
@@ -31,7 +32,7 @@ def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> 
     check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     ranks_of("merge_ring", axis_name)
     out, lse = pair
-    wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
+    wide = accumulation_dtype(out.dtype if lse.dtype != jnp.float64 else lse.dtype)
     packed = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], -1)
     return _merged(axis_name, packed)
 

@@ -17,6 +17,7 @@ from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
 from ..api import attention
 from ..arguments import Arrays, problem_of
 from ..axes import ring_size, vary_alike
+from ..op import reverse_only
 from .lanes import folded, mixed
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """``dilated_attention`` of records: (out, lse)."""
     lanes = lanes_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
-    q, k, v, key_mask = vary_alike((axis_name,), q, k, v, key_mask)
+    q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
     queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
     outs, lses = [], []

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.keywords import named_keywords

@@ -60,8 +60,8 @@ def tree_attention_decode(
         k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
             dtype or both in float8_e4m3fn. Ranks may have other numbers of slots, 0 too.
         q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees nothing.
-        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in it,
-            NaN too, matters nowhere. The requests of a batch may be of different lengths.
+        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in
+            it, NaN too, matters nowhere. The requests of a batch may be of different lengths.
         group: the ring; None is the default group, or a ring of one without torch.distributed.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
             tokens, whose keys lie in the cache already, node j where k_pos is ``p + j`` with ``p = q_positions[:, 0]``, and
