@@ -94,7 +94,8 @@ def _gradients(inputs: Inputs, total: State, dtotal: State, ring: Ring, backend:
 def refuse_forward_mode(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         "ring_attention has no forward-mode derivative, so neither jax.jvp, jacfwd, linearize nor hessian goes through it: use "
-        "jax.grad or jax.vjp, once. Products with a Hessian are differences of two gradients, (grad(x + h v) - grad(x - h v)) / (2 h)"
+        "jax.grad or jax.vjp, once. A product with a Hessian is a difference of two gradients, "
+        "(grad(x + h v) - grad(x - h v)) / (2 h)"
     )
 
 

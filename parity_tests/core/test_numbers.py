@@ -35,7 +35,9 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("numpys", [(np.int64, np.float32), (np.uint8, np.float16), (np.array, np.array)], ids=["64", "8", "0-d"])
+@pytest.mark.parametrize(
+    "numpys", [(np.int64, np.float32), (np.uint8, np.float16), (np.array, lambda x: np.array(float(x)))], ids=["64", "8", "0-d"]
+)
 @pytest.mark.parametrize("name", MAKERS)
 def test_numpy_scalars_make_the_record_that_python_numbers_make(name, numpys):
     ours, theirs = MAKERS[name](int, float), MAKERS[name](*numpys)

@@ -174,6 +174,28 @@ def test_a_list_of_pairs_is_merged_as_two_by_two():
             merge(wrong)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "uint32"])
+def test_positions_may_have_any_integer_dtype(dtype):
+    given = arrays()
+    wide = {name: given[name].astype(dtype) for name in ("q_positions", "k_positions")}
+    with jax.enable_x64(dtype == "int64"):
+        wide |= {name: jnp.asarray(given[name], dtype) for name in wide}
+        np.testing.assert_array_equal(decode(arrays(**wide)), decode(given))
+    decode_of_numpys = jax.shard_map(
+        lambda: tree_attention_decode(**given | {name: np.asarray(given[name], dtype) for name in wide}),
+        mesh=mesh_of(1),
+        in_specs=(),
+        out_specs=WHOLE,
+    )
+    np.testing.assert_array_equal(decode_of_numpys(), decode(given))
+
+
+def test_a_position_beyond_int32_is_refused():
+    given = arrays(q_positions=np.array([[3, 2**31]]))
+    with pytest.raises(ValueError, match="q_positions holds position 2147483648: positions must be below"):
+        jax.shard_map(lambda: tree_attention_decode(**given), mesh=mesh_of(1), in_specs=(), out_specs=WHOLE)()
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_merging_over_the_ring_is_the_whole(ranks):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4 * ranks, 2, 8))

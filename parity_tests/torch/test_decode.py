@@ -120,6 +120,13 @@ def arrays(**changed: Any) -> dict[str, Any]:
     return made | changed
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.uint32], ids=str)
+def test_positions_may_have_any_integer_dtype(dtype):
+    given = arrays()
+    wide = {name: given[name].to(dtype) for name in ("q_positions", "k_positions")}
+    assert torch.equal(tree_attention_decode(**given | wide), tree_attention_decode(**given))
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(2, 4, 8)}, r"q must have 4 dimensions \[batch, queries, heads, head_dim\]"),
     ({"q": [1.0]}, "q must be a torch.Tensor, got list"),
@@ -129,6 +136,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"v": torch.ones(1, 5, 2, 5)}, "k and v must agree in batch, slots and kv_heads"),
     ({"k": torch.ones(1, 6, 2, 8).half()}, "must both have q's dtype, float32, or both float8_e4m3fn, got k float16"),
     ({"q": torch.ones(1, 2, 4, 8).int()}, "q must be one of bfloat16.*got int32"),
+    ({"q_positions": torch.tensor([[3, 2**31]])}, "q_positions holds position 2147483648: positions must be below"),
     ({"q_positions": torch.tensor([[3.0, 4.0]])}, "q_positions must have an integer dtype, got float32"),
     (
         {"k_positions": torch.zeros(1, 5, dtype=torch.int32)},
