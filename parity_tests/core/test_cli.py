@@ -142,3 +142,11 @@ def test_a_plan_is_made_with_the_least_padding(layout: str, ranks: int):
     assert (made.length, made.kv_length) == (37, 50)
     assert 0 <= made.seq_local * ranks - 37 < 2 * ranks
     assert 0 <= made.kv_local * ranks - 50 < 2 * ranks
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_option_that_says_it(tmp_path: Path):
+    pytest.importorskip("torch")
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "file" / "run")])
+    assert done.exit_code == 2, done.output
+    assert "file/run' cannot be written (Not a directory): pass another --out FOLDER" in done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder
 
 from .config import Config
+from .lock import LOCK
 
 CHECKPOINTS = "checkpoints"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
@@ -22,7 +23,10 @@ def newest(config: Config, framework: str) -> int:
 
 
 def check(config: Config, framework: str) -> None:
-    """ValueError for a folder that is a file, and for one with a run of the other framework, which this one cannot resume."""
+    """Make the folder of the run.
+
+    Raise ValueError if it is a file, cannot be written, or holds a run of the other framework, which this one cannot resume.
+    """
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise ValueError(f"out = {config.out!r} is a file: pass a folder, or a name that does not exist yet")
     for other in set(NAMES) - {framework}:
@@ -31,6 +35,11 @@ def check(config: Config, framework: str) -> None:
                 f"{config.out} holds a run of {other}: go on with --framework {other}, or begin another with --out FOLDER, "
                 f"from its weights with init_from = {str(Path(config.out, 'weights'))!r} if need be"
             )
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        Path(config.out, LOCK).open("a").close()
+    except OSError as error:
+        raise ValueError(f"out = {config.out!r} cannot be written ({error.strerror}): pass another --out FOLDER") from error
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") -> list[str]:
