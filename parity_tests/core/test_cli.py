@@ -150,3 +150,20 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_option_that_says_it(tmp_
     done = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "file" / "run")])
     assert done.exit_code == 2, done.output
     assert "file/run' cannot be written (Not a directory): pass another --out FOLDER" in done.stderr
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    started = lambda *arguments, **named: pytest.fail("it has started")
+    monkeypatch.setattr("ring_attn_cli.compare.comparison.Pool", started)
+    monkeypatch.setattr("ring_attn_cli.demo.run.gather", started)
+    (tmp_path / "file").write_text("")
+    named = str(tmp_path / "link.png")
+    Path(named).symlink_to(tmp_path / "no" / "folder.png")
+    done = CliRunner().invoke(app, ["compare", "ring", "--framework", "torch", "--json", named])
+    assert done.exit_code == 2 and "cannot be written (No such file or directory)" in done.stderr, done.output
+    kept = tmp_path / "kept.json"
+    done = CliRunner().invoke(app, ["compare", "ring", "--framework", "torch", "--json", str(kept), "--png", named])
+    assert done.exit_code == 2 and not kept.exists()
+    done = CliRunner().invoke(app, ["demo", "--quick", "--framework", "torch", "--out", str(tmp_path / "file")])
+    assert done.exit_code == 2 and "file cannot be made a folder (File exists): pass another --out" in done.stderr, done.output

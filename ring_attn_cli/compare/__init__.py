@@ -52,6 +52,13 @@ def check_files(json: str | Path | None, png: str | Path | None) -> None:
             raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file in it")
+        there = path.exists()
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}): name another file") from error
+        if not there:
+            path.resolve().unlink()
 
 
 def written(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:

@@ -26,7 +26,10 @@ def run(settings: Settings, framework: str = "both", out: Path = Path("demo-outp
     Ctrl-C. Raises ValueError for another framework, and where none that was asked for is installed.
     """
     frameworks, left_out = available(framework)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made a folder ({error.strerror}): pass another --out FOLDER") from error
     console = Console(highlight=False)
     console.print(report.opening(settings, left_out))
     began = time.perf_counter()
