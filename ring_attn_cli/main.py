@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -189,8 +191,22 @@ def _comparison(plans: list[RingPlan]) -> Table:
     return table
 
 
+def open_closed_streams() -> None:
+    """Put /dev/null in place of a closed stdin, stdout or stderr, whose number the pipe of a rank would get otherwise."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def main() -> None:
     """What the command ``ring-attn`` runs."""
+    open_closed_streams()
     app(prog_name="ring-attn")
 
 

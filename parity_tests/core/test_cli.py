@@ -167,3 +167,18 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_computed(tm
     assert done.exit_code == 2 and not kept.exists()
     done = CliRunner().invoke(app, ["demo", "--quick", "--framework", "torch", "--out", str(tmp_path / "file")])
     assert done.exit_code == 2 and "file cannot be made a folder (File exists): pass another --out" in done.stderr, done.output
+
+
+def test_the_number_of_a_closed_stdout_is_taken_by_nothing_else():
+    code = """
+import os, sys
+import ring_attn_cli.main as command
+def app(prog_name):
+    print("nothing is lost", os.open(os.devnull, os.O_RDONLY), file=sys.stderr)
+    sys.stdout.write("x")
+command.app = app
+command.main()
+"""
+    shell = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.startswith("nothing is lost ") and int(done.stderr.split()[-1]) > 2, done.stderr
