@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints: which are complete, how one is completed, and how old ones are deleted.
 
 A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json``
-into it. A checkpoint without ``run.json`` is not complete: it is ignored, and deleted by the next save. So a rename that a kill cuts
-short, as on an object store, leaves nothing that looks complete.
+into it. A checkpoint without ``run.json`` is not complete: it is ignored, and deleted by the next save. So a rename that a kill
+cuts short, as on an object store, leaves nothing that looks complete.
 """
 
 from __future__ import annotations
