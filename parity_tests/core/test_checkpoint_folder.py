@@ -145,7 +145,7 @@ def test_where_locks_keep_nobody_out_the_run_that_came_first_stops(kind: str, tm
         if kind == "none":
             raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     first, second = folder(tmp_path), folder(tmp_path)
     saved(first, 1)
     new = first.begin(2)

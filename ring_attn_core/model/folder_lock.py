@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 from secrets import token_hex
 from weakref import WeakValueDictionary, finalize
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOCK = ".lock"
 
@@ -56,8 +52,10 @@ def locked(folder: Path) -> FolderLock:
 
 
 def _lock(file: int, folder: Path) -> None:
-    if fcntl is None:
+    if sys.platform == "win32":
         return
+    import fcntl  # not on Windows
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
