@@ -76,7 +76,7 @@ class Checkpoints:
         self._rank = 0 if self._ring is None else rank_in(self._ring)
         self._pending: tuple[int, Future[None]] | None = None
         self._undeleted = ""
-        self._background = None
+        self._background: Any = None
         if self._ring is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         elif ranks_of(self._ring) == dist.get_world_size():  # one of its own, away from the training's collectives
