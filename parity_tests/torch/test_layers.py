@@ -99,7 +99,7 @@ def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_r
     value = loss(logits, torch.tensor([[1, 2, -100, 3]]))
     assert value.dtype == torch.float32
     np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match=f"labels hold {VOCAB}, and a vocabulary of {VOCAB} has 0 to {VOCAB - 1}"):
         loss(logits, torch.tensor([[1, VOCAB, 2, 3]]))
 
 
