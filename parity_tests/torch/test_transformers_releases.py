@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-import transformers
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core import releases
@@ -44,7 +43,7 @@ def test_an_untried_torch_is_named_once_and_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(releases, "version", lambda package: "9.9")
     monkeypatch.setattr(releases, "_looked_at", set())
     arguments.checked.cache_clear()
-    x = torch.ones(1, 5, 1, 8)
+    x = torch.ones(1, 6, 1, 8)
     with pytest.warns(UserWarning, match=re.escape("torch 9.9 was not tried with ring-attn")):
         ring_attention(x, x, x)
     with warnings.catch_warnings():
@@ -58,7 +57,7 @@ def test_the_example_says_which_transformers_it_needs(monkeypatch: pytest.Monkey
     assert spec is not None and spec.loader is not None
     example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    monkeypatch.setattr(example.transformers, "__version__", "5.17.0")
     with pytest.raises(SystemExit, match=r"needs transformers 5\.23 or newer, .* and this is 5\.17\.0: pip install"):
         example.main()
 
@@ -82,7 +81,7 @@ def test_a_trainer_prints_no_warning_of_unused_parameters(tmp_path: Path):
     (tmp_path / "program.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     told = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "program.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
