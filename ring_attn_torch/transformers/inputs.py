@@ -30,6 +30,7 @@ REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
     "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
+    "fused_lm_head": "trl's own head would make the loss of a shard: let Trainer.compute_loss compute it, not SFTTrainer's",
     "is_causal": "the config says who sees whom: leave it out",
 }
 KEPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")
