@@ -91,7 +91,7 @@ def _gradients(inputs: Inputs, total: State, dtotal: State, ring: Ring, backend:
     return on_auto_axes(backward, specs)(inputs, total, dtotal)
 
 
-def refuse_forward_mode(*_: Any, **__: Any) -> Any:
+def refuse_forward_mode(*_: Any) -> Any:
     raise NotImplementedError(
         "ring_attention has no forward-mode derivative, so neither jax.jvp, jacfwd, linearize nor hessian goes through it: use "
         "jax.grad or jax.vjp, once. A product with a Hessian is a difference of two gradients, "
