@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,20 @@ def test_the_place_of_a_rank_is_that_of_its_main_thread():
     others = f'Timeout (0:00:08)!\n{thread}  File "/a/b.py", line 3 in run\n\n{thread}'
     assert where_at(others + '  File "/a/mine.py", line 7 in f\n  File "/a/c.py", line 9 in g\n') == "mine.py, line 7 in f"
     assert where_at("nothing of the kind") is None
+
+
+def test_a_narrow_terminal_cuts_no_number():
+    rich = pytest.importorskip("rich.console")
+    from ring_attn_cli.compare import report
+    from ring_attn_cli.compare.comparison import Comparison, Result
+    from ring_attn_cli.compare.sweep import asked
+
+    numbers = [measure.Quantity("dsinks", 2.3e-7, 5.6e-7, 12.34, 7.1e-7, 2e-7, 3e-12)]
+    result = Result(Case(), "ring", "torch", 2, tuple(numbers), (), (0.01,), 10**9)
+    found = Comparison(asked(["ring"], 2, "torch", 1, 9.0), (result,), (), {})
+    for columns in (20, 40, 60):
+        width = report.width_of(columns)
+        console = rich.Console(width=width, record=True, file=io.StringIO())
+        console.print(report.table(found, width))
+        text = console.export_text()
+        assert "…" not in text and "2.3e-07" in text and "3e-12" in text, text

@@ -65,7 +65,7 @@ def compare(
         from . import check_files, written
         from .comparison import compare as found
         from .export import bibtex as entry
-        from .report import table
+        from .report import table, width_of
         from .sweep import asked
 
         listed = {name: _listed(name, text, kind) for name, (text, kind) in lists.items()}
@@ -79,7 +79,7 @@ def compare(
             except Failure as failure:
                 raise ValueError(str(failure)) from None
         written(comparison, json, png)
-    width = shutil.get_terminal_size((140, 24)).columns  # as wide where nobody's terminal says how wide it is
+    width = width_of(shutil.get_terminal_size((140, 24)).columns)  # as wide where nobody's terminal says how wide it is
     Console(width=width, highlight=False, markup=False).print(table(comparison, width))
     for path in (json, png):
         if path is not None:

@@ -16,6 +16,15 @@ WIDE = 120
 """Columns of a console from which on a case is one table; on a narrower one every result is a table of its own."""
 
 
+NARROWEST = 64
+"""Columns that the table of one result needs; a narrower terminal breaks its lines, where rich would cut the exponents off."""
+
+
+def width_of(columns: int) -> int:
+    """Return the width to draw for on a terminal of so many columns."""
+    return max(columns, NARROWEST)
+
+
 def table(comparison: Comparison, width: int = WIDE) -> Group:
     """Everything, for a console of ``width`` columns."""
     cases = list(dict.fromkeys(result.case for result in comparison.results))
