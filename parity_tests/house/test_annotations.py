@@ -19,6 +19,7 @@ import ring_attn_torch
 
 def checked(function: Any, array: type) -> Any:
     """``function`` with its annotations, which are strings to everyone else, resolved and checked at every call."""
+    function = inspect.unwrap(function)
     scope = {**function.__globals__, "Array": array, "Tensor": array, "Bool": Bool, "Float": Float, "Int": Int}
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
