@@ -1,4 +1,4 @@
-"""Checkpoints where the default process group has no backend for the CPU, as NCCL alone has none."""
+"""Checkpoints where torch's defaults are a GPU's: a process group without a backend for the CPU, and the default device."""
 
 from __future__ import annotations
 
@@ -42,3 +42,14 @@ def test_a_default_group_without_a_cpu_backend_saves_as_nccl_alone_does(ranks: i
     for process in started:
         _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said.decode()
+
+
+def test_copies_are_in_host_memory_whatever_the_default_device_is():
+    import torch
+
+    from ring_attn_torch.training.checkpoint_files import copied
+
+    with torch.device("meta"):
+        copies = copied({"weight": torch.ones(3, device="cpu"), "rng": torch.get_rng_state()})
+    assert {x.device.type for x in copies.values()} == {"cpu"}
+    assert copies["weight"].tolist() == [1, 1, 1]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ring_attn_core.model.checkpoint_folder import check_files, digests
@@ -20,10 +21,11 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return copies of tensors and DTensors in host memory."""
+    """Return copies of tensors and DTensors in host memory, whatever the default device is: torch's stager names none."""
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-    return dict(BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors))
+    with torch.device("cpu"):
+        return dict(BlockingAsyncStager(cache_staged_state_dict=False).stage(tensors))
 
 
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
