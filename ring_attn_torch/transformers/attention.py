@@ -58,10 +58,12 @@ def ring_attention_forward(
     sinks of :func:`ring_attention`. ``sliding_window`` and ``is_causal`` count only where there is no mask, as in eager
     attention.
 
-    Raises ValueError, by name, for what it cannot honour.
+    Under autocast query, key and value are cast as transformers' own attention casts them. Raises ValueError, by name, for what
+    it cannot honour.
     """
     name = type(module).__name__
     ask()
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
     for argument, given in others.items():
         if given is not None and argument not in UNHEEDED:
             raise ValueError(
@@ -117,6 +119,14 @@ def ring_attention_forward(
         **extra,
     )
     return out, None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype of autocast, if it is on: rotary embeddings leave q and k in float32 beside a v of 16 bits."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> Seen:
