@@ -42,6 +42,7 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
         report("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
     else:
         jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})  # PyTorch's processes are on these GPUs too
+        jax.config.update("jax_default_matmul_precision", "highest")  # XLA rounds the factors of float32 to tf32 on GPUs
         devices = jax.devices() if jax.default_backend() == "gpu" else []
         report("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
         if len(devices) < settings.most:
