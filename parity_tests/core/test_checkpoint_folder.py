@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from ring_attn_core.model import checkpoint_folder, folder_lock
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, check_files, digests, seen
-from ring_attn_core.model.progress import described, progress_of
+from ring_attn_core.model.progress import ITEMS, Progress, described, progress_of
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -203,3 +204,30 @@ def test_what_is_nested_too_deep_for_json_is_refused_when_it_is_saved():
         described((1, None, more), None)  # type: ignore[arg-type]
     while more:
         more = more.pop("x")
+
+
+def test_keys_that_are_numbers_come_back_as_numbers():
+    more = {"milestones": {5: 1, 8: 2}, "nested": [{None: {"5": {0.5: True}}}], ITEMS: [1], "plain": {"5": 1}}
+    written = json.loads(json.dumps(described(Progress(1, None, more), None)))
+    assert progress_of(Path("run.json"), written, None).more == more
+    with pytest.raises(ValueError, match=r"more must be a dict that JSON can hold.*is neither a text nor a number"):
+        described(Progress(1, None, {"x": {(1, 2): 3}}), None)
+    for damaged in ([1], [[[], 1]]):
+        with pytest.raises(ValueError, match="the checkpoint is damaged"):
+            progress_of(Path("run.json"), written | {"more": {"x": {ITEMS: damaged}}}, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_such_as_a_worker_of_a_data_loader_holds_no_lock(tmp_path: Path):
+    checkpoints = folder(tmp_path)
+    saved(checkpoints, 1)
+    code = "import os, sys, time\n" + HOLDER.replace("time.sleep", "os.fork() and os._exit(0); os.close(1); time.sleep")
+    checkpoints.release()
+    command = [sys.executable, "-c", code, str(tmp_path), "2"]
+    first = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert first.communicate()[0] == "held\n"  # the process has ended, and its fork goes on
+        saved(checkpoints, 2)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+    assert checkpoints.steps() == [1, 2]

@@ -23,10 +23,14 @@ class FolderLock:
         self._folder, self._path = folder, folder / LOCK
         self._token = token_hex(16)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        finalize(self, os.close, file)
+        self._close = finalize(self, os.close, file)
         _lock(file, folder)
         os.ftruncate(file, 0)
         os.write(file, f"{self._token} process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def forget(self) -> None:
+        """Close the file, as a forked process must: the system keeps a lock until every copy of its file is closed."""
+        self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:
         """Raise ``kind`` if another run has taken over the folder, where the system's lock did not keep it out."""
@@ -40,6 +44,15 @@ class FolderLock:
 
 _held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
 """The locks of this process, by its id (a fork does not hold them) and the folder."""
+
+
+def _forget() -> None:
+    for lock in [*_held.values()]:
+        lock.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
 
 
 def locked(folder: Path) -> FolderLock:

@@ -15,6 +15,10 @@ MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
 """What a resumed run may set anew: fields of a config that neither shape weights nor change what a trained model means."""
 
 
+ITEMS = "(keys and values)"
+"""What stands in JSON for a dict whose keys are not all texts, such as the milestones of torch's MultiStepLR."""
+
+
 class Progress(NamedTuple):
     """Where a run is to go on: after ``step``, with the dataset resumed from ``data``; ``more`` is what was saved along."""
 
@@ -31,7 +35,7 @@ def described(progress: Progress, config: TransformerConfig | None) -> dict[str,
     if data is not None and not isinstance(data, str):
         raise ValueError(f"data must be the text that the dataset's state() returns, or None, got {in_words(data)}")
     try:
-        more = json.loads(json.dumps(more))
+        more = json.loads(json.dumps(_packed(more)))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"more must be a dict that JSON can hold, numbers and texts: {error}") from error
     return {"step": step, "data": data, "more": more, "config": None if config is None else json.loads(config.to_json())}
@@ -65,7 +69,10 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Pr
         if names:
             listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
             raise ValueError(f"{where} is of another model: {listed}. Make the model as it was, or give this run another folder")
-    return Progress(step, data, more)
+    try:
+        return Progress(step, data, _unpacked(more))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"more in {where} cannot be read ({error}): the checkpoint is damaged") from error
 
 
 def check_arrays(where: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
@@ -87,3 +94,28 @@ def check_keep(keep: int) -> None:
     """ValueError for a number of checkpoints to keep that is no int of at least 1."""
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be an int of at least 1, how many checkpoints stay, got {in_words(keep)}")
+
+
+def _packed(x: Any) -> Any:
+    """Return what JSON carries as it is, keys that are numbers too; TypeError for keys that it cannot hold."""
+    if isinstance(x, list | tuple):
+        return [_packed(each) for each in x]
+    if not isinstance(x, dict):
+        return x
+    strange = [key for key in x if not isinstance(key, str | int | float | None)]
+    if strange:
+        raise TypeError(f"the key {in_words(strange[0])} is neither a text nor a number")
+    if ITEMS not in x and all(isinstance(key, str) for key in x):
+        return {key: _packed(value) for key, value in x.items()}
+    return {ITEMS: [[key, _packed(value)] for key, value in x.items()]}
+
+
+def _unpacked(x: Any) -> Any:
+    """Return what ``_packed`` was given; tuples have become lists."""
+    if isinstance(x, list):
+        return [_unpacked(each) for each in x]
+    if not isinstance(x, dict):
+        return x
+    if isinstance(x.get(ITEMS), list):
+        return {key: _unpacked(value) for key, value in x[ITEMS]}
+    return {key: _unpacked(value) for key, value in x.items()}
