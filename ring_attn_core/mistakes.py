@@ -22,6 +22,8 @@ def is_integer(x: Any) -> bool:
 
 def is_traced(x: Any) -> bool:
     """Return whether ``x`` is an array that JAX traces, whose value is not known."""
+    if x is None or isinstance(x, bool | int | float):  # which torch.compile follows, and not what comes after
+        return False
     return any(kind.__name__ == "Tracer" for kind in type(x).__mro__)
 
 

@@ -116,7 +116,7 @@ def _reverse_only(x: jax.Array) -> jax.Array:
     return x
 
 
-_reverse_only.defjvp(lambda primals, tangents: (primals[0], _tangent.bind(tangents[0])))
+_reverse_only.defjvp(lambda primals, tangents: (_reverse_only(primals[0]), _tangent.bind(tangents[0])))
 
 
 def reverse_only(*trees: *Trees) -> tuple[*Trees]:

@@ -43,6 +43,7 @@ def flip(path: Path, at: int, count: int = 2) -> None:
         file.write(bytes(x ^ 1 for x in old))
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX's own, where it was imported before
 def test_an_array_that_shrinks_under_way_is_an_error_and_kills_nothing(tmp_path):
     """A mapped file that shrinks ends the process by SIGBUS, so the test is in a process of its own."""
     path = large(tmp_path)
@@ -210,6 +211,7 @@ def test_what_a_killed_process_left_in_the_cache_is_deleted(tmp_path):
     assert not [*(tmp_path / ".ring-attn").glob(".writing-*")]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX's own, where it was imported before
 def test_a_fork_reads_on_though_a_thread_held_the_lock(tmp_path):
     corpus.write_arrays(tmp_path)
     data = corpus.batches(tmp_path)

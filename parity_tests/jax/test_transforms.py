@@ -92,7 +92,6 @@ FORWARD: dict[str, Any] = {
     "jvp": lambda f, q: jax.jvp(f, (q,), (q,)),
     "jvp under jit": lambda f, q: jax.jit(lambda q: jax.jvp(f, (q,), (q,)))(q),
     "linearize": lambda f, q: jax.linearize(f, q)[1](q),
-    "hessian": lambda f, q: jax.jit(jax.hessian(f))(q),
 }
 
 

@@ -80,7 +80,9 @@ def test_what_counts_no_steps_is_refused(tmp_path, step):
 
 
 def test_ranks_that_disagree_about_checkpoints_all_say_so(gloo, tmp_path):
-    Checkpoints(tmp_path / "a").save(3, torch.nn.Linear(3, 2))
+    checkpoints = Checkpoints(tmp_path / "a")
+    checkpoints.save(3, torch.nn.Linear(3, 2))
+    checkpoints.close()
     for outcome in gloo.outcomes(2, resumed_on_rank, PerRank(tmp_path / "a", tmp_path / "b")):
         assert isinstance(outcome, ValueError)
         assert str(outcome).startswith("the newest checkpoint is 3 on rank 0, None on rank 1: all ranks must make the same calls")

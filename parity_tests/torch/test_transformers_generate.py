@@ -197,6 +197,11 @@ def refused(group: Any) -> list[tuple[str, str]]:
                 llama(input_ids=given["input_ids"], **call)
             got.append((expected, str(caught.value)))
         kept = llama.generate(**given, max_new_tokens=2, return_dict_in_generate=True)[CACHE]
+        mask = torch.nn.functional.pad(given["attention_mask"], (0, 2), value=1)
+        mask[0, :3] = 0
+        with pytest.raises(ValueError, match=r".") as caught:
+            llama(input_ids=given["input_ids"][:, :1], attention_mask=mask, **{CACHE: kept})
+        got.append(("earlier tokens of row 0, and its cache holds", str(caught.value)))
     with pytest.raises(ValueError, match=r".") as caught:
         llama(input_ids=given["input_ids"][:, :1], **{CACHE: kept})
     return [*got, ("the cache of a ring", str(caught.value))]

@@ -130,6 +130,13 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
                 "attention_mask has padding after a token, and a cache on a ring has none: pad on the left, as generate() wants "
                 '(tokenizer.padding_side = "left"). Where none was passed generate() made it of pad_token_id: pass attention_mask'
             )
+        said, held = mask[:, :before].sum(1).tolist(), [] if cache.kv is None else cache.kv.lengths.tolist()
+        for row, (tokens_said, tokens_held) in enumerate(zip(said, held, strict=False)):
+            if tokens_said != tokens_held:
+                raise ValueError(
+                    f"attention_mask leaves {tokens_said} of the {before} earlier tokens of row {row}, and its cache holds "
+                    f"{tokens_held}: cached tokens cannot be hidden, so pass the mask of the calls before with ones for the new tokens"
+                )
     if not is_integer(keep):
         raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")
     types = given.get("token_type_ids")
