@@ -135,7 +135,7 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
             if tokens_said != tokens_held:
                 raise ValueError(
                     f"attention_mask leaves {tokens_said} of the {before} earlier tokens of row {row}, and its cache holds "
-                    f"{tokens_held}: cached tokens cannot be hidden, so pass the mask of the calls before with ones for the new tokens"
+                    f"{tokens_held}: cached tokens cannot be hidden: pass the mask of the calls before, and ones for new tokens"
                 )
     if not is_integer(keep):
         raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")
