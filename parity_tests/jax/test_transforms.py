@@ -1,5 +1,7 @@
 """sharded_ring_attention and its kin under vmap over a mesh axis, jax.export, forward mode and arrays that lie elsewhere."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,7 @@
 """Models whose weights are float32 run under torch.autocast, as Trainer's bf16=True does, with the results of sdpa."""
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -68,7 +68,7 @@ class Patterns(NamedTuple):
         """Return the patterns of a layer of so many heads, as tuples; ValueError, as of a call, for ones that do not fit."""
         pairs = self.check()
         self.check_heads(heads)
-        return Patterns(*zip(*pairs, strict=True), self.mixing)
+        return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
 
     def check_heads(self, heads: int) -> None:
         """ValueError for more patterns than heads where each head uses one of them."""

@@ -93,7 +93,7 @@ class Requests:
 
     def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
         """Note on the host that a CUDA graph of a step of ``tokens`` tokens of every request, and of its ``advance``, ran."""
-        for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):
+        for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):  # type: ignore[arg-type]
             self.ledger.appended([row], more)
         return self
 
