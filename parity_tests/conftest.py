@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from .support.timings import Timings
+
 EIGHT = "--xla_force_host_platform_device_count=8"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if shutil.which("nvidia-smi"):  # only on CPUs do programs take longer to compile than to run: parity_tests/jax/ring.py has more
@@ -21,6 +23,12 @@ os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')} {EIGHT}"  
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the whole grid, not the selection for CI")
+    parser.addoption("--timings", metavar="FILE", help="write the seconds of every test and file to FILE, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Timings(config.getoption("--timings")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,7 +66,13 @@ tests = itertools.count(1)
 
 
 def pytest_runtest_teardown() -> None:
-    """XLA maps memory for every program that it compiles, and Linux gives a process 65,530 maps: the whole grid takes more."""
+    """Forget what was compiled, where the next test would feel it.
+
+    torch.compile refuses a function with its ninth set of guards, and every module's call is one function. XLA maps memory for
+    every program that it compiles, and Linux gives a process 65,530 maps: the whole grid takes more.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
     maps, jax = Path("/proc/self/maps"), sys.modules.get("jax")
     if next(tests) % 20 == 0 and jax and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()

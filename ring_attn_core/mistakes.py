@@ -42,7 +42,9 @@ def hold_numbers(record: Any, names: Iterable[str]) -> None:
     """Replace NumPy scalars in these fields of a frozen record by Python numbers: records are compared, hashed and written."""
     for name in names:
         value = getattr(record, name)
-        if value is not None and type(value) not in (int, float, bool, str):
+        if value is None or isinstance(value, int | str):  # before type(), which torch.compile does not follow for every int
+            continue
+        if type(value) is not float:
             object.__setattr__(record, name, as_number(value))
 
 

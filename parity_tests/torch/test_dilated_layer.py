@@ -174,7 +174,6 @@ def test_a_pytorch_that_compiles_it_to_something_else_is_refused_by_name():
     call = torch.compile(lambda x: dilated_attention(x, x, x, **TWO), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"before 2\.15"):
         call(x)
-    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not COMPILES, reason="PyTorch before 2.15 compiles it to something else")
@@ -182,7 +181,6 @@ def test_a_compiled_call_needs_no_break_of_the_graph():
     module, x, padding = DilatedAttention(**SIZES, **TWO), torch.randn(2, 8, 12), torch.arange(8).expand(2, 8) > 5
     compiled = torch.compile(module, backend="eager", fullgraph=True)(x, x, x, padding, is_causal=True)[0]
     torch.testing.assert_close(compiled, module(x, x, x, padding, is_causal=True)[0])
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -215,4 +215,3 @@ def test_a_compiled_call_needs_no_break_of_the_graph():
     ):
         compiled = torch.compile(module, backend="eager", fullgraph=True)(x, x, x, **arguments)[0]
         torch.testing.assert_close(compiled, module(x, x, x, **arguments)[0])
-    torch._dynamo.reset()

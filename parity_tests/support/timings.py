@@ -1,0 +1,41 @@
+"""How long every test took: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLOWEST = 10
+
+
+class Timings:
+    """Collect the seconds of each test's phases; register it where all reports arrive, not in a worker of xdist."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._tests: dict[str, dict[str, float]] = defaultdict(dict)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._tests[report.nodeid][report.when or ""] = round(report.duration, 3)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        files = self.files()
+        slowest = sorted(files.items(), key=lambda item: -sum(item[1].values()))[:SLOWEST]
+        terminalreporter.section("the slowest files, in seconds of one process")
+        for file, seconds in slowest:
+            terminalreporter.write_line(f"{sum(seconds.values()):7.1f}  {file}  (setup {seconds['setup']:.1f})")
+        if self._path:
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self._path).write_text(json.dumps({"files": files, "tests": self._tests}, indent=1) + "\n")
+
+    def files(self) -> dict[str, dict[str, float]]:
+        """Return the seconds of setup, call and teardown of each file."""
+        files: dict[str, dict[str, float]] = defaultdict(lambda: {"setup": 0.0, "call": 0.0, "teardown": 0.0})
+        for nodeid, phases in self._tests.items():
+            for phase, seconds in phases.items():
+                files[nodeid.partition("::")[0]][phase] += seconds
+        return files
