@@ -56,10 +56,6 @@ WITH = {
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
     "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
     "parity_tests/test_generate_parity.py": "parity_tests/jax/test_generate.py",
-    "parity_tests/torch/test_transformers_parallel.py": "parity_tests/torch/test_transformers_models.py",
-    "parity_tests/torch/test_transformers_refusals.py": "parity_tests/torch/test_transformers_models.py",
-    "parity_tests/torch/test_transformers_memory.py": "parity_tests/torch/test_transformers_models.py",
-    "parity_tests/torch/test_transformers_training.py": "parity_tests/torch/test_transformers_models.py",
 }
 
 tests = itertools.count(1)
@@ -89,12 +85,9 @@ def gloo():
     pool.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four():
-    """Such a pool of four, each of which has imported transformers, so that none comes late to the first call of another.
-
-    They hold 1 GB each, so they end with the file that asked for them.
-    """
+    """Such a pool of four, each of which has made the models of transformers, so that none comes late to another's first call."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from .support.spawn import Ranks
