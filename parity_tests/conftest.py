@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 
 from .support.timings import Timings
+from .support.warm import QUICK
 
 EIGHT = "--xla_force_host_platform_device_count=8"
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if shutil.which("nvidia-smi"):  # only on CPUs do programs take longer to compile than to run: parity_tests/jax/ring.py has more
-    QUICK = ""
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU is shared with PyTorch and with other processes
 os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')} {EIGHT}"  # of two that differ the last one counts
 

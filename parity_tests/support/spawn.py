@@ -9,12 +9,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+
+from . import warm
 
 MOST = 8
 TIMEOUT = timedelta(seconds=20)
@@ -65,9 +66,7 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("forkserver")
-        models = sys.modules.get("parity_tests.torch.hugging_face")  # where a test needs them: they take seconds
-        context.set_forkserver_preload(["torch.distributed", "ring_attn_torch", *(models.MODULES if models else ())])
+        context = warm.context("torch")
         self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self._most):

@@ -81,12 +81,6 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gemma3_images": ("Gemma3Config", "Gemma3ForConditionalGeneration", {}),
 }
-MODULES = ["transformers.trainer", "parity_tests.torch.hugging_face"]
-"""What the processes of the pool are forked with."""
-MODULES += [
-    f"transformers.models.{name}.modeling_{name}"
-    for name in ("llama", "mistral", "qwen3", "qwen2_5_vl", "gemma2", "gemma3", "gpt_oss", "llama4", "modernbert", "phi3")
-]
 KINDS = dict.fromkeys(CLASSES, ("plain", "padded", "holes", "packed"))
 KINDS |= {"dynamic": ("plain",), "longrope": ("plain",), "gemma3_images": ("plain", "padded")}
 TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

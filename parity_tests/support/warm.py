@@ -1,0 +1,113 @@
+"""Processes that have imported JAX and PyTorch already: forked from a server, they start in hundredths of a second.
+
+A program meets what a fresh interpreter gives it, but for the imports. What tests a start itself uses fresh interpreters:
+parity_tests/support/programs.py.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+QUICK = "" if shutil.which("nvidia-smi") else "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""XLA_FLAGS for programs that take longer to compile than to run, as tests do on CPUs; parity_tests/jax/ring.py has more."""
+
+PATIENCE = 600
+"""Seconds after which a program counts as hanging."""
+
+MODULES = {
+    "torch": ("torch.distributed", "ring_attn_torch"),
+    "jax": ("jax", "flax.nnx", "optax", "ring_attn_jax"),
+    "parity_tests.torch.hugging_face": (
+        "transformers.trainer",
+        "parity_tests.torch.hugging_face",
+        *(
+            f"transformers.models.{name}.modeling_{name}"
+            for name in ("llama", "mistral", "qwen3", "qwen2_5_vl", "gemma2", "gemma3")
+        ),
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt_oss", "llama4", "modernbert", "phi3")),
+    ),
+}
+"""What the server imports besides each module, where the tests have imported that: it takes seconds."""
+
+
+def context(*needed: str) -> Any:
+    """Return the context of multiprocessing whose processes are forked from the server.
+
+    The server starts with the first process. ``needed``: modules of ``MODULES`` that it imports in any case.
+    """
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload([each for name in MODULES if name in needed or name in sys.modules for each in MODULES[name]])
+    return forked
+
+
+def run(arguments: Sequence[str], framework: str, folder: Path, variables: dict[str, str], processes: int = 1) -> str:
+    """Run ``python *arguments``, a file or ``-m`` and a module, and return what it printed; fail with its standard error.
+
+    Several ``processes`` get the variables that torchrun would set.
+    """
+    forked = context(framework)
+    with tempfile.TemporaryDirectory(prefix="ring-attn-") as printed:
+        started = []
+        ring = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+        ring |= {"MASTER_PORT": str(_free_port())} if processes > 1 else {}
+        for rank in range(processes):
+            own = variables | (ring | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+            out = Path(printed, f"out{rank}"), Path(printed, f"err{rank}")
+            process = forked.Process(target=_program, args=(list(arguments), str(folder), own, *map(str, out)))
+            process.start()
+            started.append((process, *out))
+        _wait([process for process, _, _ in started])
+        texts = ["".join(file.read_text() for _, *files in started if (file := files[i]).exists()) for i in range(2)]
+    codes = [process.exitcode for process, _, _ in started]
+    assert not any(codes), f"exit status {codes}\n{texts[0][-2000:]}\n{texts[1][-4000:]}"
+    return texts[0]
+
+
+def _wait(processes: list[Any]) -> None:
+    """Wait for all; once one has failed, or none can be waited for any longer, end the others."""
+    end = time.monotonic() + PATIENCE
+    while any(process.is_alive() for process in processes):
+        if time.monotonic() > end or any(process.exitcode for process in processes):
+            time.sleep(1)  # for the words of the others
+            for process in processes:
+                process.kill()
+        multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()], timeout=1)
+    for process in processes:
+        process.join()
+
+
+def _program(arguments: list[str], folder: str, variables: dict[str, str], out: str, err: str) -> None:
+    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream.fileno())
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    try:
+        if arguments[0] == "-m":
+            sys.argv, sys.path[0] = arguments[1:], folder
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = arguments, str(Path(folder, arguments[0]).parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
