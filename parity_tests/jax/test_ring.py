@@ -17,13 +17,10 @@ from ring_attn_jax import sharded_ring_attention
 from ring_attn_jax.attend import dropout
 
 from ..fuzz import fuzz
-from ..support.cases import SPECIAL, Case, check, check_future_unseen, check_kept, check_same, grid, one_hot, pairs
+from ..support.cases import CHOSEN, REST, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
 from ..support.documents import check_documents, packed
 from .ring import mesh_of, options, run, run_once, whole
-
-CHOSEN = [Case(), *pairs(grid())]
-REST = [case for case in grid() if case not in CHOSEN]
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

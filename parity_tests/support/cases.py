@@ -219,6 +219,11 @@ def pairs(cases: list[Case]) -> list[Case]:
 
 _VARIED = ("layout", "mask", "ranks", "heads", "length", "dtype")
 
+CHOSEN = [Case(), *pairs(grid())]
+"""Every pair of values of the grid's axes."""
+
+REST = [case for case in grid() if case not in CHOSEN]
+
 SPECIAL = [
     Case(kv_length=61, mask=full()),
     Case(kv_length=61, mask=causal(offset=61 - 37), v_dim=24),
