@@ -140,6 +140,19 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path: Path):
         assert checkpoints.steps() == [*range(1, number + 2)]
 
 
+def test_a_second_writer_of_this_process_is_refused_until_the_first_lets_go(tmp_path: Path):
+    first, second = folder(tmp_path), folder(tmp_path)
+    saved(first, 1)
+    half = first.begin(2)
+    with pytest.raises(ValueError, match=r"is in use: other Checkpoints of this process save there\. close\(\) them first, or"):
+        second.begin(3)
+    assert half.exists()
+    first.release()
+    saved(second, 2)
+    with pytest.raises(ValueError, match="is in use: other Checkpoints"):
+        first.begin(3)
+
+
 @pytest.mark.parametrize("kind", ["of one host", "none"])
 def test_where_locks_keep_nobody_out_the_run_that_came_first_stops(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def flock(*_: object) -> None:

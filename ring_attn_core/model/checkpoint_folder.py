@@ -58,9 +58,9 @@ class CheckpointFolder:
         """
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
-        lock = self._lock or locked(self.path)
-        lock.check()
-        self._lock = lock
+        if self._lock is None:
+            self._lock = locked(self.path)
+        self._lock.check()
         check_next(step, self.steps(), self.path)
         for left in self.path.glob(f".{self._name.split('{')[0]}*"):
             rmtree(left, ignore_errors=True)
@@ -113,7 +113,9 @@ class CheckpointFolder:
 
     def release(self) -> None:
         """Let another run write here."""
-        self._lock = None
+        if self._lock is not None:
+            self._lock.forget()
+            self._lock = None
 
     def _named(self) -> list[tuple[int, Path]]:
         """The folders that are called like a checkpoint, with their steps."""

@@ -17,7 +17,7 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """The lock on a folder, held as long as the object lives; ValueError if another process holds it."""
+    """The lock on a folder, held until ``forget`` or the end of the object; ValueError if another process holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
@@ -27,6 +27,11 @@ class FolderLock:
         _lock(file, folder)
         os.ftruncate(file, 0)
         os.write(file, f"{self._token} process {os.getpid()} on {socket.gethostname()}".encode())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether ``forget`` has not been called."""
+        return self._close.alive
 
     def forget(self) -> None:
         """Close the file, as a forked process must: the system keeps a lock until every copy of its file is closed."""
@@ -56,11 +61,15 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def locked(folder: Path) -> FolderLock:
-    """Return the lock of this process on the folder. Raises ValueError if another process holds it."""
+    """Return a new lock on the folder. Raise ValueError if this process or another one holds one."""
     key = os.getpid(), folder
     lock = _held.get(key)
-    if lock is None:
-        lock = _held[key] = FolderLock(folder)
+    if lock is not None and lock.is_held:
+        raise ValueError(
+            f"{folder} is in use: other Checkpoints of this process save there. close() them first, or give this run another "
+            "folder"
+        )
+    lock = _held[key] = FolderLock(folder)
     return lock
 
 
