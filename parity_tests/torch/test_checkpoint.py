@@ -141,7 +141,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
             Checkpoints(tmp_path).resume(other)
     with pytest.raises(ValueError, match=r"has groups of \[20\] parameters, and this one of \[1\]"):
         Checkpoints(tmp_path).resume(model, torch.optim.AdamW([next(model.parameters())]))
-    with pytest.raises(ValueError, match=r"optimizer\.state\..*\.momentum_buffer is missing"):
+    with pytest.raises(ValueError, match=r"the optimizer of .* is 'AdamW', and this one 'SGD': make it as it was"):
         Checkpoints(tmp_path).resume(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for damaged in newest.iterdir():
         damaged.unlink()

@@ -19,6 +19,10 @@ ITEMS = "(keys and values)"
 """What stands in JSON for a dict whose keys are not all texts, such as the milestones of torch's MultiStepLR."""
 
 
+Kinds = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of arrays, by name."""
+
+
 class Progress(NamedTuple):
     """Where a run is to go on: after ``step``, with the dataset resumed from ``data``; ``more`` is what was saved along."""
 
@@ -34,6 +38,8 @@ def described(progress: Progress, config: TransformerConfig | None) -> dict[str,
         raise ValueError(f"step must be an int of at least 0, how many steps the run has made, got {in_words(step)}")
     if data is not None and not isinstance(data, str):
         raise ValueError(f"data must be the text that the dataset's state() returns, or None, got {in_words(data)}")
+    if not isinstance(more, dict):
+        raise ValueError(f"more must be a dict that JSON can hold, got {in_words(more)}")
     try:
         more = json.loads(json.dumps(_packed(more)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -75,10 +81,15 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Pr
         raise ValueError(f"more in {where} cannot be read ({error}): the checkpoint is damaged") from error
 
 
-def check_arrays(where: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
-    """ValueError that names what arrays of a checkpoint are missing, unexpected or of another shape than the run's."""
+def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
+    """Raise ValueError that names which arrays of a checkpoint are missing, unexpected, or of another shape or dtype."""
     remedy = "Make the model and the optimizer as they were, or give this run another folder"
-    check_state(expected, found, f"what {where} holds", remedy, most=8)
+    mine, theirs = ({name: shape for name, (_, shape) in kinds.items()} for kinds in (expected, found))
+    check_state(mine, theirs, f"what {where} holds", remedy, most=8)
+    other = [f"{name} is {found[name][0]} and must be {x}" for name, (x, _) in expected.items() if found[name][0] != x]
+    if other:
+        more = f"; and {len(other) - 8} more" if len(other) > 8 else ""
+        raise ValueError(f"what {where} holds does not fit this module: {'; '.join(other[:8])}{more}. {remedy}")
 
 
 def check_next(step: int, steps: list[int], folder: Path) -> None:

@@ -18,8 +18,8 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import Progress, check_arrays, check_keep, described, progress_of
 
 from ..layers.transformer import RingTransformer
-from .checkpoint_files import EARLIER, Files, run_of
-from .ranks import agreed
+from .checkpoint_files import EARLIER, Files, kinds_of, run_of
+from .ranks import agreed, by_process, check_kinds
 
 
 class Checkpoints:
@@ -48,6 +48,7 @@ class Checkpoints:
         self._files = Files()
         self._pending: tuple[int, Future[None]] | None = None
         self._undeleted = ""
+        self._is_closed = False
 
     def save(
         self,
@@ -61,24 +62,28 @@ class Checkpoints:
         """Begin to save the run after ``step`` steps, and return as soon as everything is copied to host memory.
 
         ``data``: what ``SequenceShardedDataset.state()`` returns. ``more``: anything else that JSON can hold, such as seeds. Of
-        ``model`` and ``optimizer`` every nnx variable is saved, ``nnx.Rngs`` among them. Waits for the save before.
+        both the first process's are saved. Of ``model`` and ``optimizer`` every nnx variable is saved, ``nnx.Rngs`` among them.
+        Waits for the save before.
 
-        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a folder in which another run
-        saves, and if some processes do not see the folder of the first; OSError where the save before has failed. The same in
-        every process.
+        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a model or optimizer whose names,
+        shapes or dtypes differ between processes (``check_ranks`` compares the values), for a folder in which another run saves,
+        if some processes do not see the folder of the first, and after ``close``; OSError where the save before has failed. The
+        same in every process.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
         run: dict[str, Any] = {}
 
-        def prepare() -> str:
-            arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()})
-            if jax.process_index():
-                return ""
+        def prepare() -> None:
+            if self._is_closed:
+                raise ValueError(f"these Checkpoints of {self.folder} are closed: make new ones to save")
             run.update(described(Progress(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
-            return self._folder.begin(step).name
+            arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()})
+            run.update(optimizer_class=_class_of(optimizer))
 
-        new = self.folder / agreed(prepare)[0]
+        agreed(prepare, step=step, optimizer=_class_of(optimizer))
+        check_kinds(arrays)
+        new = self.folder / agreed(lambda: "" if jax.process_index() else self._folder.begin(step).name)[0]
         sees = agreed(lambda: seen(new))
         blind = [str(process) for process, each in enumerate(sees) if not each]
         if blind:
@@ -110,14 +115,14 @@ class Checkpoints:
         and then nothing changes.
         """
         self.wait()
-        newest = max(agreed(lambda: max(self.steps(), default=-1)))
-        here = lambda: newest if newest < 0 or self._folder.holds(newest) else max(self.steps(), default=-1)
+        latest = lambda: max(self.steps(), default=-1)
+        newest = max(agreed(latest, optimizer=_class_of(optimizer)))
+        here = lambda: newest if newest < 0 or self._folder.holds(newest) else latest()
         found = agreed(here)
         if len(set(found)) > 1:
-            listed = ", ".join(f"{each if each >= 0 else None} in process {process}" for process, each in enumerate(found))
+            listed = by_process("the newest checkpoint", [each if each >= 0 else None for each in found])
             raise ValueError(
-                f"the newest checkpoint is {listed}: all processes must see the same folder, such as {self.folder} on a file "
-                "system that they share"
+                f"{listed}: all processes must see the same folder, such as {self.folder} on a file system that they share"
             )
         if newest < 0:
             return None
@@ -131,15 +136,20 @@ class Checkpoints:
             if optimizer is not None and run.get("optimizer") is not True:
                 raise ValueError(f"{where} was saved without an optimizer: resume without one")
             mine.update(_variables(model, optimizer))
+            kind = run.get("optimizer_class")
+            if optimizer is not None and kind not in (None, _class_of(optimizer)):  # None of an earlier version
+                raise ValueError(
+                    f"the optimizer of {where} has states of {kind}, and this one of {_class_of(optimizer)}: make it as it was"
+                )
             arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in mine.items()})
             try:
-                held = self._files.shapes(where, run)
+                held = self._files.kinds(where, run)
             except ValueError:
                 raise
             except Exception as error:
                 raise _damaged(where, error) from error
             compared = held if optimizer is not None else {name: x for name, x in held.items() if name.startswith("model.")}
-            check_arrays(where, {name: tuple(x.shape) for name, x in arrays.items()}, compared)
+            check_arrays(where, kinds_of(arrays), compared)
             return progress
 
         result: list[Progress] = []
@@ -175,6 +185,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._is_closed = True
             self._folder.release()
             self._files.close()
 
@@ -184,7 +195,10 @@ class Checkpoints:
 
 
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """By name, model.blocks.0 and so on: the path in flax and the variable; ValueError for what is no nnx module."""
+    """By name, model.blocks.0 and so on: the path in flax and the variable; ValueError for what is no nnx module.
+
+    Left out are variables without an array, such as those of parameters that another transformation of optax updates.
+    """
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:
         for which, module in (("model", model), ("optimizer", optimizer)):
@@ -194,9 +208,22 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
                     "optax's transformations become one as nnx.Optimizer(model, transformation, wrt=nnx.Param)"
                 )
             for path, variable in nnx.to_flat_state(nnx.state(module)) if module is not None else ():
-                yield ".".join(map(str, (which, *path))), (path, variable)
+                if jax.tree.leaves(variable.get_value()):
+                    yield ".".join(map(str, (which, *path))), (path, variable)
 
     return dict(each())
+
+
+def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
+    """The names of the states of optax's transformations, which have none themselves: "ScaleByAdamState, EmptyState"."""
+
+    def each(x: Any) -> Iterator[str]:
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            yield type(x).__name__
+        for inner in x.values() if type(x) is dict else x if isinstance(x, tuple) else ():
+            yield from each(inner)
+
+    return None if optimizer is None else ", ".join(each(getattr(optimizer, "opt_state", None)))
 
 
 def _plain(x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ring_attn_core.model.checkpoint_folder import RUN, check_files, digests, seen
+from ring_attn_core.model.progress import Kinds
 from ring_attn_core.model.weight_files import read_json
 
 STATE = "state"
@@ -64,16 +65,21 @@ class Files:
         )
         return self._orbax.restore(where / STATE, args=restore)
 
-    def shapes(self, where: Path, run: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all arrays of a checkpoint. Raise ValueError that names a damaged file."""
+    def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
+        """Return dtype and shape of all arrays of a checkpoint. Raise ValueError that names a damaged file."""
         check_files(where, run, None, jax.process_index(), jax.process_count())
         found: Any = self._orbax.metadata(where / STATE)
         tree = getattr(found, "item_metadata", found)
-        return {name: tuple(x.shape) for name, x in getattr(tree, "tree", tree).items()}
+        return kinds_of(getattr(tree, "tree", tree))
 
     def close(self) -> None:
         """Release orbax's threads."""
         self._orbax.close()
+
+
+def kinds_of(arrays: dict[str, Any]) -> Kinds:
+    """Return dtype and shape of arrays, or of what describes them."""
+    return {name: (str(x.dtype), tuple(x.shape)) for name, x in arrays.items()}
 
 
 def run_of(where: Path) -> tuple[Path, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
+from ring_attn_core.mistakes import in_words
 from ring_attn_core.model.copies import (
     Copy,
     Table,
@@ -153,10 +154,25 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
     check_alike(f"what processes have read while {call}", "process", [", ".join(told["alike"]) for told in everybody])
 
 
-def agreed(function: Callable[[], Any]) -> list[Any]:
+def check_kinds(arrays: Mapping[str, Any]) -> None:
+    """Raise ValueError in every process if names, dtypes or shapes of arrays are not the same in all of them.
+
+    Every process comes here. Contents are not read.
+    """
+    if jax.process_count() == 1:
+        return
+    holder = ("process", jax.process_index())
+    table = {name: [Copy(holder, array_kind("Array", x.dtype, x.shape), "")] for name, x in arrays.items()}
+    if len(set(_gathered(essence(table)))) > 1:
+        tables = as_told(json.loads(each) for each in _gathered(json.dumps(table)))
+        check_copies(tables, "process", "Make the same model in every process")
+
+
+def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
     """Call the function in every process, and return what it returns in each of them, which JSON must hold.
 
-    Raises in every process what it raises in one, of several in the first: as an OSError, or else as a ValueError.
+    Raises in every process what it raises in one, of several in the first: as an OSError, or else as a ValueError; and ValueError
+    if ``alike``, values by name, differ between processes.
     """
     error, value = None, None
     try:
@@ -167,8 +183,19 @@ def agreed(function: Callable[[], Any]) -> list[Any]:
         if error is not None:
             raise error
         return [value]
-    told = [json.loads(text) for text in _gathered(json.dumps([error and [isinstance(error, OSError), str(error)], value]))]
-    for process, (objection, _) in enumerate(told):
-        if objection is not None:
-            raise (OSError if objection[0] else ValueError)(f"process {process}: {objection[1]}") from error
-    return [each for _, each in told]
+    objection = error and [isinstance(error, OSError), str(error)]
+    mine = {"error": objection, "value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
+    told = [json.loads(text) for text in _gathered(json.dumps(mine))]
+    for process, each in enumerate(told):
+        if each["error"] is not None:
+            raise (OSError if each["error"][0] else ValueError)(f"process {process}: {each['error'][1]}") from error
+    for name in alike:
+        values = [each["alike"][name] for each in told]
+        if len(set(values)) > 1:
+            raise ValueError(f"{by_process(name, values)}: all processes must make the same calls")
+    return [each["value"] for each in told]
+
+
+def by_process(name: str, values: list[Any]) -> str:
+    """Return what each process has of something, in words."""
+    return f"{name} is {', '.join(f'{value} in process {process}' for process, value in enumerate(values))}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -13,25 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.mistakes import in_words
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
-from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import Progress, check_arrays, check_keep, described, progress_of
 from ring_attn_core.model.weight_files import read_json
 
 from ..layers.attention import ring_of
-from ..layers.transformer import RingTransformer
-from ..ring.agreement import GRACE, tell
 from ..ring.groups import local, rank_in, ranks_of
-from .checkpoint_files import copied, read, reason, shapes, write
+from .checkpoint_files import config_of, copied, failed, kinds_of, read, stored_kinds, tensors_of, write
 from .optimizer_states import (
     States,
     absent,
-    check_groups,
-    check_tensors,
+    check_optimizer,
+    class_of,
     flat,
     groups_of,
     held_states,
@@ -44,6 +39,7 @@ from .optimizer_states import (
     union,
     with_shards,
 )
+from .ranks import agreed, by_rank, check_kinds
 
 
 class Checkpoints:
@@ -94,11 +90,12 @@ class Checkpoints:
         """Begin to save the run after ``step`` steps, and return as soon as everything is copied to host memory.
 
         ``data``: what ``SequenceShardedDataset.state()`` returns. ``more``: anything else that JSON can hold, such as a
-        scheduler's ``state_dict()``. The generators of this rank's CPU and GPU are saved too. Waits for the save before.
+        scheduler's ``state_dict()``. Of both the first rank's are saved. The generators of this rank's CPU and GPU are saved
+        too. Waits for the save before.
 
-        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a folder in which another run
-        saves, and if some ranks do not see the folder of the first; OSError where the save before has failed. The same on every
-        rank.
+        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a model whose names, shapes or
+        dtypes differ between ranks (``check_ranks`` compares the values), for a folder in which another run saves, and if some
+        ranks do not see the folder of the first; OSError where the save before has failed. The same on every rank.
         """
         self.wait()
         optimizer = innermost(optimizer)
@@ -106,20 +103,23 @@ class Checkpoints:
         states: States = {}
         run: dict[str, Any] = {}
 
-        def prepare() -> dict[str, Any]:
-            tensors.update(_tensors(model, self._rank))
-            states.update({} if optimizer is None else states_of(model, optimizer))
-            mine = sha256(json.dumps(kinds(states), sort_keys=True).encode()).hexdigest()
-            if self._rank:
-                return {"states": mine}
-            run.update(described(Progress(step, data, more or {}), _config(model)), optimizer=groups_of(optimizer))
-            return {"states": mine, "new": self._files.begin(step).name}
+        def prepare() -> str:
+            run.update(described(Progress(step, data, more or {}), config_of(model)))
+            tensors.update(tensors_of(model, self._rank))
+            if optimizer is not None:
+                states.update(states_of(model, optimizer))
+                run.update(optimizer=groups_of(model, optimizer))
+            run.update(optimizer_class=class_of(optimizer))
+            return sha256(json.dumps(kinds(states), sort_keys=True).encode()).hexdigest()
 
-        told = self._agreed("Checkpoints.save", prepare, ("step", step))
-        new = self.folder / told[0]["new"]
+        told = agreed("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
+        of_model = {name: x for name, x in tensors.items() if name.startswith("model.")}
+        check_kinds("Checkpoints.save: the model", of_model, self._ring)
+        begin = lambda: None if self._rank else self._files.begin(step).name
+        new = self.folder / agreed("Checkpoints.save: begin", begin, self._ring)[0]
         self._check_shared(new)
-        if optimizer is not None and len({each["states"] for each in told}) > 1:
-            everybody = self._agreed("Checkpoints.save: states", lambda: kinds(states), ("step", step))
+        if optimizer is not None and len(set(told)) > 1:
+            everybody = agreed("Checkpoints.save: states", lambda: kinds(states), self._ring)
             run["absent"] = absent(everybody)
             states = with_shards(model, optimizer, states, union(everybody))
         tensors |= flat(states)
@@ -137,7 +137,7 @@ class Checkpoints:
             try:
                 write(new, tensors, commit, self._ring)
             except BaseException as error:
-                raise _failed(step, error) from error
+                raise failed(step, error) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress | None:
         """Set weights, optimizer and generators to those of the newest checkpoint; None, and nothing changed, without one.
@@ -150,11 +150,15 @@ class Checkpoints:
         """
         self.wait()
         optimizer = innermost(optimizer)
-        newest = max(self._agreed("Checkpoints.resume", lambda: max(self.steps(), default=-1), None))
-        here = lambda: newest if newest < 0 or self._files.holds(newest) else max(self.steps(), default=-1)
-        found = self._agreed("Checkpoints.resume: the newest", here, None)
+        latest = lambda: max(self.steps(), default=-1)
+        newest = max(agreed("Checkpoints.resume", latest, self._ring, optimizer=class_of(optimizer)))
+        here = lambda: newest if newest < 0 or self._files.holds(newest) else latest()
+        found = agreed("Checkpoints.resume: the newest", here, self._ring)
         if len(set(found)) > 1:
-            raise ValueError(_unlike("the newest checkpoint", [each if each >= 0 else None for each in found], self.folder))
+            raise ValueError(
+                f"{by_rank('the newest checkpoint', [each if each >= 0 else None for each in found])}: all ranks must make the "
+                f"same calls and see the same folder, such as {self.folder} on a file system that they share"
+            )
         if newest < 0:
             return None
         where = self._files.where(newest)
@@ -163,20 +167,21 @@ class Checkpoints:
 
         def checked() -> tuple[dict[str, Any], Progress]:
             run = read_json(where / RUN)
-            progress = progress_of(where / RUN, run, _config(model))
-            check_groups(where / RUN, optimizer, run.get("optimizer"))
-            held = shapes(where, run, self._rank, 1 if self._ring is None else ranks_of(self._ring))
+            progress = progress_of(where / RUN, run, config_of(model))
+            if optimizer is not None:
+                check_optimizer(where / RUN, run, model, optimizer)
+            held = stored_kinds(where, run, self._rank, 1 if self._ring is None else ranks_of(self._ring))
             if optimizer is not None:
                 states.update(places_for(model, optimizer, held_states(held)))
-            mine = _tensors(model, self._rank)
+            mine = tensors_of(model, self._rank)
             places.update({name: x for name, x in mine.items() if not name.startswith("rng.") or name in held} | flat(states))
             others = ("rng.",) if optimizer is not None else ("rng.", "optimizer.")
-            compared = lambda sizes: {name: size for name, size in sizes.items() if not name.startswith(others)}
-            check_arrays(where, compared({name: tuple(x.shape) for name, x in places.items()}), compared(held))
+            compared = lambda kinds: {name: kind for name, kind in kinds.items() if not name.startswith(others)}
+            check_arrays(where, compared(kinds_of(places)), compared(held))
             return run, progress
 
         result: list[tuple[dict[str, Any], Progress]] = []
-        self._agreed("Checkpoints.resume: the files", lambda: result.append(checked()), None)
+        agreed("Checkpoints.resume: the files", lambda: result.append(checked()), self._ring)
         run, progress = result[0]
         loaded = copied(places)
         read(where, loaded, self._background or self._ring)
@@ -203,7 +208,7 @@ class Checkpoints:
             try:
                 saving.result()
             except BaseException as error:
-                raise _failed(step, error) from error
+                raise failed(step, error) from error
         if self._undeleted:
             words, self._undeleted = self._undeleted, ""
             warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
@@ -223,7 +228,7 @@ class Checkpoints:
         """Raise ValueError on every rank if some rank does not see the folder that the first one has just made."""
         if self._ring is None:
             return
-        sees = self._agreed("Checkpoints.save: the folder", lambda: seen(new), None)
+        sees = agreed("Checkpoints.save: the folder", lambda: seen(new), self._ring)
         blind = [str(rank) for rank, each in enumerate(sees) if not each]
         if blind:
             if self._rank == 0:
@@ -232,66 +237,3 @@ class Checkpoints:
                 f"rank{'s' * (len(blind) > 1)} {', '.join(blind)} cannot see {new}, which rank 0 has made: shards would be lost. "
                 f"Put {self.folder} on a file system that all ranks share"
             )
-
-    def _agreed(self, call: str, function: Callable[[], Any], alike: tuple[str, Any] | None) -> list[Any]:
-        """Call the function on every rank, and return what it returns on each of them.
-
-        ``alike``: what all ranks must have alike, by its name. Raises on all ranks what it raises on one, or ValueError if they
-        differ.
-        """
-        error, value = None, None
-        try:
-            value = function()
-        except Exception as objection:  # of whatever kind: the others would wait for this rank
-            error = objection
-        if self._ring is None:
-            if error is not None:
-                raise error
-            return [value]
-        objection = error and [isinstance(error, OSError), str(error)]
-        mine = {"error": objection, "value": value, "alike": alike and in_words(alike[1])}
-        try:
-            told = tell(call, mine, self._ring, GRACE if error else None)
-        except RuntimeError:
-            raise error or RuntimeError(f"{call}: some ranks did not come, see above") from None
-        for rank, each in enumerate(told):
-            if each["error"] is not None:
-                raise (OSError if each["error"][0] else ValueError)(f"rank {rank}: {each['error'][1]}") from error
-        if alike is not None and len({each["alike"] for each in told}) > 1:
-            raise ValueError(_unlike(alike[0], [each["alike"] for each in told], self.folder))
-        return [each["value"] for each in told]
-
-
-def _tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """The model's own tensors by name, in which a load sets them, and copies of this rank's generators."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
-    check_tensors(found)
-    found[f"rng.{rank}.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def _unlike(name: str, values: list[Any], folder: Path) -> str:
-    listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-    return (
-        f"{name} is {listed}: all ranks must make the same calls and see the same folder, such as {folder} on a file system "
-        "that they share"
-    )
-
-
-def _failed(step: int, error: BaseException) -> BaseException:
-    """What a save that ended in ``error`` raises: an OSError with the first rank's reason, or an interrupt as it is."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        return error
-    rank, first = reason(error)
-    return OSError(
-        f"the checkpoint of step {step} could not be saved, and those before it are as they were: {first} (rank {rank})"
-    )
-
-
-def _config(model: nn.Module) -> TransformerConfig | None:
-    """The config of the RingTransformer that the model is or wraps."""
-    return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)

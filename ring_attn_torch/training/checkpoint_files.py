@@ -9,15 +9,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ring_attn_core.model.checkpoint_folder import check_files, digests
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.progress import Kinds
 from ring_attn_core.model.weight_files import opened
 
+from ..layers.transformer import RingTransformer
 from ..ring.groups import Group
+from .optimizer_states import check_tensors
 
 SHARDS = "DCP_SHARDING_INFO"
 """The entry of a safetensors header that says which part of a tensor a file holds."""
+
+
+def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
+    """Return the model's own tensors by name, in which a load sets them, and copies of this rank's generators."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
+    check_tensors(found)
+    found[f"rng.{rank}.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def config_of(model: nn.Module) -> TransformerConfig | None:
+    """Return the config of the RingTransformer that the model is or wraps."""
+    return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)
+
+
+def kinds_of(tensors: dict[str, Any]) -> Kinds:
+    """Return dtype and whole shape of tensors and DTensors."""
+    return {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -56,8 +82,8 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
     save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)  # type: ignore[arg-type]
 
 
-def shapes(where: Path, run: dict[str, Any], rank: int, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of a checkpoint. Raise ValueError that names a damaged file."""
+def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
+    """Return dtype and shape of all tensors of a checkpoint. Raise ValueError that names a damaged file."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     for file in where.glob("*.safetensors"):
@@ -67,7 +93,8 @@ def shapes(where: Path, run: dict[str, Any], rank: int, ranks: int) -> dict[str,
         found = HuggingFaceStorageReader(str(where)).read_metadata().state_dict_metadata
     except Exception as error:
         raise ValueError(f"{where} cannot be read ({error}): delete it to resume from the checkpoint before") from error
-    return {name: tuple(each.size) for name, each in found.items()}  # type: ignore[union-attr]
+    kind = lambda each: (str(each.properties.dtype).removeprefix("torch."), tuple(each.size))
+    return {name: kind(each) for name, each in found.items()}
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
@@ -82,6 +109,16 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
     except BaseException as error:  # torch's CheckpointException is not an Exception
         rank, first = reason(error)
         raise OSError(f"{where} could not be read, and nothing has changed: {first} (rank {rank})") from error
+
+
+def failed(step: int, error: BaseException) -> BaseException:
+    """Return what a save that ended in ``error`` raises: an OSError with the first rank's reason, or an interrupt as it is."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return error
+    rank, first = reason(error)
+    return OSError(
+        f"the checkpoint of step {step} could not be saved, and those before it are as they were: {first} (rank {rank})"
+    )
 
 
 def reason(error: BaseException) -> tuple[int, BaseException]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,11 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
 
 def check_tensors(values: Mapping[str, Any]) -> None:
     """Raise ValueError that names what is not a tensor."""
-    strange = [name for name, x in values.items() if not isinstance(x, Tensor)]
+    strange = [f"{name} is {in_words(x)}" for name, x in values.items() if not isinstance(x, Tensor)]
     if strange:
         raise ValueError(
-            f"{', '.join(strange[:8])} must be tensors to be saved, as those of torch's own modules and optimizers are"
+            f"{', '.join(strange[:8])}, and only tensors are saved: take another optimizer or module (torch's SparseAdam and "
+            "LBFGS keep numbers and lists), or save the model without its optimizer"
         )
 
 
@@ -143,29 +145,47 @@ def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: State
             optimizer.state.pop(p, None)
 
 
-def groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]] | None:
-    """Return the numbers and flags of every group of parameters, such as lr, and how many parameters it has."""
-    if optimizer is None:
-        return None
-    plain = lambda name, x: len(x) if name == "params" else x.item() if isinstance(x, Tensor) else x
-    return [{name: plain(name, x) for name, x in group.items()} for group in optimizer.param_groups]
+def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Return the name of the optimizer's class."""
+    return None if optimizer is None else type(optimizer).__name__
 
 
-def check_groups(where: Path, optimizer: torch.optim.Optimizer | None, found: Any) -> None:
-    """Raise ValueError if the file ``where`` has no optimizer, one with other groups, or a setting of another type."""
-    if optimizer is None:
-        return
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of every group of parameters, such as lr, as JSON carries them, and the names of its parameters.
+
+    Raises ValueError that names a setting which JSON cannot carry exactly.
+    """
+    names = {p: name for name, p in parameters_by_name(model, optimizer).items()}
+    plain = lambda number, group: {
+        name: sorted(names.get(p, "") for p in x) if name == "params" else _plain(f"{name} of group {number}", x)
+        for name, x in group.items()
+    }
+    return [plain(number, group) for number, group in enumerate(optimizer.param_groups)]
+
+
+def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the file ``where`` has no optimizer, one of another class or groups, or a setting of another type."""
+    found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
     if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
         raise ValueError(f"optimizer in {where} must be a list of objects: the checkpoint is damaged")
-    own = groups_of(optimizer) or []
-    theirs, mine = ([group.get("params") for group in groups] for groups in (found, own))
+    if kind not in (None, class_of(optimizer)):  # None of an earlier version
+        raise ValueError(f"the optimizer of {where} is {in_words(kind)}, and this one {class_of(optimizer)!r}: make it as it was")
+    own = groups_of(model, optimizer)
+    count = lambda x: len(x) if isinstance(x, list) else x  # earlier versions kept only the number
+    theirs, mine = ([count(group.get("params")) for group in groups] for groups in (found, own))
     if theirs != mine:
         raise ValueError(f"the optimizer of {where} has groups of {theirs} parameters, and this one of {mine}: make it as it was")
     for number, (group, other) in enumerate(zip(own, found, strict=True)):
+        elsewhere = [x for x in other["params"] if x not in group["params"]] if isinstance(other["params"], list) else []
+        if elsewhere:
+            raise ValueError(
+                f"group {number} of the optimizer of {where} has {', '.join(map(str, elsewhere[:8]))}, and that of this one has "
+                "not: make the groups as they were"
+            )
         for name, x in other.items():
-            if not _alike(group.get(name), x):
+            if name != "params" and not _alike(group.get(name), x):
                 raise ValueError(
                     f"{name} of group {number} of the optimizer in {where} is {in_words(x)}, and here {in_words(group[name])}: "
                     "make the optimizer as it was; if it is the same, the checkpoint is damaged"
@@ -175,11 +195,33 @@ def check_groups(where: Path, optimizer: torch.optim.Optimizer | None, found: An
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
     """Set what ``groups_of`` gave."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
-        for name, x in values.items():
-            if isinstance(group.get(name), Tensor):
-                group[name].fill_(x)
-            elif name != "params":
-                group[name] = tuple(x) if isinstance(x, list) else x  # betas, of which JSON makes a list
+        group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
+
+
+def _plain(name: str, x: Any) -> Any:
+    """Return a setting as JSON carries it. Raise ValueError if JSON gives another value back."""
+    if isinstance(x, Tensor) and x.numel() == 1:
+        x = x.item()
+    if isinstance(x, list | tuple):
+        return [_plain(name, each) for each in x]
+    try:
+        if json.loads(json.dumps(x)) == x:
+            return x
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise ValueError(
+        f"{name} of the optimizer is {in_words(x)}, which a checkpoint cannot carry: make it a Python number, flag or text, or a "
+        "tensor of one number"
+    )
+
+
+def _restored(own: Any, x: Any) -> Any:
+    """Return a setting of a checkpoint: tensors filled in place, and a tuple, such as betas, where JSON has made a list."""
+    if isinstance(own, Tensor):
+        return own.fill_(x)
+    if not isinstance(x, list) or isinstance(own, list):
+        return x
+    return tuple(map(_restored, own, x)) if isinstance(own, tuple) else tuple(x)
 
 
 def _alike(mine: Any, theirs: Any) -> bool:

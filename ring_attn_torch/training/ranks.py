@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ring_attn_core.mistakes import in_words
 from ring_attn_core.model.copies import (
     Copy,
     Unlike,
@@ -106,16 +107,19 @@ def _copy(holder: tuple[str, int], x: Any) -> Copy:
     if not isinstance(x, Tensor):
         return plain_copy(holder, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
-    kind = array_kind(kind, str(x.dtype).removeprefix("torch."), x.shape)
-    part = ""
+    kind, part = _kind(kind, x), ""
     with torch.no_grad():
         if is_dtensor(x):
-            kind = f"{kind} {list(x.placements)} on a mesh of {list(x.device_mesh.shape)}"
             x, part = x.to_local(), _part(x)
         flat = x.detach().resolve_conj().resolve_neg().contiguous().flatten()
         data = flat.view(torch.uint8).cpu().numpy()
         value = x.item() if x.numel() == 1 and x.dtype in SHOWN else None
     return Copy(holder, kind, array_content(data, value), part)
+
+
+def _kind(kind: str, x: Tensor) -> str:
+    kind = array_kind(kind, str(x.dtype).removeprefix("torch."), x.shape)
+    return f"{kind} {list(x.placements)} on a mesh of {list(x.device_mesh.shape)}" if is_dtensor(x) else kind
 
 
 def _part(x: DTensor) -> str:
@@ -156,3 +160,53 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
         if told is not None:
             raise (OSError if told[0] else Unlike if None in errors else ValueError)(f"rank {rank}: {told[1]}") from error
     check_alike(f"what ranks have read while {call}", "rank", [", ".join(told["alike"]) for told in everybody])
+
+
+def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
+    """Raise ValueError on every rank if names, dtypes, shapes or placements of tensors are not the same on all of them.
+
+    Every rank of ``ring`` comes here at the same ``call``. Contents are not read.
+    """
+    if ring is None or ranks_of(ring) == 1:
+        return
+    table = {name: [Copy(("rank", rank_in(ring)), _kind("Tensor", x), "")] for name, x in tensors.items()}
+    if len(set(tell(call, essence(table), ring))) > 1:
+        check_copies(as_told(tell(call, table, ring)), "rank", "Make the same model on every rank")
+
+
+def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
+    """Call the function on every rank, and return what it returns on each of them, which JSON must hold.
+
+    Every rank of ``ring`` comes here at the same ``call``. Raises on all ranks what it raises on one, of several on the lowest:
+    as an OSError, or else as a ValueError; and ValueError if ``alike``, values by name, differ between ranks.
+    """
+    error, value = None, None
+    try:
+        value = function()
+    except Exception as objection:  # of whatever kind: the others would wait for this rank
+        error = objection
+    if ring is None or ranks_of(ring) == 1:
+        if error is not None:
+            raise error
+        return [value]
+    objection = error and [isinstance(error, OSError), str(error)]
+    mine = {"error": objection, "value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
+    try:
+        told = tell(call, mine, ring, GRACE if error else None)
+    except RuntimeError:
+        if error is None:
+            raise
+        raise error from None
+    for rank, each in enumerate(told):
+        if each["error"] is not None:
+            raise (OSError if each["error"][0] else ValueError)(f"rank {rank}: {each['error'][1]}") from error
+    for name in alike:
+        values = [each["alike"][name] for each in told]
+        if len(set(values)) > 1:
+            raise ValueError(f"{by_rank(name, values)}: all ranks must make the same calls")
+    return [each["value"] for each in told]
+
+
+def by_rank(name: str, values: list[Any]) -> str:
+    """Return what each rank has of something, in words."""
+    return f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"
