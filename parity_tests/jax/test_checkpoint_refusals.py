@@ -75,6 +75,83 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path):
     checkpoints.close()
 
 
+class Two(nnx.Module):
+    """Two linear maps that may have optimizers of their own."""
+
+    def __init__(self, seed: int, dtype: Any = jax.numpy.float32) -> None:
+        self.a, self.b = (nnx.Linear(4, 4, param_dtype=dtype, rngs=nnx.Rngs(seed + i)) for i in range(2))
+
+
+def of_two(seed: int, transformation: Any, dtype: Any = jax.numpy.float32) -> tuple[Any, Any]:
+    model = Two(seed, dtype)
+    return model, nnx.Optimizer(model, transformation, wrt=nnx.Param)
+
+
+def reach_two(model: Two, optimizer: Any) -> None:
+    optimizer.update(model, nnx.grad(lambda model: (model.b(model.a(jax.numpy.ones((2, 4)))) ** 2).mean())(model))
+
+
+OTHERS = {
+    "dtype": (
+        optax.adam(0.1),
+        jax.numpy.bfloat16,
+        r"model\.a\.bias is float32 and must be bfloat16; model\.a\.kernel is float32",
+    ),
+    "class": (
+        optax.adamw(0.1),
+        jax.numpy.float32,
+        r"has states of ScaleByAdamState, .*this one of ScaleByAdamState, .*as it was",
+    ),
+    "state": (
+        optax.adam(0.1, mu_dtype="bfloat16"),
+        jax.numpy.float32,
+        r"opt_state\.0\.mu\.a\.bias is float32 and must be bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_dtype_or_optimizer_is_refused_and_changes_no_bit(name: str, tmp_path):
+    transformation, dtype, message = OTHERS[name]
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, *of_two(0, optax.adam(0.1)))
+    checkpoints.wait()
+    other = of_two(7, transformation, dtype)
+    before = arrays(*other)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.resume(*other)
+    assert_equal(arrays(*other), before)
+    checkpoints.close()
+
+
+def test_parameters_with_optimizers_of_their_own_are_resumed_to_the_bit(tmp_path):
+    labels = lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params)
+    transformation = optax.multi_transform({"a": optax.adamw(0.1), "b": optax.sgd(0.1, momentum=0.9)}, labels)
+    whole, resumed = of_two(0, transformation), of_two(7, transformation)
+    reach_two(*whole)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, *whole)
+    assert checkpoints.resume(*resumed) is not None
+    checkpoints.close()
+    for each in (whole, resumed):
+        reach_two(*each)
+    assert_equal(arrays(*resumed), arrays(*whole))
+
+
+def test_closed_or_second_checkpoints_are_refused(tmp_path):
+    first, second, model = Checkpoints(tmp_path), Checkpoints(tmp_path), of_two(0, optax.adam(0.1))[0]
+    first.save(1, model)
+    with pytest.raises(ValueError, match=r"is in use: other Checkpoints of this process save there\. close\(\) them first, or"):
+        second.save(2, model)
+    first.close()
+    first.close()
+    with pytest.raises(ValueError, match=r"these Checkpoints of .* are closed: make new ones to save"):
+        first.save(2, model)
+    second.save(2, model)
+    second.close()
+    assert first.steps() == [1, 2]
+
+
 class Experts(nnx.Module):
     """Two linear experts, of which a step reaches one."""
 
@@ -110,9 +187,10 @@ import jax
 address, process = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, process)
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from ring_attn_core.model import checkpoint_folder
-from ring_attn_jax import Checkpoints
+from ring_attn_jax import Checkpoints, RingTransformer, save_weights
 
 mesh = jax.make_mesh((4,), ("seq",))
 placed = jax.NamedSharding(mesh, jax.P("seq"))
@@ -144,11 +222,37 @@ try:
     tell("resumed")
 except ValueError as error:
     tell(error)
+for case in ("step", "optimizer", "more", "shape"):
+    other, model = process == 1, made(1.0, 5 if process and case == "shape" else 4)
+    optimizer = None if other and case == "optimizer" else nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    more = {"x": jax} if other and case == "more" else {}
+    try:
+        checkpoints.save(4 if other and case == "step" else 3, model, optimizer, more=more)
+        tell("saved")
+    except ValueError as error:
+        tell(error)
+for case in ("module", "vocab"):
+    model = RingTransformer(vocab=37 if process and case == "vocab" else 31, dim=8, depth=1, heads=2, rngs=nnx.Rngs(0))
+    try:
+        save_weights(made(1.0) if process and case == "module" else model, "weights")
+        tell("saved")
+    except ValueError as error:
+        tell(error)
 model = made(1.0)
 checkpoints.resume(model)
 assert all((shard.data == 3).all() for shard in model.kernel.get_value().addressable_shards)
 checkpoints.close()
 """
+
+
+OBJECTIONS = (
+    "step is 3 in process 0, 4 in process 1: all processes must make the same calls",
+    "optimizer is 'EmptyState, EmptyState' in process 0, None in process 1: all processes must make the same calls",
+    "process 1: more must be a dict that JSON can hold",
+    "1 of 2 entries are not the same everywhere: model.kernel is Array float32 [8, 4] on process 0, Array float32 [8, 5] on",
+    "process 1: weights are saved of a RingTransformer, got Linear",
+    "1 of 11 entries are not the same everywhere: embed.weight is Array float32 [31, 8] on process 0",
+)
 
 
 def test_processes_that_share_no_folder_or_object_to_a_checkpoint_all_raise_the_same(tmp_path):
@@ -176,3 +280,6 @@ def test_processes_that_share_no_folder_or_object_to_a_checkpoint_all_raise_the_
     assert said[0][1] == "[1]"
     assert "process 1: " in said[0][2]
     assert "kernel is [8, 4] and must be [8, 5]" in said[0][2]
+    for line, expected in zip(said[0][3:], OBJECTIONS, strict=True):
+        assert line.startswith(expected), line
+    assert not (tmp_path / "weights").exists()

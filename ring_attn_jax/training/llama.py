@@ -10,7 +10,7 @@ from ring_attn_core.model.llama import THEIRS, their_config
 from ring_attn_core.model.weight_names import llama_name
 
 from ..layers.transformer import RingTransformer
-from .saved_weights import load_folder, save_folder, transformer_in
+from .saved_weights import load_folder, save_folder
 
 
 def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
@@ -39,5 +39,4 @@ def save_llama(model: RingTransformer, folder: str | Path, *, length: int | None
     written. All else is as in :func:`save_weights`. Raises ValueError for what none of the four computes: softcap, sinks, ALiBi,
     a mask that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
     """
-    inner = transformer_in(model)
-    save_folder(inner, folder, json.dumps(their_config(inner.config, length), indent=2), llama_name)
+    save_folder(model, folder, lambda config: json.dumps(their_config(config, length), indent=2), llama_name)

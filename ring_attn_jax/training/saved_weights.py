@@ -22,7 +22,7 @@ from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from .ranks import _gathered, together
+from .ranks import agreed, check_kinds, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
@@ -40,10 +40,11 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
     either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is whole.
 
     Sharded weights are put together. Between several processes (``jax.distributed``) each must call it; the first one writes,
-    and nobody returns before it has. Raises ValueError for a model that is none and for a folder in which other things are kept,
-    and OSError where it cannot be written, the same in every process.
+    and nobody returns before it has. Raises ValueError for a model that is none, for names, shapes or dtypes of weights that
+    differ between processes, and for a folder in which other things are kept, and OSError where it cannot be written, the same in
+    every process.
     """
-    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), OWN.renamed)
+    save_folder(model, folder, lambda config: config.to_json(), OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
@@ -125,29 +126,38 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
     return model
 
 
-def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed: Callable[[str], str]) -> None:
+def save_folder(
+    model: RingTransformer, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str]
+) -> None:
     """Save the weights under ``renamed(our name)`` beside the text of config.json; every process calls it."""
     from safetensors.numpy import save_file
 
-    for name, (_, p) in _parameters(model).items():
-        check_savable(name, str(p.get_value().dtype), valued=isinstance(p.get_value(), jax.Array | np.ndarray))
-    weights, error = _whole(model), None
-    if jax.process_index() == 0:
-        try:
-            with replacing(folder) as new:
-                (new / CONFIG).write_text(config)
-                write(new, ((renamed(name), x) for name, x in weights), save_file)
-        except Exception as objection:
-            error = objection
-    for _ in weights:  # whoever does not write helps to put shards together, and so does a process that failed in the middle
-        pass
-    if jax.process_count() == 1:
+    arrays: dict[str, Any] = {}
+    texts: list[str] = []
+
+    def check() -> None:
+        texts.append(text(transformer_in(model).config))
+        arrays.update({name: p.get_value() for name, (_, p) in _parameters(model).items()})
+        for name, x in arrays.items():
+            check_savable(name, str(x.dtype), valued=isinstance(x, jax.Array | np.ndarray))
+
+    def saved() -> None:
+        weights, error = _whole(model), None
+        if jax.process_index() == 0:
+            try:
+                with replacing(folder) as new:
+                    (new / CONFIG).write_text(texts[0])
+                    write(new, ((renamed(name), x) for name, x in weights), save_file)
+            except Exception as objection:
+                error = objection
+        for _ in weights:  # whoever does not write helps to put shards together, and so does a process that failed halfway
+            pass
         if error is not None:
             raise error
-        return
-    kind, _, message = _gathered("" if error is None else f"{type(error).__name__} {error}")[0].partition(" ")
-    if kind:
-        raise (OSError if kind == "OSError" else ValueError)(f"process 0: {message}") from error
+
+    agreed(check)
+    check_kinds(arrays)
+    agreed(saved)
 
 
 def transformer_in(model: RingTransformer) -> RingTransformer:

@@ -16,7 +16,7 @@ from ring_attn_core.model.weight_names import llama_name
 
 from ..layers.attention import ring_of
 from ..layers.transformer import RingTransformer
-from .saved_weights import load_folder, save_folder, transformer_in
+from .saved_weights import load_folder, save_folder
 
 
 def load_llama(
@@ -49,5 +49,4 @@ def save_llama(
     written. All else is as in :func:`save_weights`. Raises ValueError for what none of the four computes: softcap, sinks, ALiBi,
     a mask that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
     """
-    inner = transformer_in(model)
-    save_folder(inner, folder, json.dumps(their_config(inner.config, length), indent=2), llama_name, ring_of(group))
+    save_folder(model, folder, lambda config: json.dumps(their_config(config, length), indent=2), llama_name, ring_of(group))

@@ -25,10 +25,10 @@ from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
 from ..ring.agreement import tell
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
-from .ranks import together
+from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
-LOADING = "loading weights"
+LOADING, SAVING = "loading weights", "saving weights"
 """What the ranks call it, whichever kind of folder each of them takes it for."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
@@ -44,10 +44,11 @@ def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGro
 
     ``model``: a RingTransformer, or one inside of torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are put
     together. ``group``: all ranks that hold parts or copies of it; None is the default group. Each must call it; its rank 0
-    writes, and nobody returns before it has. Raises ValueError for a model that is none and for a folder in which other things
-    are kept, and OSError where it cannot be written, the same on every rank.
+    writes, and nobody returns before it has. Raises ValueError for a model that is none, for names, shapes or dtypes of weights
+    that differ between ranks, and for a folder in which other things are kept, and OSError where it cannot be written, the same
+    on every rank.
     """
-    save_folder(transformer_in(model), folder, transformer_in(model).config.to_json(), OWN.renamed, ring_of(group))
+    save_folder(model, folder, lambda config: config.to_json(), OWN.renamed, ring_of(group))
 
 
 def load_weights(
@@ -127,34 +128,48 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
     return model
 
 
-def save_folder(model: RingTransformer, folder: str | Path, config: str, renamed: Callable[[str], str], ring: Group) -> None:
+def save_folder(
+    model: nn.Module, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str], ring: Group
+) -> None:
     """Save the weights under ``renamed(our name)`` beside the text of config.json; every rank of ``ring`` calls it."""
     from safetensors.torch import save_file
 
-    parameters = named_parameters(model)
-    for name, p in parameters.items():
-        check_savable(name, str(p.dtype).removeprefix("torch."), valued=not p.is_meta)
-    with torch.device("meta"):
-        expected = dict(RingTransformer.from_config(model.config).named_parameters())
-    shapes = [{name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)]
-    check_state(shapes[0], shapes[1], most=8)
+    parameters: dict[str, nn.Parameter] = {}
+    texts: list[str] = []
+
+    def check() -> None:
+        inner = transformer_in(model)
+        texts.append(text(inner.config))
+        parameters.update(named_parameters(inner))
+        for name, p in parameters.items():
+            check_savable(name, str(p.dtype).removeprefix("torch."), valued=not p.is_meta)
+        with torch.device("meta"):
+            expected = dict(RingTransformer.from_config(inner.config).named_parameters())
+        shapes = [{name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)]
+        check_state(shapes[0], shapes[1], most=8)
+
+    agreed(SAVING, check, ring)
+    check_kinds(SAVING, parameters, ring)
     weights, error = _whole(parameters), None
-    if ring is None or rank_in(ring) == 0:
-        try:
+    try:
+        if ring is None or rank_in(ring) == 0:
             with replacing(folder) as new:
-                (new / CONFIG).write_text(config)
+                (new / CONFIG).write_text(texts[0])
                 write(new, ((renamed(name), x) for name, x in weights), save_file)
-        except Exception as objection:
-            error = objection
-    for _ in weights:  # whoever does not write helps to put shards together, and so does a rank that failed in the middle
-        pass
+    except Exception as objection:
+        error = objection
+    try:
+        for _ in weights:  # whoever does not write helps to put shards together, and so does a rank that failed in the middle
+            pass
+    except Exception as objection:
+        error = error or objection
     if ring is None or ranks_of(ring) == 1:
         if error is not None:
             raise error
         return
-    told = tell("saving weights", error and [type(error).__name__, str(error)], ring)[0]
-    if told is not None:
-        raise (OSError if told[0] == "OSError" else ValueError)(f"rank 0: {told[1]}") from error
+    for rank, told in enumerate(tell(SAVING, error and [isinstance(error, OSError), str(error)], ring)):
+        if told is not None:
+            raise (OSError if told[0] else ValueError)(f"rank {rank}: {told[1]}") from error
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:
