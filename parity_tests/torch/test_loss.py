@@ -175,7 +175,7 @@ X, W, Y = torch.ones(2, 4, 3), torch.ones(7, 3), torch.ones(2, 4, dtype=torch.lo
         ({"head": W.T}, r"head must be \[vocab, 3\] for hidden states \[2, 4, 3\], got \[3, 7\]: pass model.head_weight"),
         ({"head": W[0]}, r"head must be \[vocab, 3\] .*, got \[3\]"),
         ({"head": 3}, "head must be a torch.Tensor, got 3"),
-        ({"labels": Y[:, 1:], "head": W}, r"labels must be \[2, 4\] for hidden states \[2, 4, 3\], got \[2, 3\]"),
+        ({"labels": Y[:, 1:], "head": W}, r"must be \[2, 4\] for hidden states .* got \[2, 3\]: both are this rank's shard"),
         ({"logits": X[0, 0], "labels": Y[0, 0]}, r"logits must be \[batch, tokens, vocab\], got \[3\]"),
         ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
         ({"chunk": None}, "chunk is a number of tokens, an int of at least 1, got None"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -43,6 +44,20 @@ def test_a_teacher_of_the_same_config_stays_off_the_ring():
             assert torch.allclose(student(input_ids=IDS).logits, want, atol=1e-5)
     assert student.config is config
     assert all(getattr(module, "config", config) is config for module in student.modules())
+
+
+def test_a_model_made_of_the_config_inside_runs_there_and_is_off_the_ring_after():
+    model = llama(transformers.LlamaConfig(**SMALL | SDPA))
+    with torch.no_grad():
+        want = model(input_ids=IDS).logits
+        with hf.sequence_parallel(model, gather_logits=True):
+            made: Any = llama(model.config)
+            assert torch.allclose(made(input_ids=IDS, use_cache=False).logits, want, atol=1e-5)
+            with pytest.raises(ValueError, match=r"cannot be copied.* before .* or after"):
+                copy.deepcopy(model)
+        assert made.config._attn_implementation == "sdpa"
+        assert torch.allclose(made(input_ids=IDS, use_cache=True).logits, want, atol=1e-5)
+        assert copy.deepcopy(model).config._attn_implementation == "sdpa"
 
 
 def test_what_is_set_in_the_config_inside_is_set_after():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,23 @@ def named(group: Any) -> tuple[dict[str, np.ndarray], str]:
         with pytest.raises(ValueError, match=r".") as caught:
             model(input_ids=ids, cache=kept, past_key_values=kept)
     return got, str(caught.value)
+
+
+def test_texts_go_on_from_copies_of_the_cache_of_one_prompt(four: Any):
+    """As prefix caching copies it; the cache itself goes on unchanged after its copies."""
+    for got, want in four(2, copied):
+        np.testing.assert_array_equal(got, want)
+
+
+def copied(group: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The logits of three steps from one cache of a prompt, two of them from its copies; and of each from a cache of its own."""
+    model, ids = make("llama", "float32").eval(), prompts()["input_ids"]
+    with hf.sequence_parallel(model, group), torch.no_grad():
+        read = lambda: model(input_ids=ids, use_cache=True)[CACHE]
+        step = lambda token, cache: model(input_ids=torch.full((2, 1), token), **{CACHE: cache}).logits.numpy()
+        kept = read()
+        got = [step(5, copy.deepcopy(kept)), step(7, copy.deepcopy(kept)), step(9, kept)]
+        return np.stack(got), np.stack([step(token, read()) for token in (5, 7, 9)])
 
 
 def test_adapters_of_peft_and_embedded_prompts_generate_too(four: Any):

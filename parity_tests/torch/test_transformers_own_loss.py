@@ -15,7 +15,10 @@ import torch
 from transformers import Trainer
 
 import ring_attn_torch.transformers as hf
+from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_torch import sum_gradients
 
+from .hugging_face import Case, batch, in_float64, make, rounding_of
 from .hugging_face_training import Result, Run, trained
 
 pytestmark = pytest.mark.slow
@@ -23,13 +26,14 @@ NEAR = 1e-5
 
 
 class Doubled(Trainer):
-    """Twice the loss of transformers' Trainer, with a term of a weight's own, and predictions that are counted."""
+    """Twice the loss of transformers' Trainer plus a penalty on all weights, and predictions that are counted."""
 
     predicted = 0
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
-        return (2 * loss, outputs) if return_outputs else 2 * loss
+        loss = 2 * loss + 0.01 * squares(model)
+        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         type(self).predicted += 1
@@ -58,12 +62,19 @@ class RingDoubled(hf.RingTraining, Doubled):
     pass
 
 
-class RingOfTheModel(hf.RingTraining, OfTheModel):
-    pass
+class RingOfTheModel(hf.RingTrainer):
+    """The same, where the user's class comes first."""
+
+    loss_is_scaled_for_ga = False
+    compute_loss = OfTheModel.compute_loss
 
 
 class RingOfLogits(hf.RingTraining, OfLogits):
     pass
+
+
+class RingTrainerOfLogits(hf.RingTrainer):
+    compute_loss = OfLogits.compute_loss
 
 
 def near(got: Result, want: Result) -> None:
@@ -95,12 +106,42 @@ def on_a_ring(group: Any, runs: list[Run]) -> tuple[Result, Result, int]:
     return first, second, RingDoubled.predicted
 
 
+def test_a_penalty_divided_by_the_ranks_has_the_gradient_of_one_process(four: Any):
+    """In a loop of one's own: the recipe of sequence_parallel's docstring."""
+    model, given = make("llama"), batch(Case("llama"))
+    with in_float64():
+        (model(**given).loss + 0.01 * squares(model)).backward()
+    for got in four(4, penalized):
+        for name, p in model.named_parameters():
+            assert relative_error(got[name], p.grad.numpy()) <= rounding_of("llama"), name
+
+
+def squares(model: Any) -> Any:
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def penalized(group: Any) -> dict[str, np.ndarray]:
+    torch.set_grad_enabled(True)
+    model = make("llama")
+    with in_float64(), hf.sequence_parallel(model, group):
+        (model(**batch(Case("llama"))).loss + 0.01 * squares(model) / group.size()).backward()
+    sum_gradients(model, group)
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
 def test_a_loss_of_logits_fails_with_a_note_of_what_they_are(four: Any, tmp_path: Path):
-    for note in four(4, of_logits, str(tmp_path)):
-        assert "OfLogits.compute_loss ran on a ring of 4 ranks: labels are of whole rows" in note
+    words = ".compute_loss ran on a ring of 4 ranks: labels are of whole rows, and the model's logits are this rank's shard"
+    for of_next, of_own, of_none in four(4, of_logits, str(tmp_path)):
+        assert f"OfLogits{words}" in of_next
+        assert f"RingTrainerOfLogits{words}" in of_own
+        assert "or None with loss_chunk" in of_none
 
 
-def of_logits(group: Any, folder: str) -> str:
-    with pytest.raises(ValueError, match=r".") as error:
-        trained(Run(1, folder), group, RingOfLogits)
-    return " ".join(error.value.__notes__)
+def of_logits(group: Any, folder: str) -> list[str]:
+    notes, run = [], Run(1, folder)
+    kinds = (RingOfLogits, RingTrainerOfLogits, RingOfLogits)
+    for kind, chunk in zip(kinds, (None, None, 5), strict=True):
+        with pytest.raises((ValueError, AttributeError), match=r".") as error:
+            trained(run._replace(trainer=(("loss_chunk", chunk),)), group, kind)
+        notes.append(" ".join(error.value.__notes__))
+    return notes

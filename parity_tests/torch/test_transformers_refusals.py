@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,9 @@ def test_ranks_that_bring_other_batches_are_told_which_argument_differs(four: An
         assert "pass attention_mask of different shape" in messages[2]
         assert "sequence_parallel is on already for this model" in messages[3]
         assert "was called outside of sequence_parallel on a group of several ranks" in messages[4]
+        assert "nor does another model that was made inside, of model.config: make that before you enter" in messages[4]
         assert "rank 3 of the ring holds another model.norm.weight than rank 0" in messages[5]
+        assert "model.config says attn_implementation='sdpa' inside sequence_parallel, by which each rank would" in messages[6]
 
 
 def differing(group: Any) -> list[str]:
@@ -95,7 +98,12 @@ def differing(group: Any) -> list[str]:
     messages.append(message_of(lambda: model(IDS, use_cache=False)))
     with torch.no_grad():
         model.model.norm.weight[3] += last
-    return [*messages, message_of(lambda: hf.sequence_parallel(model, group).__enter__())]
+    messages.append(message_of(lambda: hf.sequence_parallel(model, group).__enter__()))
+    model = make("llama", "float32")
+    with hf.sequence_parallel(model, group):
+        model(input_ids=IDS)
+        model.set_attn_implementation("sdpa")
+        return [*messages, message_of(lambda: model(input_ids=IDS))]
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -125,20 +133,20 @@ def test_models_that_do_not_attend_by_softmax_are_refused_with_the_names_of_thei
         hf.enable(transformers.LlamaConfig(), group="anything")  # type: ignore[arg-type]
 
 
-def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pytest.importorskip("accelerate")
     from ring_attn_torch.transformers import trainer_arguments
 
     monkeypatch.setattr(trainer_arguments, "OLDEST", Version("99"))
-    arguments = transformers.TrainingArguments("unused", use_cpu=True)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match=r"RingTrainer needs transformers 99 or newer, .* this is 5\."):
         hf.RingTrainer(model=make("llama"), args=arguments)
 
 
 @pytest.mark.exhaustive
-def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made():
+def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made(tmp_path: Path):
     pytest.importorskip("accelerate")
-    arguments = transformers.TrainingArguments("unused", use_cpu=True)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match="LlamaForSequenceClassification is no sum over tokens, and its head answers once a row"):
         hf.RingTrainer(model=classifier(), args=arguments)
     config: Any = transformers.LlamaConfig(**SMALL)

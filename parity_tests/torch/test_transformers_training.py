@@ -271,7 +271,7 @@ def test_what_ring_trainer_takes_the_place_of_is_there():
         "create_accelerator_and_postprocess": ["self"],
         "train": None,
         "evaluation_loop": None,
-        "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+        "compute_loss_context_manager": ["self"],
         "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
         "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
         "get_cp_size": ["self"],
@@ -287,6 +287,7 @@ def test_what_ring_trainer_takes_the_place_of_is_there():
         assert arguments is None or found == arguments, name
     loss = inspect.getsource(Trainer.compute_loss)
     assert "loss_scale = self.accelerator.num_processes // self.get_tp_size()" in loss
+    assert "with self.compute_loss_context_manager():" in inspect.getsource(Trainer.training_step)
     assert "self.gather_function(" in inspect.getsource(Trainer.evaluation_loop)
     assert list(inspect.signature(Accelerator._prepare_cp).parameters) == ["self", "args"]
     assert list(inspect.signature(Accelerator._prepare_device_mesh).parameters) == ["self"]

@@ -30,7 +30,10 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
     if len(logits) < 2:
         raise ValueError(f"{what} must be [batch, tokens, {'vocab' if head is None else 'dim'}], got {list(logits)}")
     if labels != logits[:-1]:
-        raise ValueError(f"labels must be {list(logits[:-1])} for {what} {list(logits)}, got {list(labels)}")
+        raise ValueError(
+            f"labels must be {list(logits[:-1])} for {what} {list(logits)}, got {list(labels)}: both are this rank's shard, so "
+            "shard whole labels as the tokens are, with shard_batch"
+        )
     if head is not None and (len(head) != 2 or head[1] != logits[-1]):
         raise ValueError(
             f"head must be [vocab, {logits[-1]}] for hidden states {list(logits)}, got {list(head)}: pass model.head_weight, or "

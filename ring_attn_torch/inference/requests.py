@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,13 @@ class Requests:
         self.ledger = Ledger(self.spec)
         self.version = next(VERSIONS)
         self.scaled = set(range(self.spec.sizes.layers)) if self.spec.scaled or not self.spec.float8 else set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a cache of the same tokens on the same group, which cannot be copied."""
+        memo[id(self.group)] = self.group
+        other = copy.copy(self)
+        vars(other).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, version=next(VERSIONS))
+        return other
 
     @property
     def ring(self) -> Group:

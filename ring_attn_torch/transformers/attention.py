@@ -140,7 +140,7 @@ def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> S
         raise _no_window(name, window)
     if causes:
         band = masks.causal() if window is None else masks.sliding_window(window - 1)
-    return Seen(Ring(group_of(group_name(None))), band, tokens)
+    return Seen(Ring(group_of(group_name(None)), "contiguous"), band, tokens)
 
 
 def _no_window(name: str, size: int) -> ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -59,6 +60,13 @@ class RingCache(Cache):
         self.kv: KVCache | None = None
         self.inside = False
         """Whether a call inside sequence_parallel goes on from it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingCache:
+        """Return a cache of the same tokens on the same ring, whose group cannot be copied."""
+        memo[id(self.ring)] = self.ring
+        other = copy.copy(self)
+        vars(other).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()})
+        return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
         """The KVCache, made for k and v [batch, tokens, kv_heads, dim] like these, with room for ``tokens`` more of each row."""

@@ -41,6 +41,7 @@ def attending(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
         for (original, mine), then in zip(pairs, before, strict=True):
             _hand_back(original, vars(mine), then)
+            vars(mine)[IMPLEMENTATION] = vars(original)[IMPLEMENTATION]  # for models that were made of the copy
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:

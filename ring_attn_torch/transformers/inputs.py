@@ -16,7 +16,8 @@ from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
 from .deepstack import VISUAL, check_visual, reader_of, shards_of_features
-from .models import own_positions
+from .masks import NAME
+from .models import own_positions, text_config
 from .turn import Turn, check_turn, turn_of
 from .whole import Ring, Whole, documents_of, ends_of_blocks
 
@@ -54,6 +55,7 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
     """This rank's shards of a call with whole sequences; ValueError, the same on every rank, for one that cannot be split."""
     device = "cpu"
     try:
+        _check_attends(model)
         given = with_cache_renamed(model, _by_name(args, kwargs))
         tokens = _tokens(given)
         device = tokens.device.type
@@ -74,6 +76,16 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
     if cache is not None:
         return Shards(*turn_of(cache, cache_name(model), given, tokens))
     return _shards(model, ring, given, tokens, seed)
+
+
+def _check_attends(model: PreTrainedModel) -> None:
+    """Raise ValueError if the config was set to another attention since sequence_parallel was entered."""
+    got = text_config(model.config)._attn_implementation
+    if got != NAME:
+        raise ValueError(
+            f"model.config says attn_implementation={got!r} inside sequence_parallel, by which each rank would attend to its "
+            "shard alone: call set_attn_implementation, and make other models of this config with another one, before you enter"
+        )
 
 
 def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,8 @@ def check_alone() -> None:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '
             'ring_attn_torch.transformers.sequence_parallel(model):" around model(...), which shards whole input_ids, labels, '
-            "attention_mask and position_ids; a forward that is not called through model(...) does not run in it"
+            "attention_mask and position_ids; a forward that is not called through model(...) does not run in it, nor does "
+            "another model that was made inside, of model.config: make that before you enter"
         )
 
 
@@ -121,7 +122,7 @@ def _alone(
 ) -> Seen:
     """Who sees whom where one device holds the whole sequence and nobody has said what it is made of."""
     check_alone()
-    (batch, tokens), ring = shape, Ring(group_of(group_name(None)))
+    (batch, tokens), ring = shape, Ring(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
     key_mask = None if attention_mask is None else attention_mask[:, :tokens].bool()
     for pattern in tried:

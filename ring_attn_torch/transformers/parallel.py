@@ -66,7 +66,8 @@ def sequence_parallel(
 
     Returns what the model returns, with
         loss: the mean over all labels of all ranks, the same on every rank; its gradient is this rank's part. The *sum* over the
-            ranks is one device's (:func:`sum_gradients`); DDP and FSDP take the mean, so multiply the loss by their ranks.
+            ranks is one device's (:func:`sum_gradients`); DDP and FSDP take the mean, so multiply the loss by their ranks. A
+            term of your own that every rank computes alike, as a penalty on weights: divide it by the ranks of the ring.
         logits (of a model without them last_hidden_state): this rank's shard in layout order, with what pads it at the end of the
             sequence; or with ``gather_logits`` whole, in natural order. Hidden states are shards.
 
@@ -104,14 +105,20 @@ def sequence_parallel(
 
 
 @contextmanager
-def on_shards(model: nn.Module, ring: Ring, gather_logits: bool = False, loss_chunk: int | None = None) -> Iterator[None]:
-    """What ``sequence_parallel`` does, of a model whose weights are, or will be, the same on every rank."""
+def on_shards(
+    model: nn.Module, ring: Ring, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
+) -> Iterator[None]:
+    """What ``sequence_parallel`` does, of a model whose weights are, or will be, the same on every rank.
+
+    ``averaged``: multiply the gradient of each loss by the ranks of the ring, for DDP or FSDP, which average gradients.
+    """
     inside = hugging_face_model(model)
     if inside in _inside:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:
         raise ValueError("gather_logits=True asks for logits and loss_chunk for none: pass one of them")
     calls = Calls(inside, ring, gather_logits, loss_chunk)
+    calls.factor = ring.ranks if averaged else 1
     with ExitStack() as stack:
         _inside[inside] = calls
         stack.callback(_inside.pop, inside, None)
@@ -194,10 +201,16 @@ class Calls:
     def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool, loss_chunk: int | None) -> None:
         self.model, self.ring, self.gather_logits = model, ring, gather_logits
         self.head = None if loss_chunk is None else Head(model, loss_chunk)
+        self.factor = 1
+        """What the gradient of a loss is multiplied by."""
         self._of_threads = _Open()
         self.checkpointing = Checkpointing(model)
         self.accelerates = AcceleratesHooks(model)
         self.mixing: MixingLayers | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        """Raise ValueError: the hooks of a copied model would be those of the original."""
+        raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
 
     @property
     def open(self) -> list[_Call]:
@@ -276,4 +289,7 @@ class Calls:
             total = over_ranks(result.reshape(()), labels, self.ring.group, shards.ignore_index, reduction)
         else:
             total = loss_of(result, labels, reduction=reduction, group=self.ring.group, ignore_index=shards.ignore_index)
-        return total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        total = total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        if self.factor > 1 and total.requires_grad:
+            total.register_hook(lambda gradient: gradient * self.factor)
+        return total

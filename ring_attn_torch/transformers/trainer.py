@@ -32,9 +32,10 @@ class RingTraining(Base):
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
     counted in rings. Losses, gradients and their norm are those of as many processes as there are rings: the loss is divided by
-    the labels of all rings and of all accumulated batches. ``evaluate`` and ``predict`` return whole logits and labels in natural
-    order, with metrics of the whole batch, on every rank. trl's SFTTrainer trains with its plain loss, and leaves out its metrics
-    of entropy and accuracy, which want logits.
+    the labels of all rings and of all accumulated batches. A penalty that a ``compute_loss`` adds to the loss of the model
+    counts once, since DDP and FSDP average gradients and only the loss of the model is a sum over the ranks. ``evaluate`` and
+    ``predict`` return whole logits and labels in natural order, with metrics of the whole batch, on every rank. trl's
+    SFTTrainer trains with its plain loss, and leaves out its metrics of entropy and accuracy, which want logits.
 
     Raises ValueError, by name, for arguments that it cannot honour.
     """
@@ -51,7 +52,7 @@ class RingTraining(Base):
     ) -> None:
         self._asked = group, layout, loss_chunk
         self._scope: ExitStack | None = None
-        self._in_loss = self._predicting = False
+        self._in_loss = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
         check_entry(self.model, self.ring, self.args.device.type)
@@ -87,7 +88,7 @@ class RingTraining(Base):
         _, _, loss_chunk = self._asked
         with ExitStack() as self._scope:
             try:
-                self._scope.enter_context(on_shards(self.model, self.ring, loss_chunk=loss_chunk))
+                self._scope.enter_context(on_shards(self.model, self.ring, loss_chunk=loss_chunk, averaged=True))
                 yield
             finally:
                 self._scope = None
@@ -103,40 +104,34 @@ class RingTraining(Base):
             self.gather_function = self._gather_rows
             return super().evaluation_loop(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss that is logged: of the mean over all ranks every ring counts once."""
-        return super().training_step(*args, **kwargs) / self.ring.ranks
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the loss of the next class; to train, times the ranks of the ring, whose gradients DDP and FSDP average.
-
-        trl's SFTTrainer is passed over, since its loss is made by a head of its own.
-        """
-        owner, compute = self._next("compute_loss")
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
+        """Enter the Trainer's own contexts, and explain an error of a loss that the user has written."""
+        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
-            result = compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        except (RuntimeError, ValueError, IndexError, AttributeError) as error:
-            if owner is not Trainer and self.ring.ranks > 1:
+            with super().compute_loss_context_manager():
+                yield
+        except (RuntimeError, ValueError, IndexError, AttributeError, TypeError) as error:
+            if owner is not Trainer and not of_trl(owner) and self.ring.ranks > 1:
                 error.add_note(
                     f"{owner.__name__}.compute_loss ran on a ring of {self.ring.ranks} ranks: labels are of whole rows, and the "
-                    "model's logits are this rank's shard in layout order. Let the model compute the loss, from labels"
+                    "model's logits are this rank's shard in layout order, or None with loss_chunk. Let the model compute the "
+                    "loss, from labels"
                 )
             raise
         finally:
             self._in_loss = False
-        loss, *outputs = result if return_outputs else (result,)
-        loss = loss if self._predicting else loss * self.ring.ranks
-        return (loss, *outputs) if return_outputs else loss
 
-    def _next(self, name: str) -> tuple[type, Callable[..., Any]]:
-        """Return the class after this one that defines a method, and the method; transformers' own in place of trl's."""
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of the next class. trl's SFTTrainer is passed over, since its loss is made by a head of its own."""
+        return self._next("compute_loss")(*args, **kwargs)
+
+    def _next(self, name: str) -> Callable[..., Any]:
+        """Return a method of the class after this one that defines it; transformers' own in place of trl's."""
         order = type(self).__mro__
         owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
-        owner = Trainer if of_trl(owner) else owner
-        return owner, getattr(owner, name).__get__(self)
+        return getattr(Trainer if of_trl(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
         """Return how many ranks share a row where the loss is scaled by the processes that have rows of their own."""
@@ -147,13 +142,8 @@ class RingTraining(Base):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss and, but for ``prediction_loss_only``, whole logits and labels."""
-        _, step = self._next("prediction_step")
-        self._predicting = True
-        try:
-            with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
-                return step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._predicting = False
+        with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
+            return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
         """The rows of all rings, each once; in the last batch without those that only fill it."""
