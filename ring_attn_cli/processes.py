@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,8 +41,35 @@ class Failure(Exception):
     """A process failed, died or fell silent; the text says which and why."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM has come; the command ends with the exit status that shells give to it."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated(128 + number)
+
+
+@contextmanager
+def hear_interrupts() -> Iterator[None]:
+    """Inside this ``with`` raise again a KeyboardInterrupt that came where Python ignores exceptions, as in a callback of JAX."""
+
+    def again(ignored: Any) -> None:
+        if ignored.exc_type is KeyboardInterrupt:
+            threading.Timer(0.1, _thread.interrupt_main).start()
+        else:
+            before(ignored)
+
+    before, sys.unraisablehook = sys.unraisablehook, again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 class Crews:
     """Groups of processes, each under a name. Use as a context: leaving it ends every process that still runs.
+
+    In the main thread SIGTERM leaves it too, as :class:`Terminated`.
 
     A process runs ``work(report, *arguments)`` of a module that is imported there and not here, so that no process needs a
     framework but the one that uses it. What it prints, libraries' notices included, is kept for the case that it fails.
@@ -100,6 +129,8 @@ class Crews:
             yield Message(member.crew, kind, data)
 
     def __enter__(self) -> Crews:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, _terminate)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -111,6 +142,8 @@ class Crews:
                 process.kill()
                 process.join()
         self._logs.cleanup()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
 
 
 class _Member(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..processes import Crews, check_count
+from ..processes import Crews, Terminated, check_count, hear_interrupts
 from . import data, folder, lock, picture
 from .config import Config
 from .loop import LOG
@@ -62,11 +62,9 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     if both:
         console.print(f"trained on and held out too: {both}")
     try:
-        if framework == "jax":
-            _in_jax(config, program)
-        else:
-            _in_torch(config)
-    except KeyboardInterrupt:
+        with hear_interrupts():
+            _in_jax(config, program) if framework == "jax" else _in_torch(config)
+    except (KeyboardInterrupt, Terminated):
         step = folder.newest(config, framework)
         words = f"from step {step}, its newest checkpoint" if step else "from the beginning, for it has no checkpoint yet"
         console.print(f"Interrupted. Started again, the run in {config.out} goes on {words}.")
