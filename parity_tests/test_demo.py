@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def ring_attn(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ring_attn_cli.main", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
 
 
 # --- the whole of it ----------------------------------------------------------------------------------------------------

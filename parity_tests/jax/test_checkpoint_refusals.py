@@ -268,7 +268,7 @@ def test_processes_that_share_no_folder_or_object_to_a_checkpoint_all_raise_the_
     log: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
     started = [subprocess.Popen([*command, str(process)], env=two, **log) for process in range(2)]
     try:
-        logs = [process.communicate(timeout=300)[0] for process in started]
+        logs = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()

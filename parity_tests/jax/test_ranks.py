@@ -248,7 +248,7 @@ def test_processes_are_compared_and_all_raise_the_same(tmp_path):
     log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
     started = [subprocess.Popen([*command, str(process)], env=two, **log) for process in range(2)]
     try:
-        logs = [process.communicate(timeout=300)[0] for process in started]
+        logs = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -32,7 +32,7 @@ def run(
 def started(arguments: list[str], folder: Path, variables: dict[str, str] | None = None) -> str:
     """Run this interpreter with ``arguments`` and return its standard output; fail with its standard error."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment(variables), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment(variables), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

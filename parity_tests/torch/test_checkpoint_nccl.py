@@ -40,7 +40,7 @@ def test_a_default_group_without_a_cpu_backend_saves_as_nccl_alone_does(ranks: i
     command = lambda rank: [sys.executable, "-c", GPU_ONLY, str(rank), str(ranks), str(tmp_path)]
     started = [subprocess.Popen(command(rank), cwd=Path(__file__).parents[2], stderr=subprocess.PIPE) for rank in range(ranks)]
     for process in started:
-        _, said = process.communicate(timeout=300)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 0, said.decode()
 
 

@@ -52,7 +52,7 @@ def test_every_rank_that_fails_names_the_ranks_that_it_waited_for(tmp_path, when
         subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, text=True, env=environment)
         for rank in range(RANKS)
     ]
-    logs = [process.communicate(timeout=300)[1] for process in started]
+    logs = [process.communicate(timeout=600)[1] for process in started]
     assert started[3].returncode == -9
     neighbours = {0: "rank 3, which sends to it, and rank 1", 2: "rank 1, which sends to it, and rank 3"}
     for rank, words in neighbours.items():

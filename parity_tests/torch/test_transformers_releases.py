@@ -86,7 +86,7 @@ def test_a_trainer_prints_no_warning_of_unused_parameters(tmp_path: Path):
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert told.returncode == 0, told.stderr
     assert "train_loss" in told.stdout
