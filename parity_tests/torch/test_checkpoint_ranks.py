@@ -16,7 +16,7 @@ from ring_attn_torch import Checkpoints, RingTransformer, save_llama, save_weigh
 
 from ..support.models import TRANSFORMER  # noqa: E402
 
-AT_ONCE = 10
+AT_ONCE = 90
 """Seconds, half of the pool's timeout, after which no rank waits any more."""
 
 
