@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ring_attn_core.data import cache as caching
 
 from ..support import corpus
 from ..support.corpus import LENGTH, LENGTHS, RANKS
+from ..support.flushed import Disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,6 +142,36 @@ def test_of_many_processes_that_start_at_once_one_tokenises(tmp_path):
     assert json.loads(states.pop())["batches"] == 0
     assert (tmp_path / ".ring-attn" / "writers").read_text() == "x"
     assert not list((tmp_path / ".ring-attn").glob(".writing-*"))
+
+
+def test_who_comes_while_another_tokenises_waits_for_its_lock(tmp_path):
+    import fcntl
+
+    corpus.write_texts(tmp_path)
+    (tmp_path / ".ring-attn").mkdir()
+    with open(tmp_path / ".ring-attn" / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = threading.Thread(target=corpus.batches, args=[tmp_path])
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        assert kept(tmp_path) == []
+    second.join(30)
+    assert len(kept(tmp_path)) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux for the name of an open file")
+def test_tokens_are_on_the_disk_before_an_index_says_so(tmp_path, monkeypatch):
+    corpus.write_texts(tmp_path)
+    disk, write, held = Disk().watch(monkeypatch), caching._write_index, []
+
+    def written(index: Path, text: str) -> None:
+        held.extend(disk.holds(path) for path in index.parent.glob("*.tokens"))
+        write(index, text)
+
+    monkeypatch.setattr(caching, "_write_index", written)
+    corpus.batches(tmp_path)
+    assert held == [True]
 
 
 def test_a_dataset_that_was_sent_to_another_process_reads_the_same(tmp_path):

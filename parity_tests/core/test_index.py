@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ring_attn_core import LAYOUTS
 from ring_attn_core.data.index import Index, batches_of, reads, state_of
-from ring_attn_core.data.packing import Contexts
+from ring_attn_core.data.packing import Contexts, shuffled
 
 from ..support import corpus
 from ..support.corpus import LENGTH, LENGTHS, RANKS
@@ -87,6 +87,14 @@ def test_another_seed_or_epoch_is_another_order():
     assert len(orders) == 9
     plain = Index(LENGTHS, corpus.settings(shuffle=False, epochs=2))
     assert [plain.batch(i) for i in range(plain.batches)] == [plain.batch(plain.batches + i) for i in range(plain.batches)]
+
+
+def test_contexts_are_shuffled_by_a_draw_of_their_own():
+    """Each document fills one context, so both orders are of as many."""
+    index = Index([LENGTH] * 9, corpus.settings(seed=3))
+    documents, contexts = (shuffled(9, what, 3, 0) for what in ("documents", "contexts"))
+    assert documents != contexts
+    assert [index.batch(i)[0][0].document for i in range(9)] == [documents[context] for context in contexts]
 
 
 OPTIONS = [{"last": "drop"}, {"last": "pad", "batch_size": 2, "epochs": 3}, {"shuffle": False, "epochs": 2}]

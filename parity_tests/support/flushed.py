@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from pytest import MonkeyPatch
+
 
 @contextmanager
 def unflushed() -> Iterator[list[str]]:
@@ -32,3 +34,37 @@ def unflushed() -> Iterator[list[str]]:
 
     with patch.object(os, "fsync", noted), patch.object(Path, "rename", renamed):
         yield lost
+
+
+class Disk:
+    """What a loss of power would leave of files that are written while this watches; Linux only."""
+
+    def __init__(self) -> None:
+        self._flushed: dict[int, object] = {}
+
+    def holds(self, path: Path) -> bool:
+        """Whether the file's content was flushed as it stands."""
+        return self._flushed.get(path.stat().st_ino) == _state(path)
+
+    def names(self, path: Path) -> bool:
+        """Whether the folder around it was flushed since the file or folder has its name."""
+        names = self._flushed.get(path.parent.stat().st_ino)
+        return isinstance(names, set) and (path.name, path.stat().st_ino) in names
+
+    def watch(self, monkeypatch: MonkeyPatch) -> Disk:
+        """Note every fsync from now on."""
+        fsync = os.fsync
+
+        def noted(number: int) -> None:
+            fsync(number)
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            self._flushed[path.stat().st_ino] = _state(path)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        return self
+
+
+def _state(path: Path) -> object:
+    if path.is_dir():
+        return {(each.name, each.stat().st_ino) for each in path.iterdir()}
+    return path.stat().st_size, path.stat().st_mtime_ns
