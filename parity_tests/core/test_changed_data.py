@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ring_attn_core.data import cache as caching
-from ring_attn_core.files import BLOCK, SAMPLES
+from ring_attn_core.files import BLOCK, SAMPLES, read_at, sample
 
 from ..support import corpus
 from ..support.special_files import DEEP, in_time
@@ -124,6 +124,25 @@ def test_what_leaves_the_content_alone_is_no_change(what, tmp_path):
     next(batches)
     corpus.assert_same(first, next(data.iterate()))
     corpus.assert_same(first, next(pickle.loads(pickle.dumps(data)).iterate()))
+
+
+def test_a_sample_has_the_first_and_the_last_byte_of_a_large_file(tmp_path):
+    path, digests = large(tmp_path), set()
+    for changed in ([], [0], [path.stat().st_size - 1]):
+        for at in changed:
+            flip(path, at, 1)
+        with path.open("rb") as file:
+            digests.add(sample(file))
+    assert len(digests) == 3
+
+
+def test_what_the_system_reads_in_parts_is_put_together(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda number, count, offset: pread(number, min(count, 7), offset))
+    with open(tmp_path / "a", "rb") as file:
+        assert read_at(file, 10, 60) == bytes(range(10, 70))
+        assert read_at(file, 90, 60) == bytes(range(90, 100))
 
 
 def test_an_array_that_was_edited_in_its_middle_does_not_go_on_from_a_state(tmp_path):

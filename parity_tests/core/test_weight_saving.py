@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -14,8 +16,10 @@ from typing import Any
 import pytest
 
 from ring_attn_core.model import weight_files, weight_saving
-from ring_attn_core.model.weight_files import CONFIG, WEIGHTS, opened_folder
+from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, opened_folder
 from ring_attn_core.model.weight_saving import replacing, write
+
+from ..support.flushed import Disk
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
@@ -34,6 +38,37 @@ def save(folder: Path, value: float) -> None:
 def value(folder: Path) -> float:
     with opened_folder(folder) as held:
         return float(held.files[held.folder / WEIGHTS].weights.get_tensor("a")[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux for the name of an open file")
+def test_the_name_of_a_saved_folder_survives_a_loss_of_power(tmp_path, monkeypatch):
+    disk = Disk().watch(monkeypatch)
+    for number in (1.0, 2.0):
+        save(tmp_path / "w", number)
+        assert disk.names(tmp_path / "w")
+
+
+def test_the_index_counts_the_bytes_of_all_files(tmp_path, monkeypatch):
+    from safetensors.numpy import save_file
+
+    monkeypatch.setattr(weight_saving, "MOST_BYTES", 24)
+    write(tmp_path, [(name, np.zeros(size, np.float32)) for name, size in (("a", 5), ("b", 2), ("c", 5), ("d", 1))], save_file)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 4 * (5 + 2 + 5 + 1)}
+    assert [index["weight_map"][name] for name in "abcd"] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3, 3)]
+
+
+def test_who_may_read_the_folder_may_read_its_weights(tmp_path):
+    def private(arrays: Any, path: Path, header: Any) -> None:
+        path.write_bytes(b"")
+        path.chmod(0o600)
+
+    for mode, expected in ((0o755, 0o644), (0o770, 0o660), (0o700, 0o600)):
+        folder = tmp_path / f"{mode}"
+        folder.mkdir()
+        folder.chmod(mode)
+        write(folder, [("a", np.zeros(5))], private)
+        assert stat.S_IMODE((folder / WEIGHTS).stat().st_mode) == expected
 
 
 @pytest.mark.parametrize("which", [1, 2, 3])

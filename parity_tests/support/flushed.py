@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from pytest import MonkeyPatch
+import pytest
 
 
 @contextmanager
@@ -51,7 +51,7 @@ class Disk:
         names = self._flushed.get(path.parent.stat().st_ino)
         return isinstance(names, set) and (path.name, path.stat().st_ino) in names
 
-    def watch(self, monkeypatch: MonkeyPatch) -> Disk:
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> Disk:
         """Note every fsync from now on."""
         fsync = os.fsync
 
