@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 
 from ring_attn_core.model import checkpoint_folder, folder_lock
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, check_files, digests, seen
+from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import ITEMS, Progress, described, progress_of
+
+from ..support.flushed import Disk
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -47,6 +51,24 @@ def test_a_checkpoint_without_run_json_is_not_complete_and_the_next_save_deletes
     saved(checkpoints, 3)
     assert checkpoints.steps() == [1, 3]
     assert not half.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it asks Linux for the name of an open file")
+def test_a_complete_checkpoint_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = Disk().watch(monkeypatch)
+    where = saved(folder(tmp_path), 1)
+    assert disk.holds(where / RUN)
+    assert disk.names(where / RUN)
+    assert disk.names(where)
+
+
+def test_the_newest_checkpoint_is_that_of_the_greatest_step_and_not_of_the_last_name(tmp_path: Path):
+    checkpoints = CheckpointFolder(tmp_path, "step_{}")
+    for step in (9, 10):
+        saved(checkpoints, step)
+    assert checkpoints.steps() == [9, 10]
+    checkpoints.delete_old(1)
+    assert checkpoints.steps() == [10]
 
 
 def test_a_rename_of_a_folder_that_a_kill_cuts_short_leaves_nothing_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -207,6 +229,15 @@ def test_what_is_not_of_its_type_in_run_json_is_named(name: str, value: Any, tmp
         progress_of(tmp_path / RUN, whole | {name: value}, None)
     with pytest.raises(ValueError, match=r"run\.json must hold a JSON object, got a list"):
         progress_of(tmp_path / RUN, [], None)
+
+
+def test_a_resumed_run_may_compute_in_another_dtype_but_has_the_same_sizes():
+    config = TransformerConfig(vocab=31, dim=8, depth=1, heads=1)
+    written = described(Progress(3, None, {}), config)
+    for changed in ({"compute_dtype": "bfloat16"}, {"dropout_rate": 0.5}):
+        assert progress_of(Path("run.json"), written, replace(config, **changed)).step == 3
+    with pytest.raises(ValueError, match=r"is of another model: dim is 8 there and 16 here"):
+        progress_of(Path("run.json"), written, replace(config, dim=16))
 
 
 def test_what_is_nested_too_deep_for_json_is_refused_when_it_is_saved():

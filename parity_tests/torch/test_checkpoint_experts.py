@@ -118,3 +118,22 @@ def on_one_rank(group: Any, folder: Path, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_states_that_exist_on_some_ranks_only_come_back_there_only(sharded: bool, gloo, tmp_path):
     gloo(2, on_one_rank, tmp_path, sharded)
+
+
+def drawing_on_rank(group: Any, folder: Path) -> list[float]:
+    """What a rank drew after a save, and draws again after the resumption."""
+    model = torch.nn.Linear(2, 1)
+    torch.manual_seed(7 + torch.distributed.get_rank(group))
+    checkpoints = Checkpoints(folder, group=group)
+    checkpoints.save(1, model)
+    checkpoints.close()
+    drawn = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    Checkpoints(folder, group=group).resume(model)
+    assert torch.rand(3).tolist() == drawn
+    return drawn
+
+
+def test_every_rank_draws_on_from_its_own_generator(gloo, tmp_path):
+    first, second = gloo(2, drawing_on_rank, tmp_path)
+    assert first != second

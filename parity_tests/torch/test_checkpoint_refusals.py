@@ -126,13 +126,20 @@ def test_another_optimizer_is_refused_and_changes_no_bit(stepped: bool, tmp_path
         assert same(everything(model, optimizer), before)
 
 
-def test_a_failed_read_changes_no_bit(tmp_path):
+def test_a_read_that_fails_at_its_end_changes_no_bit(tmp_path):
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     saved(tmp_path)
     model, optimizer = made(5)
     before = everything(model, optimizer)
-    broken = OSError(5, "Input/output error")
+    read = HuggingFaceStorageReader.read_data
+
+    def torn(*arguments: Any) -> None:
+        read(*arguments).wait()
+        raise OSError(5, "Input/output error")
+
     with (
-        patch("torch.distributed.checkpoint.hf_storage.HuggingFaceStorageReader.read_data", side_effect=broken),
+        patch.object(HuggingFaceStorageReader, "read_data", torn),
         pytest.raises(OSError, match=r"step-000000002 could not be read, and nothing has changed: .*Input/output"),
     ):
         Checkpoints(tmp_path).resume(model, optimizer)
