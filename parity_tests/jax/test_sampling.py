@@ -14,7 +14,9 @@ import pytest
 from flax import nnx
 
 from ring_attn_core.reference import sampling as reference
+from ring_attn_core.sampling import Sampling
 from ring_attn_jax import KVCache, decode_step, prefill_prompts, sample
+from ring_attn_jax.inference import sampling as drawing
 
 from ..support.generation import BAD_DRAWS, DRAW, DRAWN, PROMPTS
 from .ring import mesh_of
@@ -66,6 +68,18 @@ def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced(
     assert traced(logits, jnp.arange(5), at + 1).tolist() != whole.tolist()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert sample(logits[:1], **options, positions=at[:1]).tolist() == whole[:1].tolist()
+
+
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
+    monkeypatch.setattr(drawing, "words", lambda *_: jnp.full((1, 3), bits, jnp.uint32))
+    at = jnp.zeros(1, jnp.int32)
+    assert jnp.isfinite(drawing.gumbel(Sampling(1.0).choice, at, at, jnp.arange(3)[None], jnp.float32)).all()
+
+
+def test_of_equal_logits_the_lower_token_ids_are_kept():
+    got = sample(jnp.zeros((200, 3000)), temperature=1.0, top_k=3, positions=jnp.arange(200))
+    assert set(got.tolist()) == {0, 1, 2}
 
 
 def test_of_numbers_their_low_32_bits_count():

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from ring_attn_core.reference import sampling as reference
+from ring_attn_core.sampling import Sampling
 from ring_attn_torch import KVCache, decode_step, prefill_prompts, sample
+from ring_attn_torch.inference import sampling as drawing
 
 from ..support.generation import BAD_DRAWS, DRAW, DRAWN, PROMPTS
 from .models import Group
@@ -71,6 +73,19 @@ def test_it_is_a_request_of_its_number_and_neither_its_row_nor_autocast_nor_a_gr
         back = sample(logits.flip(0), temperature=2.0, top_p=0.9, seed=3, requests=[4, 3, 2, 1, 0], positions=at.flip(0))
     assert back.flip(0).tolist() == whole.tolist()
     assert sample(logits, temperature=2.0, top_p=0.9, seed=3, positions=at + 1).tolist() != whole.tolist()
+
+
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
+    monkeypatch.setattr(drawing, "words", lambda *_: torch.full((1, 3), bits))
+    at = torch.zeros(1, dtype=torch.long)
+    for dtype in (torch.float32, torch.float64):
+        assert drawing.gumbel(Sampling(1.0).choice, at, at, torch.arange(3)[None], dtype).isfinite().all()
+
+
+def test_of_equal_logits_the_lower_token_ids_are_kept():
+    got = sample(torch.zeros(200, 3000), temperature=1.0, top_k=3, positions=torch.arange(200))
+    assert set(got.tolist()) == {0, 1, 2}
 
 
 def test_of_numbers_their_low_32_bits_count():
