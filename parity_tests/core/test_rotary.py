@@ -57,6 +57,14 @@ def test_the_fastest_pair_keeps_its_frequency_and_the_slowest_is_divided_by_the_
     assert all(slower < faster for faster, slower in pairwise(scaled))
 
 
+def test_yarns_ramp_ends_at_the_last_feature_where_no_pair_turns_so_slowly():
+    """So does the authors' code: a base so small that the slowest pair turns more than once in the original context."""
+    pair = np.arange(8)
+    kept = 1 - (pair - 1).clip(0) / (15 - 1)
+    expected = 10.0 ** (-pair / 8) * (kept + (1 - kept) / 8)
+    np.testing.assert_allclose(inverse_frequencies(Rotary(10, YaRN(8.0, 4096, fast=400)), 16), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("scaling", [Linear(1.0), NTK(1), YaRN(1.0, 4096), Llama3(1.0, 1.0, 4.0, 4096)], ids=str)
 def test_a_factor_of_1_changes_nothing(scaling):
     plain, scaled = (inverse_frequencies(Rotary(1e6, x), 64) for x in (None, scaling))
