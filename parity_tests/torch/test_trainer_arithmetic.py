@@ -1,0 +1,37 @@
+"""What a Trainer on a ring multiplies, divides and counts by the ranks of a ring, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from transformers import Trainer
+
+from ring_attn_torch.transformers.trainer import RingTraining
+
+
+def stub(**more: Any) -> Any:
+    """A rank of three rings of two."""
+    return SimpleNamespace(args=SimpleNamespace(world_size=6), ring=SimpleNamespace(ranks=2), **more)
+
+
+def test_every_row_of_all_rings_comes_once_and_what_fills_the_last_batch_not_at_all():
+    state = SimpleNamespace(end_of_dataloader=False, remainder=5)
+    everybody = torch.tensor([0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5])
+    trainer = stub(accelerator=SimpleNamespace(gradient_state=state, gather=lambda _: everybody))
+    assert RingTraining._gather_rows(trainer, everybody[:2]).tolist() == [0, 1, 2, 3, 4, 5]
+    state.end_of_dataloader = True
+    assert RingTraining._gather_rows(trainer, everybody[:2]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_loss_that_trains_counts_for_every_rank_whose_gradients_are_averaged():
+    compute = lambda *_, **__: torch.tensor(3.0)
+    trainer = stub(_next=lambda _: (Trainer, compute), _predicting=False)
+    assert RingTraining.compute_loss(trainer, torch.nn.Identity(), {}) == 6
+    trainer._predicting = True
+    assert RingTraining.compute_loss(trainer, torch.nn.Identity(), {}) == 3
