@@ -164,3 +164,11 @@ def test_a_narrow_terminal_cuts_no_number():
         console.print(report.table(found, width))
         text = console.export_text()
         assert "…" not in text and "2.3e-07" in text and "3e-12" in text, text
+
+
+def test_a_comparison_without_a_result_does_not_pass():
+    pytest.importorskip("rich.console")
+    from ring_attn_cli.compare.comparison import Comparison
+    from ring_attn_cli.compare.sweep import asked
+
+    assert not Comparison(asked(["ring"], 2, "torch", 1, 9.0), (), (), {}).passed
