@@ -40,18 +40,19 @@ def test_what_stands_in_slots_that_no_query_sees_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "seed"),
     [
-        Shape(slots=1501, dtype="bfloat16", features=("window",)),
-        Shape(slots=900, queries=8, heads=32, kv_heads=8),
-        Shape(slots=1024, batch=2, heads=8, kv_heads=1, features=("tree_mask",), queries=3),
+        (Shape(slots=1501, dtype="bfloat16", features=("window",)), 7),
+        (Shape(slots=900, queries=8, heads=32, kv_heads=8), 1),
+        (Shape(slots=1024, batch=2, heads=8, kv_heads=1, features=("tree_mask",), queries=3), 2),
     ],
     ids=["converted", "many rows", "whole chunks"],
 )
-def test_long_caches_are_exact_chunk_by_chunk(shape, monkeypatch):
+def test_long_caches_are_exact_chunk_by_chunk(shape, seed, monkeypatch):
     monkeypatch.setattr(attend, "CHUNK", 2**12)
     monkeypatch.setattr(attend, "CONVERTED", 256)
-    problem = Problem(shape)
+    problem = Problem(shape, seed)
+    assert (problem.arrays["q_positions"] > shape.slots / 2).all(), "a long cache"
     problem.check(*run(problem))
     program.cache_clear()
 

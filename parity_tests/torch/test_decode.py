@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_torch import attend_block, full, merge, merge_ring, tree_attention_decode
+from ring_attn_torch.attend import decode as attend
 from ring_attn_torch.ring import agreement
 
 from ..support.decode import Problem, Shape, check, random_shape, shapes
@@ -42,16 +43,22 @@ def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(gloo, ranks):
         assert np.array_equal(mine, other)
 
 
-def test_long_caches_are_exact_chunk_by_chunk():
-    """Several chunks, of which the last is short and one is seen by nobody."""
-    for dtype, slots in (("float32", 70_001), ("bfloat16", 3_001)):
-        problem = Problem(Shape(slots=slots, queries=2, heads=16, kv_heads=2, head_dim=8, v_dim=8, dtype=dtype))
+def test_long_caches_are_exact_chunk_by_chunk(monkeypatch):
+    """Several chunks, of which the last is short and seen by nobody."""
+    monkeypatch.setattr(attend, "CHUNK", 2**15)
+    for dtype, slots in (("float32", 3_501), ("bfloat16", 3_001)):
+        problem = Problem(Shape(slots=slots, queries=2, heads=16, kv_heads=2, head_dim=8, v_dim=8, dtype=dtype), seed=24)
+        last = problem.arrays["q_positions"].max()
+        assert last > attend.CONVERTED, "a long cache"
+        of_last_chunk = problem.arrays["k_positions"][..., slots // attend.CONVERTED * attend.CONVERTED :]
+        assert not ((of_last_chunk >= 0) & (of_last_chunk <= last)).any()
         arrays = tensors(problem, 0)
         problem.check(*as_numpy(tree_attention_decode(**arrays, return_lse=True)))
 
 
 def test_a_chain_of_nodes_is_what_no_tree_is():
-    problem = Problem(replace(EVERYTHING, batch=1))
+    problem = Problem(replace(EVERYTHING, batch=1), seed=1)
+    assert (problem.arrays["q_positions"] > 0).all(), "tokens come before the nodes"
     arrays = tensors(problem, 0) | {"tree_mask": torch.ones(1, 5, 5).tril().bool()}
     as_tree = tree_attention_decode(**arrays)
     del arrays["tree_mask"]
