@@ -75,10 +75,10 @@ def test_where_it_represents_every_token_it_is_exact_attention(gloo, case):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_later_tokens_change_nothing_on_any_rank(gloo, ranks):
-    """To the bit, with every token from one on changed: within a block, and at its start."""
+    """To the bit, with every token from one on changed: at the start of a block, within it, and its last one."""
     case = SummaryCase(ranks, block=5, window=3)
     before = run(gloo, case)
-    for token in (20, 23):
+    for token in (20, 23, 24):
         later = lambda x, token=token: np.concatenate([x[:, :token], -3 * x[:, token:]], 1)
         after = run(gloo, case.given(**{name: later(case.arrays[name]) for name in "qkv"}))
         for a, b in zip(before[:2], after[:2], strict=True):
