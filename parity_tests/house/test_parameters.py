@@ -60,7 +60,7 @@ FORWARDED = {
     "RingTraining.__init__": "the Trainer's that comes after it",
     "RingTraining.train": "the same",
     "RingTraining.evaluation_loop": "the same",
-    "RingTraining.training_step": "the same",
+    "RingTraining.compute_loss": "the same",
     "exact": "the fields of Features",
     "plain": "the fields of Features",
     "CacheSpec.of": "the fields of CacheSpec",

@@ -1,6 +1,7 @@
 """A pool of processes, on gloo unless told otherwise, that tests send functions to: started once, reused, one thread each.
 
-They are forked from a server that has imported PyTorch, and so start in hundredths of a second and share its memory.
+They are forked from a server that has imported PyTorch, and so start in hundredths of a second and share its memory. A pool with
+an environment of its own spawns them, since what the server has imported may have read the variables already.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        context = warm.context("torch")
+        context = multiprocessing.get_context("spawn") if self._environment else warm.context("torch")
         self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self._most):

@@ -101,7 +101,7 @@ def _program(arguments: list[str], folder: str, variables: dict[str, str], out: 
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = arguments, str(Path(folder, arguments[0]).parent)
-            runpy.run_path(arguments[0], run_name="__main__")
+            runpy.run_path(str(Path(folder, arguments[0])), run_name="__main__")  # whole, for processes that it spawns
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
