@@ -56,6 +56,11 @@ def test_long_caches_are_exact_chunk_by_chunk(monkeypatch):
         problem.check(*as_numpy(tree_attention_decode(**arrays, return_lse=True)))
 
 
+def test_the_error_of_a_long_cache_is_that_of_a_short_one():
+    problem = Problem(Shape(slots=70_001, queries=2, heads=16, kv_heads=2, head_dim=8, v_dim=8, dtype="float32"), seed=24)
+    problem.check(*as_numpy(tree_attention_decode(**tensors(problem, 0), return_lse=True)))
+
+
 def test_a_chain_of_nodes_is_what_no_tree_is():
     problem = Problem(replace(EVERYTHING, batch=1), seed=1)
     assert (problem.arrays["q_positions"] > 0).all(), "tokens come before the nodes"

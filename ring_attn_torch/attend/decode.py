@@ -24,6 +24,9 @@ from .launch import aligned, launch
 CHUNK, CONVERTED = 2**20, 1024
 """Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
 
+LONGEST = 4096
+"""Slots of a chunk at most: one sum over 32,768 of them had an error of 2.0e-6, where the bound is 8.3e-7."""
+
 
 class Arrays(NamedTuple):
     """The arrays of a call under their public names, None where not given."""
@@ -97,7 +100,7 @@ def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
     wide = torch.promote_types(q.dtype, torch.float32)
-    chunk = max(CHUNK // max(n * h, 1), CONVERTED) if k.dtype == wide else CONVERTED
+    chunk = min(max(CHUNK // max(n * h, 1), CONVERTED), LONGEST) if k.dtype == wide else CONVERTED
     rows = q.to(wide).view(b, n, g, h // g, d).permute(0, 2, 1, 3, 4).reshape(b, g, -1, d) * problem.factor
     if arrays.k_scale is not None:
         rows = rows * arrays.k_scale.to(wide)[:, None, None]
