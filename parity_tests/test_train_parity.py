@@ -55,7 +55,7 @@ def on_ranks(group: Any, config: Config, stop: int = 0) -> None:
 
     def tell(kind: str, line: dict[str, Any]) -> None:
         if kind == "step" and line["step"] == stop:
-            side._checkpoints.wait()
+            side._checkpoints.close()
             raise Stopped
 
     train(config, side, tell)

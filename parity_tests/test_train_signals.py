@@ -38,19 +38,22 @@ def command(tmp_path: Path, framework: str, name: str) -> list[str]:
     return [sys.executable, "-m", "ring_attn_cli", "train", str(config), *where]
 
 
+HEARS_CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+"""Start a command that SIGINT ends, as it does not where a shell has started these tests in the background."""
+
+
 def started(tmp_path: Path, framework: str, name: str) -> subprocess.Popen[str]:
     root = str(Path(__file__).resolve().parents[1])
     (tmp_path / "tmp").mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path / "tmp")}
     environment.pop("XLA_FLAGS", None)  # the tests' devices
     return subprocess.Popen(
-        command(tmp_path, framework, name),
+        [sys.executable, "-c", HEARS_CTRL_C, *command(tmp_path, framework, name)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
 
 
