@@ -30,7 +30,7 @@ MESSAGE = "dropout_seed was given without dropout_rate, and nothing would be dro
 def on_shards(**given: Any) -> Any:
     spec = P(None, "seq")
     call = partial(ring_attn_jax.ring_attention, **given)
-    return jax.shard_map(call, mesh=mesh_of(2), in_specs=(spec,) * 3, out_specs=spec)(*[jnp.asarray(X)] * 3)
+    return jax.jit(jax.shard_map(call, mesh=mesh_of(2), in_specs=(spec,) * 3, out_specs=spec))(*[jnp.asarray(X)] * 3)
 
 
 CALLS = {
@@ -38,14 +38,14 @@ CALLS = {
     "ring_attn_torch.attend_block": lambda **given: ring_attn_torch.attend_block(*[torch.from_numpy(X)] * 3, **given)[0],
     "ring_attn_jax.ring_attention": on_shards,
     "ring_attn_jax.attend_block": lambda **given: ring_attn_jax.attend_block(*[jnp.asarray(X)] * 3, **given)[0],
-    "ring_attn_jax.sharded_ring_attention": lambda **given: ring_attn_jax.sharded_ring_attention(
-        *[jnp.asarray(X)] * 3, mesh=mesh_of(2), **given
-    ),
+    "ring_attn_jax.sharded_ring_attention": lambda **given: jax.jit(
+        partial(ring_attn_jax.sharded_ring_attention, mesh=mesh_of(2), **given)
+    )(*[jnp.asarray(X)] * 3),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_a_seed_without_a_rate_is_refused_and_a_rate_of_0_is_none(name, seed):
     call = CALLS[name]
     with pytest.raises(ValueError, match=MESSAGE):

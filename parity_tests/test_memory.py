@@ -34,6 +34,7 @@ def test_peak_memory_is_the_arrays_and_little_more_causal(framework: str):
     assert peak_ratio(framework, 65_536) <= MOST
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_forward_ring_needs_no_more_memory_with_more_ranks(set_aside):
     pytest.importorskip("jax")

@@ -55,6 +55,7 @@ def test_steps_of_four_ranks_of_torch_are_those_of_one_process(gloo, way):
         check(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [way if i == 0 else pytest.param(way, marks=pytest.mark.exhaustive) for i, way in enumerate(jax_side.WAYS)]

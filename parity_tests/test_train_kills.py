@@ -125,6 +125,7 @@ def config_of(folder: Path, name: str) -> Config:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_kills_at_random_moments_change_no_bit(framework: str, server: Any, tmp_path: Path):

@@ -97,6 +97,7 @@ def assert_close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
         np.testing.assert_allclose(ours[name], x, rtol=CLOSE, atol=CLOSE, err_msg=name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, tmp_path: Path):
     one, four, ours = (config_of(tmp_path, name, ranks) for name, ranks in (("one", 1), ("four", 4), ("jax", 4)))

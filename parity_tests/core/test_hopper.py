@@ -131,7 +131,13 @@ def test_tiles_of_heads_of_256_compile():
     check_compiled(steps.forward(replace(HOPPER, head_dim=256, v_dim=256), False, False))
 
 
-@pytest.mark.parametrize(("first", "last", "runs"), [(False, False, 1), (False, False, 2), (False, True, 1), (True, False, 1)])
+@pytest.mark.parametrize(
+    ("first", "last", "runs"),
+    [
+        (False, False, 1),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(False, False, 2), (False, True, 1), (True, False, 1)]),
+    ],
+)
 def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(first, last, runs):
     """With an address for every element the loads wait for registers: the state then cost 7 % of a causal launch, not 3."""
     kernel = compiled(steps.forward(replace(HOPPER, q_runs=runs, k_runs=runs), first, last), 90)
@@ -172,6 +178,7 @@ def test_what_the_hopper_backward_refuses_the_portable_kernels_take(change, reas
     assert {"dq", "dkv"} <= {x.kernel for x in steps.of_backward(call, 1)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", [(True, False), (False, False)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):

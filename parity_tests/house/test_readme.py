@@ -43,6 +43,7 @@ def test_a_quick_start_runs_as_it_stands_in_at_most_20_lines(name, tmp_path):
     assert "1000" in run_program(name, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "quickstart" not in name])
 def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
     if name == "jax_export.py":
@@ -63,6 +64,7 @@ def run_program(name: str, folder: Path, processes: int = 4) -> str:
     return warm.run([name], framework, folder, environment({"XLA_FLAGS": warm.QUICK}), processes if framework == "torch" else 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_an_example_trains(framework):
     """The last loss it prints is well below the first."""

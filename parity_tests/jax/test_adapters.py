@@ -24,6 +24,7 @@ from .ring import mesh_of
 SEEDS = range(30)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_calls_are_flaxs_own_or_refused_by_name(kind):
     for seed in [seed for seed in SEEDS if MASKS[seed % len(MASKS)] == kind]:

@@ -45,7 +45,7 @@ def gradient(function):
 
 
 @needs_plugin
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_descriptors)])
 def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
     text = lowered(gradient(ring(ranks, backend=backend)), *shapes())

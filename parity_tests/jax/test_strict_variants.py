@@ -42,6 +42,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_and_its_gradient_promote_nothing(name, dtype):

@@ -41,7 +41,7 @@ attend(q, q, q, mask=full()).sum().backward()
 """
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_every_rank_that_fails_names_the_ranks_that_it_waited_for(tmp_path, when, how):
     (tmp_path / "program.py").write_text(PROGRAM)

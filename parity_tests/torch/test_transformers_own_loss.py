@@ -85,7 +85,7 @@ def near(got: Result, want: Result) -> None:
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < NEAR * max(1, theirs["grad_norm"])
 
 
-@pytest.mark.parametrize("rings", [1, 2])
+@pytest.mark.parametrize("rings", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_loss_and_the_predictions_of_the_next_class_are_those_of_one_process(four: Any, tmp_path: Path, rings: int):
     runs = [Run(3, str(tmp_path / f"{rings}{kind}"), ring=4 // rings, rows=2 // rings) for kind in "ab"]
     ones = [Run(3, str(tmp_path / f"one{kind}")) for kind in "ab"]
