@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from .support.timings import Timings
-from .support.warm import QUICK
+from .support.warm import CACHE, QUICK
 
 EIGHT = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU is shared with PyTorch and with other processes
-if QUICK:  # compiling is most of what a JAX test does: the next run finds its programs here
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+if QUICK:
+    os.environ.update(CACHE | os.environ)
 os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')} {EIGHT}"  # of two that differ the last one counts
 
 

@@ -9,10 +9,11 @@ test runs alone. A ``name`` is a room, or a part of a break's name; without one 
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +21,8 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from parity_tests.support.warm import CACHE
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 600
@@ -84,16 +87,31 @@ def noticed(broken: Break, copies: queue.Queue[Path]) -> bool:
 
 def run(folder: Path, *arguments: str) -> int:
     """Return pytest's exit status: 0 green, 1 red, anything else: it did not come to testing, and is printed."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        return 1
-    if done.returncode not in (0, 1) or (folder == ROOT and done.returncode):
-        print(done.stdout + done.stderr)
-    return done.returncode
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "torch.distributed", "jax", "flax.nnx", "optax"])
+    with tempfile.NamedTemporaryFile() as printed:
+        process = context.Process(target=_pytest, args=(str(folder), printed.name, arguments))
+        process.start()
+        process.join(PATIENCE)
+        if process.exitcode is None:
+            process.kill()
+            return 1
+        if process.exitcode not in (0, 1) or (folder == ROOT and process.exitcode):
+            print(Path(printed.name).read_text())
+    return process.exitcode
+
+
+def _pytest(folder: str, printed: str, arguments: tuple[str, ...]) -> None:
+    """Run pytest in ``folder``, whose packages come before those that are installed."""
+    for stream in (1, 2):
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_APPEND), stream)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = folder
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    sys.exit(importlib.import_module("pytest").main(["-q", "-p", "no:cacheprovider", *arguments]))
 
 
 if __name__ == "__main__":
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1"} | CACHE
     sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,13 @@ from typing import Any
 QUICK = "" if shutil.which("nvidia-smi") else "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA_FLAGS for programs that take longer to compile than to run, as tests do on CPUs; parity_tests/jax/ring.py has more."""
 
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[2] / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+}
+"""What JAX reads when it is imported: compiling is most of what its tests do, and the next run finds the programs."""
+
 PATIENCE = 600
 """Seconds after which a program counts as hanging."""
 
