@@ -23,6 +23,7 @@ from .torch.models import training_on_rank, transformer_on_rank  # noqa: E402
 RANKS, LAYOUT, STEPS = 4, "zigzag", 3
 
 
+@pytest.mark.exhaustive
 def test_jax_over_a_ring_is_torch_over_a_ring_and_torch_on_one_device(gloo):
     ids, labels = token_ids()
     ring = run_transformer(transformer_weights(), ids, labels, RANKS, LAYOUT)

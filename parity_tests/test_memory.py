@@ -19,6 +19,7 @@ def set_aside() -> dict[bool, list[dict[str, int]]]:
     return {in_order: temp_bytes(RANKS, SEQ_LOCAL, in_order=in_order) for in_order in (False, True)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_peak_memory_is_the_arrays_and_little_more(framework: str):

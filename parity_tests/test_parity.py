@@ -22,11 +22,13 @@ def test_frameworks_agree(gloo, case, record_property):
     record_property("worst", agree(gloo, case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in SPECIAL if case.dtype == "float32"], ids=str)
 def test_frameworks_agree_on_cross_attention_padding_and_odd_sizes(gloo, case, record_property):
     record_property("worst", agree(gloo, case, quick=False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in COMBINATIONS if case.dtype == "float32"], ids=str)
 def test_frameworks_agree_on_features_together(gloo, case, record_property):
     record_property("worst", agree(gloo, case))

@@ -96,6 +96,7 @@ def test_a_run_that_is_told_to_stop_says_so_and_goes_on_to_the_bit(framework: st
 
 def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
     """JAX has such a callback, out of which no exception comes."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     within = []
 
     def collected(phase: str, _: object) -> None:
@@ -114,4 +115,5 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
             wait()
     finally:
         gc.callbacks.remove(collected)
+        signal.signal(signal.SIGINT, before)
     assert within == ["start"]

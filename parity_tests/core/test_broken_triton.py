@@ -91,6 +91,7 @@ def test_an_assembler_that_fails_is_quoted_without_the_names_of_its_files():
     assert cause_of(error) == "AttributeError: module has no attribute 'load'"
 
 
+@pytest.mark.exhaustive
 def test_a_cache_without_room_is_left_for_a_folder_of_the_process(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "full"))
     really = triton.compile

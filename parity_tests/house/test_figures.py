@@ -93,6 +93,7 @@ def test_autograd_keeps_what_the_example_explains():
     assert kept["... and feed-forward"] == kept["ring"] == thin
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_example_of_the_memory_draws_a_ring_that_holds_least(tmp_path):
     pytest.importorskip("jax")

@@ -11,6 +11,7 @@ from flax import nnx
 from ring_attn_jax import RingAttention, RotaryEmbedding
 
 from ..support.float64 import CLOSE, ROTARIES, check, layer, turned
+from ..support.selection import first
 from .models import run_layer
 
 
@@ -22,7 +23,7 @@ def test_angles_of_float64_are_float64(rotary):
     np.testing.assert_allclose(got, exact, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "everything"), (2, "rotary"), (4, "everything")])
+@pytest.mark.parametrize(("ranks", "name"), first([(4, "everything"), (2, "rotary"), (1, "everything")]))
 def test_a_layer_of_float64_is_exact_over_a_ring(ranks, name):
     weights, x, dout, arguments = layer(name)
     with jax.enable_x64(True):

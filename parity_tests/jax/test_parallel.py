@@ -127,6 +127,7 @@ class Rematerialised(nnx.Module):
         return nnx.remat(call, policy=policy)(self.block, x, positions, arguments)
 
 
+@pytest.mark.exhaustive
 def test_two_rematerialised_microbatches_of_uneven_labels_are_a_step_of_one_device():
     mesh = mesh_over(AxisType.Explicit, 1, 2, 2, 1)
     where = {"batch_axes": ("data", "fsdp")}

@@ -232,6 +232,7 @@ SAID = (
 )
 
 
+@pytest.mark.exhaustive
 def test_processes_are_compared_and_all_raise_the_same(tmp_path):
     """Two processes of two devices each, which load weights together too."""
     pytest.importorskip("safetensors")

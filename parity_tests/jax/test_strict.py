@@ -61,6 +61,7 @@ def check_as_usual(program: Callable[..., Any], *arguments: Any) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(here) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("case", [Case(), EVERYTHING[-1]], ids=["plain", "every_feature"])
 def test_the_ring_is_exact(case, dtype):

@@ -39,6 +39,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_0_or_8_workers_give_the_same_batches(tmp_path):
     """In a process of its own: what is forked must not have started threads of JAX."""

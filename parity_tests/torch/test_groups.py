@@ -43,6 +43,7 @@ def test_nothing_keeps_the_group_alive_after_it_was_destroyed():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.exhaustive
 def test_nor_does_the_graph_of_a_result(tmp_path):
     program = tmp_path / "keeps_its_graph.py"
     program.write_text(KEEPS_ITS_GRAPH)

@@ -27,6 +27,7 @@ from ring_attn_torch.attend.score import Score
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING
+from ..support.selection import first
 from ..support.spawn import Ranks
 from . import ring
 
@@ -107,7 +108,7 @@ def test_any_two_features_together_are_exact(interpreter, case):
     check(case, run(interpreter, replace(case, poison=True)))
 
 
-@pytest.mark.parametrize("case", [replace(case, ranks=2) for case in EVERYTHING], ids=str)
+@pytest.mark.parametrize("case", first(replace(case, ranks=2) for case in EVERYTHING), ids=str)
 def test_every_feature_at_once_is_exact(interpreter, case):
     check(case, run(interpreter, case))
 

@@ -166,6 +166,7 @@ def test_a_call_without_a_seed_is_evaluation():
     assert not torch.equal(layer(x), layer(x, dropout_seed=3))
 
 
+@pytest.mark.exhaustive
 def test_packed_training_over_a_ring_is_the_one_on_one_device(gloo):
     alone = packed_training_on_rank(None)
     for ring in packed_training(gloo, 4):

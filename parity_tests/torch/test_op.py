@@ -145,6 +145,7 @@ def compiled_on_rank(group, case, *shards):
         return on_rank(group, case, *shards)
 
 
+@pytest.mark.exhaustive
 def test_compile_takes_a_device_mesh_and_the_default_group(gloo):
     gloo(8, compiled_with_each_kind_of_group)
 

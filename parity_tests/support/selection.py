@@ -1,0 +1,14 @@
+"""Which parameters of a test are in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Return parameters of a test, of which ``count`` are in every run and the others only in ``make test-all``."""
+    parameters = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*each, marks=pytest.mark.exhaustive if i >= count else ()) for i, each in enumerate(parameters)]
