@@ -207,7 +207,7 @@ def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
     assert all(jnp.isfinite(gradient).all() for gradient in vjp(cotangents))
 
 
-@pytest.mark.parametrize("kind", first(KINDS.values()), ids=KINDS)
+@pytest.mark.parametrize("kind", first((kind,) for kind in KINDS.values()), ids=KINDS)
 def test_a_shard_map_over_the_ring_alone_equals_one_device(kind):
     """Batch and heads stay outside of it: sharded over Auto axes by XLA, over Explicit ones by their types."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(kind,) * 3)

@@ -41,7 +41,7 @@ def value_and_gradients(case: Case, arrays: dict[str, jax.Array], ranks: int, **
     return {"out": natural(out), **{name: x if name == "sinks" else natural(x) for name, x in gradients.items()}}
 
 
-@pytest.mark.parametrize("kind", first(KINDS.values()), ids=KINDS)
+@pytest.mark.parametrize("kind", first((kind,) for kind in KINDS.values()), ids=KINDS)
 def test_every_feature_on_a_data_seq_tensor_mesh_equals_one_device(kind):
     case = EVERYTHING
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=kind)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.selection import first
+
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
@@ -16,7 +18,6 @@ import pathlib, sys
 import torch
 import torch.distributed as dist
 from ring_attn_torch import Checkpoints
-from ..support.selection import first
 
 rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
 dist.init_process_group("cuda:gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)

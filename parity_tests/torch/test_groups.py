@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 DESTROYS = """
 from pathlib import Path
 import torch, torch.distributed as dist

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.selection import first
+
 RANKS = 4
 
 PROGRAM = """
@@ -21,7 +23,6 @@ import torch.distributed as dist
 
 from ring_attn_torch import full, ring_attention
 from ring_attn_torch.attend import blockwise
-from ..support.selection import first
 
 rank, store, when, compiled = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "compiled"
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
