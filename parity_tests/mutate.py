@@ -88,7 +88,7 @@ def noticed(broken: Break, copies: queue.Queue[Path]) -> bool:
 def run(folder: Path, *arguments: str) -> int:
     """Return pytest's exit status: 0 green, 1 red, anything else: it did not come to testing, and is printed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "torch.distributed", "jax", "flax.nnx", "optax"])
+    context.set_forkserver_preload(["pytest", "torch.distributed", "jax", "flax.nnx", "optax"])
     with tempfile.NamedTemporaryFile() as printed:
         process = context.Process(target=_pytest, args=(str(folder), printed.name, arguments))
         process.start()
