@@ -44,6 +44,7 @@ OTHERS = {
     "dtype": ({}, {"dtype": "bfloat16"}, r"model\.weight is float32 and must be bfloat16; model\.bias is float32 and must be"),
     "Adam": ({}, {"kind": "Adam"}, r"the optimizer of .*run\.json is 'AdamW', and this one 'Adam': make it as it was"),
     "SGD": ({"kind": "SGD", "momentum": 0.9}, {}, r"the optimizer of .*run\.json is 'SGD', and this one 'AdamW'"),
+    "amsgrad": ({}, {"amsgrad": True}, "max_exp_avg_sq is missing"),
     "groups": ({}, {"swapped": True}, r"group 0 of the optimizer of .*run\.json has weight, and that of this one has not"),
 }
 
