@@ -63,6 +63,7 @@ def test_the_example_says_which_transformers_it_needs(monkeypatch: pytest.Monkey
 
 
 TRAINER = """
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 from ring_attn_torch.transformers import RingTrainer
 
@@ -71,6 +72,7 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=32, intermediate
 rows = [{"input_ids": list(range(i, i + 75)), "labels": list(range(i, i + 75))} for i in range(1, 5)]
 arguments = TrainingArguments("trained", max_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[], save_strategy="no")
 RingTrainer(model=model, args=arguments, train_dataset=rows).train()
+dist.destroy_process_group()
 """
 
 
