@@ -15,10 +15,12 @@ for package in ("torch", "safetensors", "rich", "typer"):
     pytest.importorskip(package)
 
 import torch  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli.generate.run import speed  # noqa: E402
 from ring_attn_cli.generate.settings import Settings  # noqa: E402
 from ring_attn_cli.generate.text import Text  # noqa: E402
+from ring_attn_cli.main import app  # noqa: E402
 from ring_attn_torch import RingTransformer, save_llama, save_weights  # noqa: E402
 
 PROMPT = "Ein Märchen, "
@@ -38,10 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(folder: Path, *options: str, weights: str = "weights") -> subprocess.CompletedProcess[str]:
-    given = ["generate", "--weights", str(folder / weights), "--prompt-file", str(folder / "prompt.txt"), *options]
-    return subprocess.run(
-        [sys.executable, "-m", "ring_attn_cli.main", *given], capture_output=True, check=False, encoding="utf-8"
-    )
+    command = [sys.executable, "-m", "ring_attn_cli.main", *given(folder, *options, weights=weights)]
+    return subprocess.run(command, capture_output=True, check=False, encoding="utf-8")
+
+
+def given(folder: Path, *options: str, weights: str = "weights") -> list[str]:
+    return ["generate", "--weights", str(folder / weights), "--prompt-file", str(folder / "prompt.txt"), *options]
 
 
 def expected(folder: Path, **arguments: Any) -> str:
@@ -64,8 +68,8 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
         (("--stop", "300"), "--stop holds 300, and a vocabulary of 256 has 0 to 255"),
         (("--framework", "numpy"), "unknown framework"),
     ):
-        refused = generate(folder, *options)
-        assert refused.returncode == 2
+        refused = CliRunner().invoke(app, given(folder, *options))
+        assert refused.exit_code == 2
         assert refused.stderr.splitlines()[-1].startswith("ring-attn: ")
         assert message in refused.stderr
 

@@ -13,13 +13,16 @@ from ring_attn_jax import RingAttention, from_numpy, to_layout, to_numpy
 
 from ..support.contexts import CONTEXT_LENGTH, arrays, check_cross_attention
 from ..support.models import LAYER, LENGTH, layer_weights
+from ..support.selection import first
 from .models import REPLICATED
 from .ring import SEQ, mesh_of
 
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "whole", "rotary"),
-    [(1, "contiguous", False, False), (2, "zigzag", False, True), (4, "zigzag", False, False), (2, "striped", True, True)],
+    first(
+        [(2, "zigzag", False, True), (2, "striped", True, True), (1, "contiguous", False, False), (4, "zigzag", False, False)], 2
+    ),
 )
 def test_cross_attention_over_a_ring_is_exact(ranks, layout, whole, rotary):
     mesh = mesh_of(ranks)

@@ -24,6 +24,7 @@ from ring_attn_torch import (
 from ring_attn_torch.variants.dilated import COMPILES
 
 from ..support.models import LAYER, LENGTH, assert_near, check_layer, dilated_arguments, layer_data, layer_weights
+from ..support.selection import first
 from ..support.spawn import PerRank
 from .dilated_layer import PATTERNS, WHOLE, densely, dilated_over_a_ring, draw_dilated
 from .models import layer_on_rank
@@ -79,7 +80,7 @@ def test_future_tokens_change_nothing_on_any_rank(gloo):
     assert (outs[0] != outs[1]).any()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", first([3, 1, 2, 4], 2))
 def test_random_calls_are_dense_attention_of_the_same_sparsity_or_refused_by_name(gloo, ranks):
     draws = [drawn for seed in SEEDS[ranks - 1 :: 4] if (drawn := draw_dilated(seed, PATTERNS))]
     check_draws(draws, gloo(ranks, dilated_over_a_ring, draws), densely)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ring_attn_torch import MultiheadAttention, causal, from_layout, ring_attention, to_layout
 
+from ..support.selection import first
 from ..support.spawn import PerRank
 from .multihead import Group, draw, over_a_ring, torchs_own
 
@@ -19,7 +20,7 @@ SEEDS = list(range(64))
 SIZES = {"embed_dim": 12, "num_heads": 2, "batch_first": True}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", first([2, 1, 4]))
 def test_random_calls_are_torchs_own_or_refused_by_name(gloo, ranks):
     results = gloo(ranks, over_a_ring, SEEDS)
     for seed, *of_ranks in zip(SEEDS, *results, strict=True):

@@ -33,7 +33,7 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
         return torch.cat([checkpoint(function, part, use_reentrant=False, preserve_rng_state=False) for part in parts], 1)
     kept = [Kept(part) for part in parts]
     apply = lambda part: checkpoint(lambda: function(part()), use_reentrant=False, preserve_rng_state=False)
-    with saved_tensors_hooks(_itself, _itself):  # or checkpoint would keep an empty tensor at each chunk, and stop at the last
+    with saved_tensors_hooks(_itself, _itself):  # in PyTorch 2.11 checkpoint keeps an empty tensor a chunk
         return torch.cat([apply(part) for part in kept], 1)
 
 
