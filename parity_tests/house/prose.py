@@ -1,0 +1,107 @@
+"""Find prose that breaks the house's rules: docstrings of the packages and of parity_tests/support, pages, and the changelog.
+
+    python -P parity_tests/house/prose.py [path ...]    print the findings below these paths, or all of them
+
+Findings older than the rules stand in ``prose_baseline.txt``, which may only shrink. Each finding is a line
+``file: name: rule``. These rules find what a program can find; a sentence that has to be read twice needs a reader.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = "ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli", "parity_tests/support"
+PAGES = "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/**/*.md"
+
+WORDS_OF_A_FIRST_SENTENCE = 25
+CHARACTERS_OF_A_LINE = 140
+WORDS_OF_A_BULLET = 30
+
+OPENERS = re.compile(r"(What|Who|Whose|Whoever|Whatever|Where|Which|Of|How|Whether|Nobody|So many)\b")
+"""Words that turn the order of subject, verb and object around when a sentence begins with them."""
+
+BANNED = {
+    "ValueError for, ValueError where": r"\bValueError(s)? (for|where)\b",
+    "is no, are no, was no": r"\b(is|are|was|were) no (?!longer\b|more\b|less\b|fewer\b|slower\b|faster\b|larger\b|smaller\b)",
+    "is none, are none": r"\b(is|are) none\b(?! of)",
+    "nobody, whoever": r"\b(nobody|whoever)\b",
+}
+
+
+def findings(paths: list[Path] | None = None) -> list[str]:
+    """Return the findings in all rooms and pages, or in those at and below ``paths``, sorted."""
+    chosen = [*_code(), *_pages()]
+    if paths:
+        chosen = [file for file in chosen if any(file.is_relative_to(path.resolve()) for path in paths)]
+    found = [(file, name, rule) for file in chosen for name, rule in (_of_code(file) if file.suffix == ".py" else _of_page(file))]
+    return sorted(f"{file.relative_to(ROOT)}: {name}: {rule}" for file, name, rule in found)
+
+
+def _code() -> Iterator[Path]:
+    for room in ROOMS:
+        yield from (ROOT / room).rglob("*.py")
+
+
+def _pages() -> Iterator[Path]:
+    for pattern in PAGES:
+        yield from ROOT.glob(pattern)
+
+
+def _of_code(file: Path) -> Iterator[tuple[str, str]]:
+    for name, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
+        for rule in judged(text):
+            yield name, rule
+
+
+def docstrings(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each docstring of a module, class, function or field, without its indentation."""
+    body: list[Any] = getattr(tree, "body", [])
+    if isinstance(tree, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(tree)):
+        yield prefix or "module", text
+    for node, following in zip(body, [*body[1:], None], strict=False):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_text(following):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            yield ".".join(filter(None, (prefix, ast.unparse(target)))), following.value.value
+        elif isinstance(getattr(node, "body", None), list):
+            yield from docstrings(node, ".".join(filter(None, (prefix, getattr(node, "name", "")))))
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def judged(text: str) -> Iterator[str]:
+    """Yield the rules that a docstring breaks."""
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(re.sub(r"(?m)^    .*$", "", text).split()))
+    first, later = sentences[0], sentences[1:]
+    if len(first.split()) > WORDS_OF_A_FIRST_SENTENCE:
+        yield f"the first sentence has more than {WORDS_OF_A_FIRST_SENTENCE} words"
+    if OPENERS.match(first):
+        yield f"begins with {first.split()[0]}"
+    if any(OPENERS.match(sentence) for sentence in later):
+        yield "a sentence begins with What, Who, Where, Which, Of, How, Whether or the like"
+    for phrase, pattern in BANNED.items():
+        if re.search(pattern, text):
+            yield f"has a banned phrase: {phrase}"
+
+
+def _of_page(file: Path) -> Iterator[tuple[str, str]]:
+    in_code = False
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        in_code ^= line.startswith("```")
+        if len(line) > CHARACTERS_OF_A_LINE and not in_code and not line.lstrip().startswith("|"):
+            yield f"line {number}", f"has more than {CHARACTERS_OF_A_LINE} characters"
+    if file.name == "CHANGELOG.md":
+        for bullet in re.findall(r"^- (.+(?:\n  .+)*)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            if len(bullet.split()) > WORDS_OF_A_BULLET:
+                yield " ".join(bullet.split()[:5]), f"the bullet has more than {WORDS_OF_A_BULLET} words"
+
+
+if __name__ == "__main__":
+    print(*findings([Path(argument) for argument in sys.argv[1:]]), sep="\n")

@@ -1,0 +1,37 @@
+"""The prose of the house keeps the rules of prose.py; older findings stand in prose_baseline.txt, which may only shrink."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .prose import findings, judged
+
+BASELINE = Path(__file__).with_name("prose_baseline.txt")
+
+
+def test_no_finding_is_new_and_none_of_the_baseline_is_gone():
+    found, known = set(findings()), set(BASELINE.read_text(encoding="utf-8").splitlines())
+    assert sorted(found - known) == [], "rewrite these: subject, verb, object, in the words of the field (CONTRIBUTING.md)"
+    assert sorted(known - found) == [], "these are mended: take them out of prose_baseline.txt"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("What of a model fits into memory.", "begins with What"),
+        ("Return the tile size. Where there is none, 0.", "a sentence begins with What, Who, Where"),
+        ("Check the mask; ValueError where it is wide.", "ValueError for, ValueError where"),
+        ("Return the ranks. A rank that is no member is left out.", "is no, are no"),
+        ("Return " + "the sum of " * 9 + "all.", "more than 25 words"),
+        ("Return the keys that nobody sees.", "nobody, whoever"),
+    ],
+)
+def test_a_sentence_that_breaks_a_rule_is_found(text: str, rule: str):
+    assert [found for found in judged(text) if rule in found]
+
+
+def test_plain_sentences_are_not_found():
+    text = "Return the padded size of a tile.\n\nRaise ValueError if it is not a power of two. It is no longer split."
+    assert not list(judged(text))
