@@ -156,6 +156,14 @@ def test_two_processes_that_save_at_once_and_one_that_loads_see_whole_saves(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
 
 
+def test_a_folder_that_two_saves_hide_from_one_look_is_found_by_the_next(tmp_path, monkeypatch):
+    """Between the renames of the first, after its end, and between the renames of the second."""
+    save(tmp_path / "w", 1.0)
+    looks, there = iter([False, False, False]), Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: next(looks, True) and there(path))
+    assert value(tmp_path / "w") == 1.0
+
+
 def test_a_save_waits_for_another_and_then_replaces_it(tmp_path):
     order = []
     with replacing(tmp_path / "w") as new:

@@ -101,7 +101,8 @@ def _tests(module: ModuleType) -> Iterator[Callable]:
 
 def _parameters(test: Callable, name: str) -> list:
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    return [value for mark in marks if mark.args[0] == name for value in mark.args[1]]
+    values = [value for mark in marks if mark.args[0] == name for value in mark.args[1]]
+    return [value.values[0] if hasattr(value, "marks") else value for value in values]
 
 
 def table() -> str:

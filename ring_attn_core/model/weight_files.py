@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -32,6 +33,8 @@ SAMPLES = 256
 
 TRIES = 5
 """How often a folder is opened anew that another process replaces meanwhile."""
+LOOKS = 10
+"""Number of looks for a folder that a save may be renaming, 10 ms apart."""
 
 
 class WeightFile(NamedTuple):
@@ -105,17 +108,19 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return the folder itself or, where a save was killed between its two renames, the one that it was about to replace.
+    """Return the folder, or the one that a save killed between its two renames was about to replace.
 
-    Raises ValueError where there is neither.
+    Look again for a moment if neither is there: saves of two processes in turn may hide both from one look.
+    Raise ValueError if neither appears.
     """
     folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))
-    if folder.is_dir() or not old.is_dir():
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder: pass one with {CONFIG} and {WEIGHTS} in it")
-        return folder
-    return old
+    for _ in range(LOOKS):
+        for place in (folder, old):
+            if place.is_dir():
+                return place
+        time.sleep(0.01)
+    raise ValueError(f"{folder} is no folder: pass one with {CONFIG} and {WEIGHTS} in it")
 
 
 def resolved(folder: str | Path) -> Path:
