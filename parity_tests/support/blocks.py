@@ -1,4 +1,4 @@
-"""How the tests of attend_block cut a sequence into blocks, and the cases they cut."""
+"""The blocks into which tests of attend_block split a sequence, and their cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .cases import Case
 
 @dataclass(frozen=True)
 class Cut:
-    """Into ``blocks`` stretches (stride 1), or into that many interleaved runs."""
+    """A split into ``blocks`` stretches (stride 1), or into that many interleaved runs."""
 
     blocks: int
     interleaved: bool

@@ -1,6 +1,6 @@
-"""A model of a sharded cache in numpy, one token at a time, and whether what a framework played of a story is the model's.
+"""A model of a sharded cache in numpy, one token at a time, and the check of a framework's results against it.
 
-It knows which tokens a request has, by their numbers, in order, and which rank holds which position.
+It holds the tokens of each request, as numbers in order, and the positions that each rank holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .stories import NOTHING, Append, Call, Prefill, Story
 
 @dataclass
 class Model:
-    """``requests``: the numbers of each one's tokens. ``ranks``: for each, the positions that every rank holds, in order."""
+    """A reference cache. ``requests``: each request's token numbers. ``ranks``: for each, the positions on every rank, in
+    order."""
 
     story: Story
     requests: list[list[int]] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Model:
     evict = reset
 
     def reserve(self, tokens: int) -> None:
-        """It changes nothing that a model of endless ranks could see."""
+        """Do nothing: the model's ranks are unlimited."""
 
     def fork(self, source: int, target: Sequence[int]) -> None:
         for row in target:
@@ -68,14 +69,14 @@ class Model:
             self.ranks[row] = [list(held) for held in self.ranks[source]]
 
     def check(self, snapshots: Sequence[dict[str, np.ndarray]]) -> None:
-        """Assert that every rank's cache is the model's: who holds what, and the very keys and values."""
+        """Assert that every rank's cache equals the model's: positions by rank, keys and values."""
         for rank, got in enumerate(snapshots):
             for row, request in enumerate(self.requests):
                 assert got["lengths"][row] == len(request)
                 assert got["counts"][row].tolist() == [len(held) for held in self.ranks[row]]
                 slots = {int(p): slot for slot, p in enumerate(got["positions"][row]) if p >= 0}
                 expected = self.ranks[row][rank]
-                if self.story.window is not None:  # what a query sees, or sees once the request went back as far as it may
+                if self.story.window is not None:  # the tokens that a query sees, now or after the largest rollback
                     assert set(slots) <= set(expected)
                     expected = [p for p in expected if p >= len(request) - self.story.window]
                     assert set(expected) <= set(slots)
@@ -89,7 +90,7 @@ class Model:
                         np.testing.assert_array_equal(held, truth)
 
     def attention(self, row: int, layer: int, dtype: str | None = None) -> np.ndarray:
-        """[tokens, heads, v_dim]: of every token of a request, in float64 or as a device computes it in ``dtype``."""
+        """Return a request's attention [tokens, heads, v_dim], in float64, or as a device computes it in ``dtype``."""
         story = self.story
         q, k, v = (story.tokens[name][self.requests[row], layer][None] for name in "qkv")
         mask = causal() if story.window is None else sliding_window(story.window)
@@ -99,9 +100,9 @@ class Model:
         return plain(q, k, v, mask, dout, dtype, **story.features).out[0]
 
     def worst(self, operation: Prefill, numbers: np.ndarray, outs: Sequence[np.ndarray]) -> float:
-        """The error of a chunk's ``outs`` of all ranks, [layers, requests, tokens, ...] each, over its bound; padding is 0.
+        """Return the largest error over its bound of a chunk's ``outs`` of all ranks, each [layers, requests, tokens, ...].
 
-        To be asked once the chunk has been played.
+        Play the chunk first. Assert that padding is 0.
         """
         worst = 0.0
         for i, row in enumerate(operation.rows or range(self.story.batch)):
@@ -119,7 +120,7 @@ class Model:
         return worst
 
     def attend_parts(self, row: int, i: int, parts: Sequence[dict[str, np.ndarray]], q: np.ndarray, positions: np.ndarray) -> Any:
-        """Attention in float64 of q [layers, n, heads, d] over the parts of all ranks, by positions alone."""
+        """Return the float64 attention of q [layers, n, heads, d] over the parts of all ranks, by positions alone."""
         story, out = self.story, []
         for layer in range(story.layers):
             k, v, p = (
@@ -136,7 +137,7 @@ class Model:
 
 
 def check(story: Story, played: Sequence[Sequence[dict[str, Any]]]) -> float:
-    """Compare what a framework ``played``, [operations][ranks], with the model; the worst error of prefill over its bound."""
+    """Compare the results ``played`` [operations][ranks] with the model. Return the worst prefill error over its bound."""
     model, worst = Model(story), 0.0
     for (operation, numbers), ranks in zip(story.script(), played, strict=True):
         if isinstance(operation, Append):
@@ -151,7 +152,7 @@ def check(story: Story, played: Sequence[Sequence[dict[str, Any]]]) -> float:
 
 
 def _check_parts(model: Model, operation: Append, numbers: np.ndarray, ranks: Sequence[dict[str, Any]]) -> None:
-    """Attention of the new tokens over the parts of the cache, before the step has advanced, is that over the whole request."""
+    """Assert that attention of new tokens over the cache's parts, before ``advance``, equals that over the whole request."""
     story = model.story
     after = Model(story)
     after.requests = [list(x) for x in model.requests]

@@ -1,7 +1,7 @@
-"""The problems that every implementation is tried on, as data, with their arrays in numpy.
+"""The problems of all implementations, as data, with their arrays in numpy.
 
-A case holds whole arrays in the natural order of tokens; ``shards`` and ``gather`` go to a ring and back. Padding is filled with
-NaN on the way in, or with extents and key masks that show everything, so that whoever reads it is found out.
+A case holds whole arrays in the natural order of tokens; ``shards`` and ``gather`` convert them to a ring and back. Padding is
+NaN, or extents and key masks that show everything, so that a read of padding fails the test.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Case:
     """One problem. ``tiles`` are (block_q, block_k) of the blockwise backend: small ones, so that short sequences have many.
 
-    ``extents`` and ``key_mask`` are names in features.py. ``seed`` is dropout's, and what features are drawn with; ``data`` is
-    what the arrays are drawn with. ``poison`` fills every query that sees nothing and every key that nobody sees with NaN and inf
-    on the way to a ring: nothing may change.
+    ``extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn features, ``data``
+    that of the arrays. ``poison`` fills fully masked queries and unused keys with NaN and inf on the way to a ring, which must
+    change nothing.
     """
 
     layout: str = "zigzag"
@@ -87,7 +87,7 @@ class Case:
 
     @cached_property
     def features(self) -> dict[str, np.ndarray]:
-        """Those of extents [b s 2], key_mask [b t], sinks [h] and alibi_slopes [h] that the case has."""
+        """The arrays among extents [b s 2], key_mask [b t], sinks [h] and alibi_slopes [h] that the case has."""
         rng, data = np.random.default_rng(abs(self.seed)), np.float64 if self.dtype == "float64" else np.float32
         keys, last_shard = self.plan.kv_length, self._plan_of("k").positions(self.ranks - 1)
         drawn = {}
@@ -117,46 +117,46 @@ class Case:
 
     @property
     def visible(self) -> np.ndarray:
-        """bool [b s t]: who sees whom."""
+        """The visible pairs of queries and keys, bool [b s t]."""
         sees = {name: x for name, x in self.features.items() if name in ("extents", "key_mask")}
         seen = visible(self.mask, range(self.length), range(self.plan.kv_length), **sees)
         return np.broadcast_to(seen, (self.batch, *seen.shape[1:]))
 
     @property
     def poisoned(self) -> dict[str, np.ndarray]:
-        """``arrays`` with NaN and inf in every query that sees nothing and in every key and value that nobody sees."""
+        """``arrays`` with NaN and inf in every fully masked query and in every unused key and value."""
         arrays, seeing, seen = self.arrays, np.any(self.visible, 2), np.any(self.visible, 1)
         poison = lambda x: np.resize([np.nan, np.inf, -np.inf], x.shape).astype(x.dtype)
         keep = lambda where, x: np.where(where[..., None, None], x, poison(x))
         return arrays | {"q": keep(seeing, arrays["q"]), "k": keep(seen, arrays["k"]), "v": keep(seen, arrays["v"])}
 
     def given(self, **arrays: np.ndarray) -> Case:
-        """The same case with other ``arrays`` or ``features``."""
+        """Return the same case with other ``arrays`` or ``features``."""
         other = replace(self)
         for name, x in arrays.items():
             (other.arrays if name in other.arrays else other.features)[name] = x
         return other
 
     def with_other_future(self, token: int) -> Case:
-        """The same case with everything from ``token`` on changed."""
+        """Return the same case with all tokens from ``token`` on changed."""
         later = lambda x: np.concatenate([x[:, :token], -3 * x[:, token:]], 1)
         return self.given(**{name: later(self.arrays[name]) for name in "qkv"})
 
     def shards(self, x: np.ndarray, of: str = "q", pad: Any = np.nan) -> list[np.ndarray]:
-        """Every rank's shard of a whole array, padding filled with ``pad``; ``of`` is "q" or "k"."""
+        """Return every rank's shard of a whole array, padding filled with ``pad``; ``of`` is "q" or "k"."""
         plan = self._plan_of(of)
         missing = (x.shape[0], plan.seq_local * plan.ranks - x.shape[1], *x.shape[2:])
         padded = np.concatenate([x, np.broadcast_to(np.array(pad, x.dtype), missing)], 1)
         return [padded[:, plan.positions(rank)] for rank in range(plan.ranks)]
 
     def gather(self, shards: Sequence[np.ndarray], of: str = "q") -> np.ndarray:
-        """The whole array in natural order, padding included, from every rank's shard."""
+        """Return the whole array in natural order, padding included, from every rank's shard."""
         plan = self._plan_of(of)
         order = [position for rank in range(plan.ranks) for position in plan.positions(rank)]
         return np.concatenate(shards, 1)[:, np.argsort(order)]
 
     def inputs(self) -> list[list[np.ndarray]]:
-        """The shards of q, k, v, dout and dlse: five lists, one entry a rank; then those of ``features``, by its order."""
+        """Return the shards of q, k, v, dout and dlse: five lists, one entry a rank; then those of ``features``, in its order."""
         arrays = self.poisoned if self.poison else self.arrays
         return [self.shards(x, "k" if name in "kv" else "q") for name, x in arrays.items()] + [
             self.shards(x, *PADDING[name]) if name in PADDING else [x] * self.ranks for name, x in self.features.items()
@@ -167,11 +167,11 @@ class Case:
 
 
 PADDING: dict[str, tuple[str, Any]] = {"extents": ("q", [-(2**30), 2**30]), "key_mask": ("k", True)}
-"""Sharded like what, and what its padding is filled with: it must not matter."""
+"""The kind of sharding ("q" or "k") and the padding value, which must not matter."""
 
 
 def check(case: Case, got: Attention, allowed_error: Callable[[Case, str], float] | None = None) -> dict[str, float]:
-    """Assert that whole arrays, padding included, are right; returns every error as a share of its bound, ``computed_bound``."""
+    """Assert that whole arrays, padding included, are right. Return every error as a share of its bound, ``computed_bound``."""
     shares = {}
     for name, mine, truth in zip(Attention._fields, got, case.expected, strict=True):
         assert (mine is None) == (truth is None), f"{name}: {mine}, expected {truth}"
@@ -189,20 +189,20 @@ def check(case: Case, got: Attention, allowed_error: Callable[[Case, str], float
 
 
 def computed_bound(case: Case, name: str) -> float:
-    """The relative error that the array of that name may have."""
+    """Return the bound of the relative error of the array ``name``."""
     if name == "dsinks":
         return bound_of_sinks(case.plain, case.expected, case.arrays | case.features, case.dtype)
     return bound(getattr(case.plain, name), getattr(case.expected, name), case.dtype)
 
 
 def grid() -> list[Case]:
-    """{layouts} x {full, causal, window} x ranks x {MHA, GQA, MQA} x {even, odd} x dtypes: 810 cases."""
+    """Return {layouts} x {full, causal, window} x ranks x {MHA, GQA, MQA} x {even, odd} x dtypes: 810 cases."""
     axes = product(LAYOUTS, MASKS.values(), RANKS, HEADS.values(), LENGTHS.values(), DTYPES)
     return [Case(layout, mask, ranks, *heads, length=n, dtype=dtype) for layout, mask, ranks, heads, n, dtype in axes]
 
 
 def pairs(cases: list[Case]) -> list[Case]:
-    """A small selection in which every pair of values of two fields that occurs in ``cases`` still occurs."""
+    """Return a small selection of ``cases`` that keeps every pair of values of two fields."""
 
     def covered(case: Case) -> set[tuple[Any, ...]]:
         values = {**vars(case), "heads": (case.heads, case.kv_heads)}
@@ -245,18 +245,18 @@ SPECIAL = [
     Case(length=1111, ranks=1, tiles=None, batch=1),
     Case(length=2111, ranks=2, tiles=None, batch=1, heads=2, kv_heads=1),
 ]
-"""What the grid does not vary: cross-attention, offsets, shards that are all padding, odd sizes, negative scales, float64, the
-real tile sizes."""
+"""Cases beyond the grid: cross-attention, offsets, shards of padding, odd sizes, negative scales, float64, real tile sizes."""
 
 
 def one_hot(case: Case) -> Case:
-    """The same case with out > 0 exactly where dropout kept a probability: nothing scores, and value j is basis vector j."""
+    """Return the same case with out > 0 exactly where dropout keeps a probability: scores are 0, and value j is basis vector
+    j."""
     q, k, v = (np.zeros_like(case.arrays[name]) for name in "qkv")
     return case.given(q=q, k=k, v=v + np.eye(*v.shape[1::2], dtype=v.dtype)[:, None])
 
 
 def check_kept(case: Case, out: np.ndarray) -> None:
-    """Assert that dropout kept what it must, to the bit, from the out (in natural order) of a case that is ``one_hot``."""
+    """Assert that dropout kept the right set, to the bit, from the out (in natural order) of a ``one_hot`` case."""
     where = range(case.length), range(case.plan.kv_length)
     expected = kept(case.seed, case.dropout_rate, case.batch, case.heads, *where)
     np.testing.assert_array_equal(out[:, : case.length].swapaxes(1, 2) > 0, expected)
@@ -269,7 +269,7 @@ def check_same(a: Attention, b: Attention) -> None:
 
 
 def check_future_unseen(before: Attention, after: Attention, token: int, length: int) -> None:
-    """Assert that nothing before ``token`` changed to the bit, and that something from it on did."""
+    """Assert that no bit before ``token`` changed, and that some value from it on did."""
     np.testing.assert_array_equal(before.out[:, :token], after.out[:, :token])
     np.testing.assert_array_equal(before.lse[:, :token], after.lse[:, :token])
     assert (before.out[:, token:length] != after.out[:, token:length]).any()

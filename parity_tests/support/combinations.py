@@ -1,4 +1,4 @@
-"""Few cases in which every two values of two fields meet: what goes wrong nearly always takes no more than two features."""
+"""A few cases that contain every pair of values of two fields, since nearly all failures need at most two features."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "alibi": {"no": {}, "yes": {"alibi": True}},
     "dropout": {"no": {}, "yes": {"dropout_rate": 0.3}},
 }
-"""What a case can be told, by axis and name; see Case."""
+"""The values of a case's fields, by axis and name; see Case."""
 
 
 def covering(axes: Mapping[str, Mapping[str, Any]], tries: int = 30) -> Iterator[dict[str, str]]:
-    """One choice on every axis, again and again, until every two choices on two axes have met: greedily, the same every time."""
+    """Yield one choice on every axis until all pairs of choices on two axes have occurred: greedy and deterministic."""
     rng = random.Random(0)
     missing = {pair for a, b in combinations(sorted(axes), 2) for pair in product(_choices(axes, a), _choices(axes, b))}
     while missing:
@@ -47,7 +47,7 @@ def covering(axes: Mapping[str, Mapping[str, Any]], tries: int = 30) -> Iterator
 
 
 def _row(axes: Mapping[str, Mapping[str, Any]], missing: set[tuple[Choice, Choice]], rng: random.Random) -> dict[str, str]:
-    """Begins with a pair that is missing, and goes on with the choices that complete most."""
+    """Return a row that begins with a missing pair and adds the choices that complete the most pairs."""
     row = dict(rng.choice(sorted(missing)))
     for axis in rng.sample(sorted(axes.keys() - row), len(axes) - 2):
         gained = {value: sum(tuple(sorted([(axis, value), other])) in missing for other in row.items()) for value in axes[axis]}
@@ -67,8 +67,8 @@ def _pairs(row: dict[str, str]) -> set[tuple[Choice, Choice]]:
 COMBINATIONS = [Case(**{name: value for axis in AXES for name, value in AXES[axis][row[axis]].items()}) for row in covering(AXES)]
 
 WITH_BLANKS = [case for case in COMBINATIONS if not (case.visible.any(1).all() and case.visible.any(2).all())]
-"""Those in which some query sees nothing or nobody sees some key."""
+"""The cases with a fully masked query or an unused key."""
 
 FEATURES: dict[str, Any] = {"extents": "documents", "key_mask": "random", "softcap": 2.0, "sinks": True, "alibi": True}
 EVERYTHING = [Case(layout, sliding_window(30, 9), length=57, dropout_rate=0.3, **FEATURES) for layout in LAYOUTS]
-"""Every feature in one call, and a window that ends on both sides, so that documents do so too."""
+"""Every feature in one call, and a window with two ends, which also cuts documents on both sides."""

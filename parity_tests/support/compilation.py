@@ -1,4 +1,4 @@
-"""The call that most kernels are compiled for, and what their binaries say, without a GPU."""
+"""The call that most kernels are compiled for, and measures of their binaries, without a GPU."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ EVERYTHING = frozenset({"extents", "key_mask", "sinks", "alibi_slopes", "dropout
 
 
 def resources(kernel) -> tuple[int, int, int]:
-    """Bytes of stack, reloads within the loop that holds no mask, and wgmma instructions, read off the binary."""
+    """Return the bytes of stack, the reloads in the maskless loop, and the wgmma instructions of a binary."""
     used = cuobjdump(kernel, "-res-usage")
     reloads = sum("LDL" in instruction for instruction in step(kernel))
     return int(re.search(r"STACK:(\d+)", used)[1]), reloads, sass(kernel).count("HGMMA")  # type: ignore[index]
 
 
 def step(kernel) -> list[str]:
-    """The instructions of the shortest loop with a product: a step without a mask."""
+    """Return the instructions of the shortest loop with a product: a step without a mask."""
     instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))]
     loops = []
     for at, text in instructions:
@@ -58,7 +58,7 @@ def step(kernel) -> list[str]:
 
 
 def advice(kernel) -> str:
-    """What ptxas says of a kernel."""
+    """Return the messages of ptxas about a kernel."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         ptx.write(kernel.asm["ptx"])
         ptx.flush()
@@ -69,15 +69,15 @@ def advice(kernel) -> str:
 
 
 def released_in_flight(kernel) -> list[str]:
-    """Loads from shared memory that nothing has used yet where a thread says, by bar.arrive, that others may overwrite it.
+    """Return the loads from shared memory that are still unused when a thread releases the buffer by bar.arrive.
 
-    On any way through the binary: round its loops, and to either side of its branches.
+    Follow every path through the binary: around its loops, and to either side of its branches.
     """
     code = {int(at, 16): text.strip() for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))}
     following = dict(pairwise(sorted(code)))
     pending: dict[int, frozenset[tuple[int, str]]] = {}
     found: set[tuple[int, str]] = set()
-    for begin in sorted(code):  # what is not reached yet is jumped to from a table
+    for begin in sorted(code):  # code not reached yet is the target of a jump table
         ways = [] if begin in pending else [(begin, frozenset())]
         while ways:
             at, loads = ways.pop()
@@ -102,7 +102,7 @@ def released_in_flight(kernel) -> list[str]:
 
 
 def sass(kernel) -> str:
-    """The instructions of a kernel."""
+    """Return the disassembly of a kernel."""
     return cuobjdump(kernel, "-sass")
 
 

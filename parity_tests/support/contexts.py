@@ -1,4 +1,4 @@
-"""Cross-attention: a sequence that asks and another, of another length, that answers; their attention in float64."""
+"""Cross-attention of a sequence over another one of a different length, with the results in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTEXT_LENGTH = 23
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x [b LENGTH dim], context [b CONTEXT_LENGTH dim], the mask of its tokens, and the cotangent of the output."""
+    """Return x [b LENGTH dim], context [b CONTEXT_LENGTH dim], the mask of its tokens, and the cotangent of the output."""
     rng = np.random.default_rng(9)
     x, dout = rng.standard_normal((2, BATCH, LENGTH, LAYER["dim"])).astype(np.float32)
     context = rng.standard_normal((BATCH, CONTEXT_LENGTH, LAYER["dim"])).astype(np.float32)
@@ -23,7 +23,7 @@ def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def cross_attention(rotary: bool) -> Arrays:
-    """out, dx, dcontext and the gradient of every weight in float64, in natural order."""
+    """Return out, dx, dcontext and the gradient of every weight in float64, in natural order."""
     weights = {name: w.astype(np.float64) for name, w in layer_weights().items()}
     x, context, key_mask, dout = (a if a.dtype == bool else a.astype(np.float64) for a in arrays())
     heads = lambda t: t.reshape(*t.shape[:2], -1, LAYER["head_dim"])
@@ -42,7 +42,7 @@ def cross_attention(rotary: bool) -> Arrays:
 
 
 def check_cross_attention(got: Arrays, layout: str, ranks: int, rotary: bool) -> None:
-    """Assert that results, whole and in layout order, and gradients are float64's to float32's rounding."""
+    """Assert that results, whole and in layout order, and gradients equal float64's to float32's rounding."""
     truth = cross_attention(rotary)
     assert got.keys() == truth.keys()
     for name, expected in truth.items():

@@ -1,4 +1,4 @@
-"""Folders of documents, and what their batches hold: plain Python, one token at a time."""
+"""Folders of documents and their expected batches: plain Python, one token at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ring_attn_core.data.packing import shuffled
 from ring_attn_core.data.settings import Settings
 
 LENGTHS = (7, 61, 1, 24, 100, 3, 3, 49)
-"""Tokens of the documents: shorter and longer than a context, one that fills one, one token."""
+"""Tokens of the documents: shorter than, longer than and equal to a context, and one token."""
 LENGTH = 24
-"""Tokens of a context, which rings of 1, 2, 3 and 4 can cut in every layout."""
+"""Tokens of a context, divisible over rings of 1, 2, 3 and 4 in every layout."""
 RANKS = (1, 2, 3, 4)
 
 DEFAULTS: dict[str, Any] = {
@@ -49,7 +49,7 @@ def batches(folder: Path, **changed: Any) -> Batches:
 
 
 def write_texts(folder: Path, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    """Texts of so many bytes, no two alike in their order, in the folder and in folders within; returns their bytes."""
+    """Write texts of these numbers of random bytes into the folder and its subfolders. Return their bytes."""
     rng = np.random.default_rng(0)
     documents = []
     for number, tokens in enumerate(lengths):
@@ -61,7 +61,7 @@ def write_texts(folder: Path, lengths: Sequence[int] = LENGTHS) -> list[list[int
 
 
 def write_arrays(folder: Path, lengths: Sequence[int] = LENGTHS, dtype: str = "<u2") -> list[list[int]]:
-    """Token arrays in which every token of all is another id."""
+    """Write token arrays in which all ids differ. Return their ids."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum(lengths)
     documents = [np.arange(end - tokens, end) for end, tokens in zip(ends, lengths, strict=True)]
@@ -71,7 +71,7 @@ def write_arrays(folder: Path, lengths: Sequence[int] = LENGTHS, dtype: str = "<
 
 
 def whole_batches(documents: list[list[int]], epoch: int = 0, **changed: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """ids and documents [batch, length] of every batch of an epoch, all replicas together; -1 is padding."""
+    """Return ids and documents [batch, length] of every batch of an epoch, all replicas together; -1 is padding."""
     of = settings(**changed)
     numbers = shuffled(len(documents), "documents", of.seed, epoch) if of.shuffle else range(len(documents))
     stream = [(token, rank) for rank, number in enumerate(numbers) for token in documents[number]]

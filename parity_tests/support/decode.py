@@ -1,6 +1,6 @@
-"""Random problems of decoding: a few queries over a cache whose tokens lie on any rank, in any slot, and what must come out.
+"""Random decoding problems: a few queries over a cache with tokens on any rank and in any slot, and the expected results.
 
-A ``Shape`` is what a program is compiled for; a seed makes the values: lengths, who holds what, trees. Empty slots hold NaN.
+A ``Shape`` holds the sizes of a compiled program; a seed draws the values: lengths, tokens by rank, trees. Empty slots hold NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FEATURES = "tree_mask", "window", "scale", "softcap", "sinks", "alibi_slopes", "
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, dtype and features; ``slots`` of each rank."""
+    """Sizes, dtype and features; ``slots`` counts those of each rank."""
 
     ranks: int = 1
     batch: int = 1
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is no array, by its public name."""
+        """The arguments that are not arrays, by their public names."""
         every = {"window": max(1, self.ranks * self.slots // 3), "scale": 0.3, "softcap": 4.0}
         return {name: x for name, x in every.items() if name in self.features}
 
@@ -49,9 +49,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arrays of a shape, by their public names: ``q`` and all else that every rank holds, and ``k``, ``v``, ``k_positions``.
+    """The arrays of a shape, by their public names: ``q`` and the replicated arrays, and ``k``, ``v``, ``k_positions``.
 
-    Those are [ranks, batch, slots, ...]. All float32, rounded to the dtype; fp8 before its scales.
+    The latter three are [ranks, batch, slots, ...]. All are float32, rounded to the dtype; fp8 before its scales.
     """
 
     shape: Shape
@@ -68,7 +68,7 @@ class Problem:
         k, v = in_cache(k), in_cache(v)
         q_positions, k_positions = np.full((b, n), -1, np.int32), np.full((b, slots), -1, np.int32)
         for row in range(b):
-            some = dice.choice(of.ranks, dice.integers(1, of.ranks + 1), replace=False)  # the others' slots are empty
+            some = dice.choice(of.ranks, dice.integers(1, of.ranks + 1), replace=False)  # slots of the other ranks are empty
             free = dice.permutation(np.flatnonzero(np.isin(np.arange(slots) // max(of.slots, 1), some)))
             if dice.random() < 0.3:
                 free.sort()
@@ -93,7 +93,7 @@ class Problem:
 
     @cached_property
     def _whole(self) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """What the truth takes: the slots of all ranks side by side."""
+        """The arguments of the oracle: the slots of all ranks side by side."""
         arrays = self.arrays
         joined = {name: np.concatenate(list(arrays[name]), 1) for name in ("k", "v", "k_positions")}
         first = [arrays["q"], joined["k"], joined["v"], arrays["q_positions"], joined["k_positions"]]
@@ -107,16 +107,16 @@ class Problem:
 
     @cached_property
     def by_plain(self) -> tuple[np.ndarray, np.ndarray]:
-        """What a plain computation in the dtype gives."""
+        """The result of a plain computation in the dtype."""
         (q, k, v, q_positions, k_positions), features = self._whole
         return decode.plain(q, k, v, q_positions, k_positions, self.shape.dtype, **features)
 
     def check(self, out: np.ndarray, lse: np.ndarray) -> None:
-        """``check`` of this problem alone."""
+        """Call ``check`` with this problem alone."""
         check([self], [(out, lse)])
 
     def with_other_unseen(self) -> Problem:
-        """The same with other keys and values in every slot that no query sees."""
+        """Return the same problem with other keys and values in every slot that no query sees."""
         other = replace(self)
         first, features = self._whole
         seen, _ = decode.visible(first[3], first[4], features.get("tree_mask"), features.get("window"))
@@ -132,9 +132,9 @@ class Problem:
 
 
 def check(problems: Sequence[Problem], pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """The error against float64 is at most twice that of a plain computation in the dtype, and a rounding.
+    """Assert that the error against float64 is at most twice that of a plain computation in the dtype, plus rounding.
 
-    Over all problems of one shape together: of a problem with two numbers both errors are luck.
+    The error covers all problems of one shape together, because both errors of a problem with two numbers depend on luck.
     """
     dtype = problems[0].shape.dtype
     for at, name in enumerate(("out", "lse")):
@@ -153,7 +153,7 @@ def rounded_to_fp8(x: np.ndarray) -> np.ndarray:
 
 
 def random_tree(nodes: int, dice: np.random.Generator) -> np.ndarray:
-    """bool [nodes, nodes]: each node sees itself and its ancestors; some begin at the root."""
+    """Return a random tree mask, bool [nodes, nodes]: each node sees itself and its ancestors; some nodes are roots."""
     seen = np.eye(nodes, dtype=bool)
     for node in range(1, nodes):
         parent = dice.integers(-1, node)
@@ -163,7 +163,7 @@ def random_tree(nodes: int, dice: np.random.Generator) -> np.ndarray:
 
 
 def random_shape(number: int) -> Shape:
-    """The shape of that number: every second of float32, which both frameworks compute alike on a CPU."""
+    """Return shape ``number``. Even numbers are float32, which both frameworks compute alike on a CPU."""
     dice = random.Random(number)
     heads, kv_heads = dice.choice([(4, 4), (4, 2), (6, 2), (8, 1), (2, 2), (3, 1)])
     features = tuple(name for name in FEATURES if dice.random() < 0.35)
@@ -187,7 +187,7 @@ ALL_SHAPES, ALL_SEEDS = 100, 10
 
 
 def shapes() -> list[Any]:
-    """The numbers of shapes as parameters of a test, with how many seeds of each."""
+    """Return the numbers of shapes as parameters of a test, with the number of seeds of each."""
     few = [pytest.param(number, SEEDS, id=str(random_shape(number))) for number in range(SHAPES)]
     full = lambda number: pytest.param(number, ALL_SEEDS, id=f"{number}: {random_shape(number)}", marks=pytest.mark.full)
     return few + [full(number) for number in range(SHAPES, SHAPES + ALL_SHAPES)]

@@ -1,4 +1,4 @@
-"""What a mistake in attention gives, without a ring, as the evidence that a diagnosis of ``ring-attn compare`` is tried on."""
+"""The results of mistakes in attention, computed without a ring, as evidence for the diagnosis of ``ring-attn compare``."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def written_out(
     dlse: float = 1.0,
     of_shards: bool = False,
 ) -> Arrays:
-    """Return causal attention and its gradients with every matrix written out, as many programs do it; batch row 0, no features.
+    """Return causal attention and its gradients with every matrix materialized; batch row 0, no features.
 
-    ``seen`` [s t]: None is causal. ``fill`` stands in for a score that is not seen. ``delta``, ``dlse``: how often rowsum(dO * O)
-    and the cotangent of lse count. ``of_shards``: the backward takes each shard's own (out, lse) of a ring of RANKS.
+    ``seen`` [s t]: None is causal. ``fill`` replaces masked scores. ``delta``, ``dlse``: factors of rowsum(dO * O) and of the
+    cotangent of lse. ``of_shards``: the backward takes each shard's own (out, lse) of a ring of RANKS.
     """
     cotangents = ORACLES["attention"].given(case).cotangents
     place = np.arange(case.length)

@@ -1,4 +1,4 @@
-"""Problems of dilated attention, as data, with their arrays in numpy; what padding holds is NaN."""
+"""Problems of dilated attention, as data, with their arrays in numpy; padding is NaN."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """True tokens."""
+        """The number of true tokens."""
         return self.ranks * self.local if self.length is None else self.length
 
     @cached_property
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of ``dilated_attention`` that are no arrays."""
+        """The arguments of ``dilated_attention`` that are not arrays."""
         names = "segments", "dilations", "mixing", "mask", "length", "scale", "softcap"
         return {name: getattr(self, name) for name in names}
 
@@ -85,38 +85,38 @@ class Case:
         return plain(**self.arrays, call=self.call, dtype=self.dtype)
 
     def given(self, **arrays: np.ndarray) -> Case:
-        """The same case with other arrays."""
+        """Return the same case with other arrays."""
         other = replace(self)
         other.arrays.update(arrays)
         return other
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """q, k, v, dout, dlse and the key mask, whole, with padding: NaN, and keys that the mask shows."""
+        """Return q, k, v, dout, dlse and the key mask, whole, with padding: NaN, and keys that the mask shows."""
         missing = self.ranks * self.local - self.tokens
         pad = lambda x, fill: np.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
         padded = {name: pad(x, np.nan) for name, x in self.arrays.items()}
         return padded if self.seen_keys is None else padded | {"key_mask": pad(self.seen_keys, True)}
 
     def shards(self) -> list[dict[str, np.ndarray]]:
-        """The inputs of every rank."""
+        """Return the inputs of every rank."""
         split = {name: np.split(x, self.ranks, 1) for name, x in self.inputs().items()}
         return [{name: x[rank] for name, x in split.items()} for rank in range(self.ranks)]
 
 
 def whole(shards: Sequence[Sequence[np.ndarray]]) -> Attention:
-    """The whole arrays of every rank's (out, lse, dq, dk, dv)."""
+    """Return the whole arrays of every rank's (out, lse, dq, dk, dv)."""
     return Attention(*(np.concatenate(x, 1) for x in zip(*shards, strict=True)))
 
 
 def by_name(got: Attention) -> dict[str, np.ndarray]:
-    """out, lse, dq, dk and dv."""
+    """Return out, lse, dq, dk and dv by name."""
     return {"out": got.out, "lse": got.lse, "dq": got.dq, "dk": got.dk, "dv": got.dv}
 
 
 def check(case: Case, got: Attention) -> None:
     """Assert that whole arrays, padding included, are right within the computed bound.
 
-    It has one rounding more than that of ``ring_attention``: patterns come back rounded, and are added up.
+    The bound has one rounding more than that of ``ring_attention``, because rounded results of patterns are summed.
     """
     expected, roughly = by_name(case.expected), by_name(case.plain)
     for name, mine in by_name(got).items():
@@ -150,20 +150,22 @@ CASES = [
     Case((6, 18), (2, 3), ranks=2, local=9, dtype="float64"),
     Case((4, 8), (4, 8), ranks=2, local=8, heads=3, kv_heads=3, scale=1e5, mask=full()),
 ]
-"""Rings of 1 to 8, odd shards, padding, segments that neither divide nor fit, dilations that do not divide a shard, exceed the
-heads or do not divide them, shared key heads, windows, offsets, a key mask, both mixings, bfloat16, float64, huge scores."""
+"""Rings of 1 to 8, odd shards, padding, segments that neither divide nor fit, shared key heads, windows, offsets, a key mask.
+
+Also dilations that do not divide a shard, exceed the heads or do not divide them, both mixings, bfloat16, float64, huge scores.
+"""
 
 PUBLISHED = Case((2048, 4096, 8192), (1, 2, 4), ranks=4, local=2048, heads=4, kv_heads=4, head_dim=4, v_dim=4, batch=1)
-"""The segments and dilations of LongNet (arXiv:2307.02486, section 4.2), in which every head keeps a quarter of the longest."""
+"""The segments and dilations of LongNet (arXiv:2307.02486, section 4.2); every head keeps a quarter of the longest segment."""
 
 
 def drawn(rng: np.random.Generator, ranks: int) -> Case:
-    """A random case on a ring of ``ranks``."""
+    """Return a random case on a ring of ``ranks``."""
     n, local = int(rng.integers(1, 4)), int(rng.integers(1, 13))
     tokens = ranks * local
     dilations = [int(x) for x in rng.choice([1, 2, 3, 4, 5, 8, 16], n)]
     pairs, longest = [], 0
-    for dilation in dilations:  # segments increase, in multiples of their dilations
+    for dilation in dilations:  # segments increase and are multiples of their dilations
         longest = dilation * (longest // dilation + int(rng.integers(1, max(2, tokens // dilation))))
         pairs.append((longest, dilation))
     mixing = "heads" if rng.random() < 0.4 else "softmax"

@@ -1,4 +1,4 @@
-"""Documents packed into one sequence, and each of them by itself: the same attention."""
+"""Documents packed into one sequence, and the same documents one by one, which must give the same attention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ring_attn_core.reference.tolerance import relative_error
 from .cases import Case
 
 DOCUMENTS = (7, 1, 19, 8)
-"""Tokens of each; what follows is padding, which sees nothing and which nobody sees."""
+"""The lengths of the documents in tokens; padding follows, fully masked as queries and as keys."""
 
 
 def packed(case: Case) -> Case:
-    """The same case with its sequences made of DOCUMENTS."""
+    """Return the same case with DOCUMENTS packed into its sequences."""
     ends = np.cumsum(DOCUMENTS)
     spans = np.stack([ends - DOCUMENTS, ends], -1).repeat(DOCUMENTS, 0)
     spans = np.concatenate([spans, np.zeros((case.length - len(spans), 2), int)]).astype(np.int32)

@@ -1,9 +1,9 @@
-"""The documented table of features, read off the tests that prove them: a row says yes where a test of that framework tries it.
+"""The documented table of features, derived from the tests: a row says yes if a test of that framework covers it.
 
     python -m parity_tests.support.feature_table      writes the table into docs/features.md
 
-A feature of a Case counts as proven by every test that is parametrised over cases, since all of these compare out, lse and every
-gradient with float64 (``check``). What no case can hold names its tests, and no layouts unless they try all.
+A feature of a Case is proven by every test that is parametrised over cases, since all of these compare out, lse and every
+gradient with float64 (``check``). A feature beyond cases names its tests, and has no layouts unless they cover all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch"}
 
 @dataclass(frozen=True)
 class Feature:
-    """``of`` tells the cases that have it; or ``tests`` names, by framework, a test as ``file::function``."""
+    """A row. ``of`` selects its cases; or ``tests`` names, by framework, a test as ``file::function``."""
 
     title: str
     of: Callable[[Case], bool] | None = None
@@ -34,7 +34,7 @@ class Feature:
     gradients: str = "yes"
 
     def layouts(self, framework: str) -> frozenset[str]:
-        """Those in which a test of the framework tries it; none where no test does."""
+        """Return the layouts in which a test of the framework covers the feature; empty without a test."""
         if self.of:
             return frozenset(case.layout for case in cases(framework) if self.of(case))
         name, function = self.tests[framework].split("::")  # type: ignore[index]
@@ -90,7 +90,7 @@ FEATURES = [
 
 @cache
 def cases(framework: str) -> frozenset[Case]:
-    """Every case that a test of the framework's test_ring.py is parametrised over."""
+    """Return every case that a test of the framework's test_ring.py is parametrised over."""
     module = import_module(f"parity_tests.{FRAMEWORKS[framework]}.test_ring")
     return frozenset(case for test in _tests(module) for case in _parameters(test, "case"))
 
@@ -106,7 +106,7 @@ def _parameters(test: Callable, name: str) -> list:
 
 
 def table() -> str:
-    """Markdown. A row without a proof in one framework says no there."""
+    """Return the table in Markdown. A row without a proof in one framework says no there."""
     lines = [f"| feature | {' | '.join(FRAMEWORKS)} | gradients | layouts |", "|---|---|---|---|---|"]
     for feature in FEATURES:
         tried = [feature.layouts(framework) for framework in FRAMEWORKS]
@@ -118,7 +118,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page's text with the table as it should be."""
+    """Return the page's text with the current table."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

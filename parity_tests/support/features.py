@@ -1,4 +1,4 @@
-"""What a case may ask of attention beyond its mask, drawn at random: who sees which keys, sinks, slopes."""
+"""Random arrays of attention's features beyond its mask: extents, key masks, sinks, slopes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rng = np.random.Generator
 
 
 def documents(rng: Rng, queries: int, keys: int) -> np.ndarray:
-    """Packed documents of random lengths, some of one token; in half of the draws the last one is padding, which sees nothing."""
+    """Draw packed documents of random lengths, some of one token; in half of the draws the last one is fully masked padding."""
     n = max(queries, keys, 1)
     ends = np.union1d(rng.integers(1, n + 1, n // 8), [n])
     starts = np.concatenate([[0], ends[:-1]])
@@ -21,20 +21,20 @@ def documents(rng: Rng, queries: int, keys: int) -> np.ndarray:
 
 
 def prefix(rng: Rng, queries: int, keys: int) -> np.ndarray:
-    """Prefix-LM: all see the prefix, and what follows it is causal."""
+    """Draw a prefix-LM: all queries see the prefix, and the rest is causal."""
     ends = np.maximum(rng.integers(0, keys + 1), np.arange(queries) + 1)
     return np.stack([np.zeros_like(ends), ends], -1)
 
 
 def padding(rng: Rng, queries: int, keys: int) -> np.ndarray:
-    """Padding on the left and on the right: nobody sees it, and what stands there sees nothing."""
+    """Draw padding on the left and on the right, fully masked as queries and as keys."""
     first, end = np.sort(rng.integers(0, keys + 1, 2))
     token = (np.arange(queries) >= first) & (np.arange(queries) < end)
     return np.stack([np.full(queries, first), np.where(token, end, first)], -1)
 
 
 def anything(rng: Rng, queries: int, keys: int) -> np.ndarray:
-    """Every query its own interval; a quarter are empty."""
+    """Draw any interval for each query; a quarter are empty."""
     spans = np.sort(rng.integers(0, keys + 1, (queries, 2)))
     return np.where(rng.random((queries, 1)) < 0.25, spans[:, :1], spans)
 
@@ -45,21 +45,21 @@ EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {
     "padding": padding,
     "any": anything,
 }
-"""For one batch row of that many queries and keys: [queries, 2], first and end (exclusive) key position."""
+"""Functions of one batch row with that many queries and keys: [queries, 2], first and end (exclusive) key position."""
 
 KEY_MASKS = ("random", "shard", "none", "ends")
-"""Three keys of five; a rank's whole shard hidden (of one rank: in one batch row), and a few more; a batch row without keys; all
-but a fifth at either end."""
+"""Names of key masks. ``random``: three keys of five are visible. ``shard``: a rank's whole shard is masked (on one rank: in one
+batch row), and a few more. ``none``: a batch row without keys. ``ends``: a fifth is masked at either end."""
 
 
 def extents(name: str, rng: Rng, batch: int, queries: int, keys: int) -> np.ndarray:
-    """int32 [batch, queries, 2] within the keys."""
+    """Draw extents, int32 [batch, queries, 2], within the keys."""
     rows = [EXTENTS[name](rng, queries, keys) for _ in range(batch)]
     return np.clip(np.reshape(rows, (batch, queries, 2)), 0, keys).astype(np.int32)
 
 
 def key_mask(name: str, rng: Rng, batch: int, keys: int, shard: np.ndarray) -> np.ndarray:
-    """bool [batch, keys]; ``shard``: bool [keys], the positions that one rank holds."""
+    """Draw a key mask, bool [batch, keys]; ``shard``: bool [keys], the positions of one rank."""
     mask = rng.random((batch, keys)) < (0.9 if name == "shard" else 0.6)
     if name == "shard":
         mask[: 1 if shard.all() else batch, shard] = False
@@ -76,5 +76,5 @@ def sinks(rng: Rng, heads: int) -> np.ndarray:
 
 
 def alibi_slopes(rng: Rng, heads: int) -> np.ndarray:
-    """Of both signs: a key may be nearer or farther than it stands."""
+    """Draw slopes of both signs, which favour near or far keys."""
     return rng.uniform(-0.05, 0.2, heads)

@@ -1,4 +1,4 @@
-"""Layers in float64, where nothing may be float32 on the way: what they are given, and what they give."""
+"""Layers in float64 without any float32 inside: their inputs and expected outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ring_attn_core.model.rotary import NTK, Linear, Llama3, Rotary, YaRN, atten
 from .models import LENGTH, Arrays, arguments_of_attention, assert_near, attention_layer, layer_data, layer_weights
 
 CLOSE = 1e-12
-"""How far results of float64 may be off, relatively; float32 anywhere on the way is seen from 1e-8 on."""
+"""The largest relative error of float64 results; float32 anywhere inside gives at least 1e-8."""
 
 ROTARIES = [Rotary(500.0, scaling) for scaling in (None, Linear(3.0), NTK(4.0), YaRN(8.0, 64), Llama3(8.0, 1.0, 4.0, 64))]
 
@@ -19,11 +19,11 @@ LAYERS: dict[str, dict[str, Any]] = {
     "rotary": {"rotary_base": 100.0},
     "everything": arguments_of_attention()["everything"] | {"heads": 6, "rotary_base": 100.0},
 }
-"""RingAttention's arguments. ALiBi's slopes of 6 heads are no powers of 2."""
+"""RingAttention's arguments. ALiBi's slopes of 6 heads are not powers of 2."""
 
 
 def layer(name: str) -> tuple[Arrays, np.ndarray, np.ndarray, dict[str, Any]]:
-    """Weights, x, the cotangent of the output and the arguments of a layer; no number of theirs is one of float32."""
+    """Return weights, x, the cotangent of the output and the arguments of a layer; none of their numbers is exact in float32."""
     arguments = LAYERS[name]
     sizes = {name: x for name, x in arguments.items() if name in ("heads", "sinks")}
     third = lambda x: x.astype(np.float64) / 3
@@ -41,7 +41,7 @@ def check(got: Arrays, name: str) -> None:
 
 
 def turned(rotary: Rotary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [b s h 16], positions up to 3000, and what the rotary embedding makes of x."""
+    """Return x [b s h 16], positions up to 3000, and x after the rotary embedding."""
     x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 16))
     where = 83 * np.arange(LENGTH)
     turns = np.exp(1j * where[:, None, None] * np.array(inverse_frequencies(rotary, 16))) * attention_factor(rotary)

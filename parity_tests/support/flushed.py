@@ -1,4 +1,4 @@
-"""What a loss of power would take: files of a folder that is given its name before they are on the disk."""
+"""A simulated loss of power: the files of a folder that gets its name before they are on the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def unflushed() -> Iterator[list[str]]:
-    """Yield a list of what was not on the disk, as it stood, when a folder of it was renamed; Linux only."""
+    """Yield a list of the paths that were not on the disk, in their current state, when their folder was renamed; Linux only."""
     flushed: dict[Path, tuple[int, int]] = {}
     lost: list[str] = []
     fsync, rename = os.fsync, Path.rename
@@ -37,22 +37,22 @@ def unflushed() -> Iterator[list[str]]:
 
 
 class Disk:
-    """What a loss of power would leave of files that are written while this watches; Linux only."""
+    """A record of fsyncs, which says what files a loss of power would leave; Linux only."""
 
     def __init__(self) -> None:
         self._flushed: dict[int, object] = {}
 
     def holds(self, path: Path) -> bool:
-        """Whether the file's content was flushed as it stands."""
+        """Return True if the file's current content was flushed."""
         return self._flushed.get(path.stat().st_ino) == _state(path)
 
     def names(self, path: Path) -> bool:
-        """Whether the folder around it was flushed since the file or folder has its name."""
+        """Return True if the parent folder was flushed after the file or folder got its name."""
         names = self._flushed.get(path.parent.stat().st_ino)
         return isinstance(names, set) and (path.name, path.stat().st_ino) in names
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> Disk:
-        """Note every fsync from now on."""
+        """Record every fsync from now on."""
         fsync = os.fsync
 
         def noted(number: int) -> None:

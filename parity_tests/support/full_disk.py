@@ -1,4 +1,4 @@
-"""A disk that is full: the operating system refuses what a process writes beyond some bytes of a file."""
+"""A full disk: the operating system refuses writes beyond a number of bytes of a file."""
 
 from __future__ import annotations
 

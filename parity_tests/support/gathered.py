@@ -6,11 +6,11 @@ import numpy as np
 
 LENGTH = 13
 ROWS = np.array([12, 3, -1])
-"""A position for each row; no rank holds the last one, which counts from nowhere."""
+"""A position for each row; no rank holds the last one, which does not count from the end."""
 
 
 def sequence(ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [3, LENGTH, 2, 3], and of every rank a cotangent of the whole, [ranks, *x.shape], and of a token, [ranks, 3, 2, 3]."""
+    """Return x [3, LENGTH, 2, 3], and the ranks' cotangents of the whole [ranks, *x.shape] and of a token [ranks, 3, 2, 3]."""
     rng = np.random.default_rng(ranks)
     x, *dwhole = rng.standard_normal((1 + ranks, 3, LENGTH, 2, 3)).astype(np.float32)
     return x, np.stack(dwhole), rng.standard_normal((ranks, 3, 2, 3)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Models and prompts to generate with, and what must come out: in numpy, for both frameworks."""
+"""Models and prompts for generation, and the checks of its results: in numpy, for both frameworks."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ CASES: dict[str, dict[str, Any]] = {
     "windows": {"windows": (5, 9), "sinks": True},
     "alibi": {"alibi": True, "rotary_base": None},
 }
-"""The first has everything that a cache in chunks can do; of the third every layer forgets."""
+"""Models. The first has every feature that a cache in chunks supports; in the third every layer has a window."""
 
 PROMPTS = [[5, 9, 2], [int(x) for x in np.random.default_rng(8).integers(0, VOCAB, 21)], [7]]
 NEW, MANY = 64, 512
 
 FULL = [PROMPTS[0], [int(x) for x in np.random.default_rng(10).integers(0, VOCAB, 64)], PROMPTS[2]]
 EACH = [3, 1, 9]
-"""The most new tokens of each of these prompts, of which the second fills a cache of 64 slots of one rank by itself."""
+"""The numbers of new tokens of these prompts. The second prompt alone fills one rank's cache of 64 slots."""
 DRAW: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "seed": 5}
 
 FIRST = 7, 2, 4
 """Tokens of each request in the first chunk of the story of logits; 5, 6 and 0 more follow, then drafted tokens one by one."""
 SECOND = 5, 6, 0
 VALID = np.array([[[1, 1, 1], [0, 1, 0], [1, 0, 1]], [[0, 0, 1], [1, 1, 0], [1, 1, 1]]], bool)
-"""Of two steps of three tokens, which are tokens."""
+"""The valid tokens of two steps of three tokens."""
 
 
 DRAWN = [Sampling(), Sampling(0.7, seed=-3), Sampling(1.0, 5), Sampling(2.0, None, 0.8, 2**62), Sampling(1.5, 9, 0.6, 1)]
 
 
 def made(name: str, dtype: str = "float64") -> dict[str, Any]:
-    """The arguments of the model of a case."""
+    """Return the arguments of the model of a case."""
     return TRANSFORMER | CASES[name] | {"param_dtype": dtype}
 
 
 def weights_of(name: str) -> Arrays:
-    """Its weights, twice as large as those that layers learn with, so that tokens depend on each other."""
+    """Return the weights of a case, twice as large as those of the layer tests, so that tokens depend on each other."""
     return {n: w * (2 if w.ndim > 1 else 1) for n, w in transformer_weights(**CASES[name]).items()}
 
 
@@ -66,19 +66,19 @@ def check_greedy(answers: Sequence[Sequence[int]], logits_of: Callable[[list[int
 
 
 class Logits(NamedTuple):
-    """Of a framework's story: [requests, vocab] after each chunk, [requests, 3, vocab] of each step."""
+    """The logits of a framework's story: [requests, vocab] after each chunk, [requests, 3, vocab] of each step."""
 
     chunks: list[np.ndarray]
     steps: list[np.ndarray]
 
 
 def tokens_of_story() -> np.ndarray:
-    """[requests, tokens]: what the requests of the story are made of."""
+    """Return the tokens of the story's requests, [requests, tokens]."""
     return np.random.default_rng(9).integers(0, VOCAB, (3, 24)).astype(np.int32)
 
 
 def given_to_steps() -> list[np.ndarray]:
-    """[requests, 3] of each step: the next tokens where VALID says so, and 0 elsewhere."""
+    """Return the ids of each step, [requests, 3]: the next tokens at VALID, 0 elsewhere."""
     tokens, at, steps = tokens_of_story(), np.add(FIRST, SECOND), []
     for valid in VALID:
         ids = np.zeros((3, 3), np.int32)
@@ -90,8 +90,10 @@ def given_to_steps() -> list[np.ndarray]:
 
 
 def check_logits(got: Logits, truth: np.ndarray, plain: np.ndarray) -> None:
-    """Assert the bound of float32 for the story's logits; ``truth`` and ``plain`` [requests, tokens, vocab]: the whole forward's
-    in float64 and in float32."""
+    """Assert the bound of float32 for the story's logits.
+
+    ``truth`` and ``plain`` [requests, tokens, vocab] come from the whole forward in float64 and in float32.
+    """
     pairs, at = [], np.zeros(3, int)
     for lengths, logits in zip((FIRST, SECOND), got.chunks, strict=True):
         at = at + lengths
@@ -125,7 +127,7 @@ BAD_DRAWS: dict[str, tuple[dict[str, Any], str]] = {
     "top_p of nothing": ({"top_p": 0.5}, "temperature=0 takes the most probable token"),
     "temperature": ({"temperature": -1.0}, "temperature must be a number of at least 0"),
 }
-"""Arguments of sample that are refused: the logits' shape and dtype, and others as they are; and what the error says."""
+"""Refused arguments of sample, with the error: the shape and dtype of the logits, and other arguments by value."""
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompts": []}, "prompts must be a list of lists of token ids, at least one"),
@@ -160,14 +162,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"cache_dtype": "int8"}, "cache_dtype must be one of float64, float8_e4m3fn"),
     "no function": ({"on_token": 3}, "on_token must be a function or None"),
 }
-"""Arguments of generate that are refused, and what the error says."""
+"""Refused arguments of generate, with the error."""
 
 BLIND: tuple[tuple[Band, str], ...] = ((full(), "layer 0 has the mask"), (Band(-1, 3), "layer 0 has the mask"))
-"""Masks by which no text is generated."""
+"""Masks that generation refuses."""
 
 
 def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]]:
-    """Assert that requests of different numbers of new tokens have those of calls with one number; returns them, also drawn."""
+    """Assert that requests with different numbers of new tokens equal calls with one number. Return the greedy and drawn
+    tokens."""
     answers = []
     for options in ({}, DRAW):
         got = generate(FULL, EACH, **options)
@@ -178,5 +181,5 @@ def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]
 
 
 def call(**changes: Any) -> dict[str, Any]:
-    """Arguments of generate."""
+    """Return arguments of generate."""
     return {"prompts": PROMPTS, "max_new_tokens": 3} | changes

@@ -10,14 +10,14 @@ from .models import Arrays
 
 BATCH, LENGTH, DIM, VOCAB = 2, 40, 12, 31
 CHUNKS = (1, 7, 32, 4096)
-"""Of 80 tokens: single ones, a last one that is shorter, whole ones, and all of them."""
+"""Chunk sizes for 80 tokens: single tokens, a shorter last chunk, equal chunks, and one chunk of all."""
 
 LEFT_OUT = 0.3
-"""The share of labels that is ignored."""
+"""The share of ignored labels."""
 
 
 def hidden_states(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """hidden [b s dim], head [vocab dim] and labels int32 [b s]; all labels of the first stretch are ignored."""
+    """Return hidden [b s dim], head [vocab dim] and labels int32 [b s]; all labels of the first stretch are ignored."""
     rng = np.random.default_rng(11)
     hidden, head = rng.standard_normal((BATCH, LENGTH, DIM)).astype(dtype), rng.standard_normal((VOCAB, DIM)).astype(dtype)
     labels = rng.integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
@@ -27,7 +27,7 @@ def hidden_states(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def exact_loss(hidden: np.ndarray, head: np.ndarray, labels: np.ndarray, reduction: str = "mean") -> Arrays:
-    """The loss, dhidden, dhead and dlogits in float64."""
+    """Return the loss, dhidden, dhead and dlogits in float64."""
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
     logits, kept = hidden @ head.T, labels != -100
     chosen = np.arange(head.shape[0]) == labels[..., None]

@@ -27,19 +27,19 @@ PACKED: dict[str, Any] = TRANSFORMER | {
     "alibi": True,
     "dropout_rate": 0.1,
 }
-"""A transformer with a window per layer and everything else that attention can do."""
+"""A transformer with a window per layer and every other feature of attention."""
 PACKED_LENGTH, STEPS, LEARNING_RATE = 61, 50, 0.02
-"""Its training: STEPS of plain gradient descent, with dropout of another seed at every step."""
+"""The training of PACKED: STEPS of plain gradient descent, with another seed of dropout at every step."""
 
 MIDDLE = LENGTH // 2
 
 CALLED = "extents", "key_mask", "dropout_seed"
-"""Arguments of RingAttention's call; the others are its constructor's."""
+"""The arguments of RingAttention's call; the others belong to its constructor."""
 
 
 def arguments_of_attention() -> dict[str, dict[str, Any]]:
-    """Every argument of RingAttention that changes what attention computes, and all at once; arrays in natural order."""
-    first = np.where(np.arange(LENGTH) < 20, 0, 17)  # two documents that overlap, and padding
+    """Return every argument of RingAttention that changes the result, and all at once; arrays in natural order."""
+    first = np.where(np.arange(LENGTH) < 20, 0, 17)  # two overlapping documents and padding
     extents = np.stack([first, first + 20], -1) * (np.arange(LENGTH) < 33)[:, None]
     each = {
         "softcap": {"softcap": 0.7},
@@ -53,7 +53,7 @@ def arguments_of_attention() -> dict[str, dict[str, Any]]:
 
 
 def dilated_arguments() -> dict[str, dict[str, Any]]:
-    """Patterns of DilatedRingAttention with its other arguments; none divides the sequence, and one leaves tokens out."""
+    """Return patterns of DilatedRingAttention with other arguments; none divides the sequence, and one leaves tokens out."""
     key_mask = np.random.default_rng(5).random((BATCH, LENGTH)) < 0.6
     return {
         "softmax": {"segments": (6, 20, 64), "dilations": (1, 2, 4)},
@@ -64,12 +64,12 @@ def dilated_arguments() -> dict[str, dict[str, Any]]:
 
 
 def made_and_called(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of RingAttention's constructor, and of its call."""
+    """Return the arguments of RingAttention's constructor, and of its call."""
     return {n: x for n, x in arguments.items() if n not in CALLED}, {n: x for n, x in arguments.items() if n in CALLED}
 
 
 def projections(sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of RingAttention."""
+    """Return the shapes of RingAttention's parameters."""
     dim, q, kv = sizes["dim"], sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     shapes = {"q.weight": (q, dim), "k.weight": (kv, dim), "v.weight": (kv, dim), "o.weight": (dim, q)}
     shapes |= {"sinks": (sizes["heads"],)} if sizes.get("sinks") else {}
@@ -85,14 +85,14 @@ def layer_weights(**sizes: Any) -> Arrays:
 
 
 def layer_data() -> tuple[np.ndarray, np.ndarray]:
-    """x and the cotangent of the output, [batch, length, dim] in the natural order of tokens."""
+    """Return x and the cotangent of the output, [batch, length, dim] in the natural order of tokens."""
     rng = np.random.default_rng(2)
     x, dout = rng.standard_normal((2, BATCH, LENGTH, LAYER["dim"])).astype(np.float32)
     return x, dout
 
 
 def transformer_weights(tied: bool = True, **sizes: Any) -> Arrays:
-    """Weights of a size that keeps every gradient alive, norms and sinks included."""
+    """Return weights of a size at which no gradient vanishes, norms and sinks included."""
     sizes = TRANSFORMER | sizes
     dim, hidden = sizes["dim"], sizes["hidden"]
     shapes = {"embed.weight": (VOCAB, dim), "norm.weight": (dim,)} | ({} if tied else {"head.weight": (VOCAB, dim)})
@@ -110,7 +110,7 @@ def transformer_weights(tied: bool = True, **sizes: Any) -> Arrays:
 
 
 def token_ids(batch: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
-    """ids and labels int32 [batch, length] in natural order; of the labels a stretch at the start is ignored."""
+    """Return ids and labels int32 [batch, length] in natural order; a stretch of labels at the start is ignored."""
     rng = np.random.default_rng(4)
     ids = rng.integers(0, VOCAB, (batch, LENGTH)).astype(np.int32)
     labels = np.concatenate([ids[:, 1:], np.full((batch, 1), -100, np.int32)], 1)
@@ -119,7 +119,7 @@ def token_ids(batch: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
 
 
 def layer_pair() -> tuple[np.ndarray, np.ndarray]:
-    """x, and x with another token in the MIDDLE."""
+    """Return x, and x with another token in the MIDDLE."""
     x, _ = layer_data()
     other = x.copy()
     other[:, MIDDLE] += 1
@@ -127,7 +127,7 @@ def layer_pair() -> tuple[np.ndarray, np.ndarray]:
 
 
 def token_pair() -> tuple[np.ndarray, np.ndarray]:
-    """ids, and ids with another token in the MIDDLE."""
+    """Return ids, and ids with another token in the MIDDLE."""
     ids, _ = token_ids()
     other = ids.copy()
     other[:, MIDDLE] = (other[:, MIDDLE] + 1) % VOCAB
@@ -135,7 +135,7 @@ def token_pair() -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed_batch() -> Arrays:
-    """What ``shard_batch`` takes, [batch, length]: 3 documents between padding; 3 of which the first has no keys."""
+    """Return ``shard_batch``'s arguments [batch, length]: 3 documents between padding, and 3 of which the first has no keys."""
     rng = np.random.default_rng(6)
     ids = rng.integers(0, VOCAB, (BATCH, PACKED_LENGTH)).astype(np.int32)
     documents = np.repeat([[-1, 0, 1, 2, -1], [0, 1, 2, 2, 2]], [4, 13, 9, 27, 8], axis=1).astype(np.int32)
@@ -145,7 +145,7 @@ def packed_batch() -> Arrays:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, base: float = 10000.0, sign: int = 1) -> np.ndarray:
-    """Rotary embedding of x [b s h d] in x's dtype, with angles in float64; ``sign=-1`` turns back."""
+    """Return the rotary embedding of x [b s h d] in x's dtype, with angles in float64; ``sign=-1`` rotates back."""
     half = x.shape[-1] // 2
     angles = sign * positions.astype(np.float64)[:, None, None] * base ** (-np.arange(half) / half)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -163,9 +163,9 @@ def attention_layer(
     dtype: str | None = None,
     **features: Any,
 ) -> Arrays:
-    """out, dx and the gradient of every weight of RingAttention: exact in float64, or as one device computes it in ``dtype``.
+    """Return out, dx and every weight's gradient of RingAttention: exact in float64, or as one device computes it in ``dtype``.
 
-    With ``segments`` among the features they are those of DilatedRingAttention.
+    With ``segments`` among the features, return those of DilatedRingAttention.
     """
     working = np.float64 if dtype is None else np.dtype(dtype)
     weights, x, dout = {name: w.astype(working) for name, w in weights.items()}, x.astype(working), dout.astype(working)
@@ -192,7 +192,7 @@ def attention_layer(
 def _dilated(
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], call: dilated.Dilated, dtype: str | None
 ) -> Attention:
-    """Dilated attention of q, k, v and dout, and its gradients."""
+    """Return dilated attention of q, k, v and dout, and its gradients."""
     dlse = np.zeros(arrays[0].shape[:3])
     return dilated.exact(*arrays, dlse, call) if dtype is None else dilated.plain(*arrays, dlse, call, dtype)
 
@@ -208,7 +208,7 @@ def check_layer(got: Arrays, weights: Arrays, x: np.ndarray, dout: np.ndarray, *
 
 
 def assert_near(got: Arrays, expected: Arrays, relative: float) -> None:
-    """Assert that two results of the same names differ by at most ``relative`` in norm, each by itself."""
+    """Assert that each array of two results with the same names differs by at most ``relative`` in norm."""
     assert got.keys() == expected.keys()
     for name in expected:
         distance = np.linalg.norm(np.asarray(got[name] - expected[name])) / np.linalg.norm(np.asarray(expected[name]))

@@ -40,12 +40,12 @@ def _cast(x: Any, dtype: str) -> Any:
 
 
 def wrong_scale(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """Scores are not scaled."""
+    """Leave the scores unscaled."""
     return _attend(q, k, v, arguments | {"scale": 1.0})
 
 
 def transposed_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """(kv_heads, group) is read as (group, kv_heads)."""
+    """Read (kv_heads, group) as (group, kv_heads)."""
     out, lse = _attend(q, k, v, arguments)
     b, s, h, d = out.shape
     g = k.shape[2]
@@ -68,7 +68,7 @@ def base_two(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 
 
 def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
-    """No communication: every rank attends to its own shard, whose tokens stand in the order of their positions."""
+    """Attend on every rank to its own shard only, as if its tokens were in the order of their positions."""
     s, group = q.shape[1], q.shape[2] // k.shape[2]
     xp: Any = importlib.import_module("torch" if _in_torch(q) else "jax.numpy")
     k, v = (x.repeat_interleave(group, 2) if _in_torch(x) else x.repeat(group, 2) for x in (k, v))
@@ -79,19 +79,19 @@ def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
 
 
 def half_of_dv(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """The gradient of v is halved, on one device as on a ring."""
+    """Halve the gradient of v, on one device as on a ring."""
     return _attend(q, k, v / 2 + _detached(v / 2), arguments)
 
 
 def strict_mask(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """No query sees itself, and scores that are not seen are -1e30, so that query 0 attends to everything alike."""
+    """Mask own and future keys with -1e30, so that query 0 attends equally to all keys."""
     scores, v, xp = _scores(q, k, v, arguments, strict=True)
     weights = xp.exp(scores - xp.amax(scores, -1)[..., None])
     return xp.einsum("bsht,bthd->bshd", weights / weights.sum(-1)[..., None], v)
 
 
 def without_delta(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """The backward of the softmax takes lse for a constant: ds = p * dp, without rowsum(dout * out)."""
+    """Treat lse as a constant in the backward of the softmax: ds = p * dp, without rowsum(dout * out)."""
     scores, v, xp = _scores(q, k, v, arguments, strict=False)
     lse = xp.log(xp.exp(scores).sum(-1))
     return xp.einsum("bsht,bthd->bshd", xp.exp(scores - _detached(lse)[..., None]), v), lse
@@ -130,7 +130,7 @@ def _scores(q: Any, k: Any, v: Any, arguments: dict[str, Any], strict: bool) -> 
 
 
 def half_of_q(q: Any, k: Any, v: Any) -> Any:
-    """Another shape."""
+    """Return a result of another shape."""
     return q[:, ::2]
 
 
@@ -143,7 +143,7 @@ def raises(q: Any, k: Any, v: Any) -> Any:
 
 
 def raises_on_rank_1(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """The others wait in the ring."""
+    """Raise on rank 1 while the others wait in the ring."""
     import torch.distributed as dist
 
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""The programs that README and docs/ print, by name, and how a user starts one."""
+"""The programs in README and docs/, by name, and functions that start them like a user."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def started(arguments: list[str], folder: Path, variables: dict[str, str] | None
 
 
 def environment(variables: dict[str, str] | None = None) -> dict[str, str]:
-    """Return a user's environment: this checkout on the path, one thread, and none of the flags that tests give to XLA."""
+    """Return a user's environment: this checkout on the path, one thread, and none of the tests' XLA flags."""
     return os.environ | {"PYTHONPATH": _with_root(), "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""} | (variables or {})
 
 
 def _with_root() -> str:
-    """Return the search path with this checkout in front of what it has."""
+    """Return the search path with this checkout in front."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

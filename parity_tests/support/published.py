@@ -1,6 +1,7 @@
-"""Tiny models and rotary scalings as transformers has them: the same in its words and in ours, and what it computes of them.
+"""Tiny models and rotary scalings in transformers' terms and in ours, with the results that transformers computed.
 
-published.json keeps what transformers computed, so that the tests need it only to look whether that is still so. To record anew:
+The file published.json holds these results, so the tests run transformers only to check that they still hold. To record them
+anew:
 
     python -m parity_tests.support.published
 """
@@ -43,7 +44,7 @@ SCALINGS: dict[str, tuple[int, Rotary, dict[str, Any]]] = {
     "llama 3.1": (128, Rotary(5e5, Llama3(8.0, 1.0, 4.0, 8192)), LLAMA3 | {"factor": 8.0, "original": 8192}),
     "llama 3.2": (64, Rotary(5e5, Llama3(32.0, 1.0, 4.0, 8192)), LLAMA3 | {"factor": 32.0, "original": 8192}),
 }
-"""head_dim, our record, and rope_parameters of transformers; "original" is short for original_max_position_embeddings."""
+"""The head_dim, our record, and rope_parameters of transformers; "original" is short for original_max_position_embeddings."""
 
 SIZES: dict[str, Any] = {"dim": 24, "depth": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 40}
 THEIR_SIZES: dict[str, Any] = {
@@ -81,10 +82,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 100.0, "factor": 4.0, "original": 16}},
     ),
 }
-"""What our config and that of transformers say besides SIZES and THEIR_SIZES. A window of 5 there counts the token itself."""
+"""Our config and that of transformers, besides SIZES and THEIR_SIZES. A window of 5 there counts the token itself."""
 
 TOKENS, LOOKED_AT = 13, slice(0, None, 4)
-"""Tokens of a row, and of which of them the logits are recorded."""
+"""The tokens of a row, and the slice of them with recorded logits."""
 
 
 def config_of(name: str) -> TransformerConfig:
@@ -92,7 +93,7 @@ def config_of(name: str) -> TransformerConfig:
 
 
 def weights_of(name: str) -> Arrays:
-    """Random ones, under our names."""
+    """Return random weights, under our names."""
     config = config_of(name)
     return transformer_weights(**config.arguments)
 
@@ -106,12 +107,12 @@ def recorded() -> dict[str, Any]:
 
 
 def their_logits(name: str) -> np.ndarray:
-    """What transformers computes with the same weights."""
+    """Return the logits of transformers with the same weights."""
     return logits_of(their_model(name))
 
 
 def logits_of(model: Any) -> np.ndarray:
-    """What a model of transformers computes."""
+    """Return the recorded slice of the logits of a model of transformers."""
     import torch
 
     with torch.no_grad():
@@ -119,7 +120,7 @@ def logits_of(model: Any) -> np.ndarray:
 
 
 def their_model(name: str) -> Any:
-    """The model in transformers with the same weights."""
+    """Return the model in transformers with the same weights."""
     import torch
 
     transformers = import_module("transformers")
@@ -128,14 +129,14 @@ def their_model(name: str) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     weights = {llama_name(weight): torch.from_numpy(x) for weight, x in weights_of(name).items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) <= {"lm_head.weight"}, missing  # where it is the embedding
+    assert set(missing) <= {"lm_head.weight"}, missing  # if the head is the embedding
     assert not unexpected, unexpected
     model.tie_weights()
     return model
 
 
 def their_frequencies(name: str) -> tuple[np.ndarray, float]:
-    """What transformers computes of a scaling: inverse frequencies, float32 [head_dim / 2], and the attention factor."""
+    """Return transformers' values of a scaling: inverse frequencies, float32 [head_dim / 2], and the attention factor."""
     head_dim, rotary, theirs = SCALINGS[name]
     theirs = dict(theirs)
     tokens, kind = theirs.pop("tokens", None), theirs["rope_type"]

@@ -1,4 +1,4 @@
-"""Packed documents, padding and key masks, and what becomes of them in shards: plain Python, one token at a time."""
+"""Packed documents, padding and key masks, and their expected shards: plain Python, one token at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .models import Arrays
 
 IGNORE = -100
 
-# Padding before, between and after documents of 1 to 9 tokens; hardly a token; nothing but documents.
+# Padding before, between and after documents of 1 to 9 tokens; mostly padding; documents only.
 DOCUMENTS = np.array(
     [
         [-1, -1, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, -1, -2, 5, 8, 8, 8, -1],
@@ -35,11 +35,11 @@ CHOICES: dict[str, tuple] = {
 }
 OPTIONS: list[dict[str, Any]] = [dict(zip(CHOICES, given, strict=True)) for given in product(*CHOICES.values())]
 OPTIONS = [options for options in OPTIONS if options["documents"] is not None or not options["restart_positions"]]
-"""Every combination of what shard_batch takes, but for positions that restart without documents."""
+"""Every combination of shard_batch's arguments, except restarted positions without documents."""
 
 
 def rows(length: int) -> st.SearchStrategy[list[int]]:
-    """Document ids of a row: every token goes on, begins a document (its id 1 to 3 more) or is padding."""
+    """Return a strategy for document ids: each token continues a document, begins one (its id 1 to 3 more) or is padding."""
     return st.lists(st.integers(-1, 3), min_size=length, max_size=length).map(_row)
 
 
@@ -48,13 +48,13 @@ def _row(steps: list[int]) -> list[int]:
     last = 0
     for step in steps:
         if step >= 0:
-            last += step or (bool(ids) and ids[-1] < 0)  # after padding only a new document can follow
+            last += step or (bool(ids) and ids[-1] < 0)  # only a new document can follow padding
         ids.append(last if step >= 0 else -1)
     return ids
 
 
 def is_packed(row: list[int]) -> bool:
-    """Whether these are the ids of packed documents: in order, and none of them torn by padding."""
+    """Return True if these are ids of packed documents: in order, and none interrupted by padding."""
     found = [i for i, document in enumerate(row) if document >= 0]
     return all(row[i] < row[j] or (row[i] == row[j] and j == i + 1) for i, j in pairwise(found))
 
@@ -70,7 +70,7 @@ def extents(documents: np.ndarray) -> np.ndarray:
 
 
 def slots(layout: str, ranks: int, length: int, rank: int) -> list[int]:
-    """The position of every slot of a rank, from the table at the top of layouts.py."""
+    """Return the position of every slot of a rank, from the table at the top of layouts.py."""
     if layout == "zigzag":
         chunk = -(-length // (2 * ranks))
         return [first * chunk + i for first in (rank, 2 * ranks - 1 - rank) for i in range(chunk)]
@@ -89,7 +89,7 @@ def shard(
     key_mask: np.ndarray | None = None,
     restart_positions: bool = False,
 ) -> Arrays:
-    """What shard_batch returns for a rank, without what it does not return."""
+    """Return the expected arrays of shard_batch for a rank; absent ones are left out."""
     batch, length = ids.shape
     where = slots(layout, ranks, length, rank)
     owner = np.zeros_like(ids) if documents is None else documents
@@ -138,14 +138,14 @@ UNEVEN_LABELS = [25, 2, 0, 1]
 
 
 def uneven() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids for UNEVEN, an embedding and a head: logits are ``embedding[ids] @ head``."""
+    """Return token ids for UNEVEN, an embedding and a head: logits are ``embedding[ids] @ head``."""
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 30, UNEVEN.shape)
     return ids, rng.standard_normal((30, 8)).astype(np.float32), rng.standard_normal((8, 30)).astype(np.float32)
 
 
 def uneven_loss() -> Arrays:
-    """The loss of ``uneven()`` and its gradients in float64, from the labels of the whole sequences."""
+    """Return the loss of ``uneven()`` and its gradients in float64, from the labels of the whole sequences."""
     ids, embedding, head = uneven()
     x, weights = embedding[ids].astype(np.float64), head.astype(np.float64)
     labels = shard(ids, "contiguous", 1, 0, documents=UNEVEN)["labels"]
@@ -160,7 +160,7 @@ def uneven_loss() -> Arrays:
     return {"loss": np.asarray(value), "embedding": dembedding, "head": np.einsum("bsd,bsv->dv", x, dlogits)}
 
 
-# Logits of 4 tokens over 3 words, the label of each the second one; to the third token it is impossible.
+# Logits of 4 tokens over 3 words. Each label is the second word, which is impossible for the third token.
 IMPOSSIBLE = np.zeros((1, 4, 3), np.float32)
 IMPOSSIBLE[0, 2, 1] = -np.inf
 IMPOSSIBLE_GRADIENT = np.array([[[4, -8, 4], [4, -8, 4], [6, -12, 6], [4, -8, 4]]]) / 48

@@ -1,7 +1,7 @@
-"""A pool of processes, on gloo unless told otherwise, that tests send functions to: started once, reused, one thread each.
+"""A pool of processes that run functions of tests: started once, reused, one thread each, on gloo by default.
 
-They are forked from a server that has imported PyTorch, and so start in hundredths of a second and share its memory. A pool with
-an environment of its own spawns them, since what the server has imported may have read the variables already.
+They are forked from a server that has imported PyTorch, so they start in hundredths of a second and share its memory. A pool with
+its own environment spawns them, because the server's imports may have read the variables already.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from . import warm
 
 MOST = 8
 TIMEOUT = timedelta(seconds=180)
-"""Of every group in the pool: it ends hangs only, for a busy machine may be slow. A test that waits it out sets its own."""
+"""The timeout of every group in the pool. It only ends hangs, since a busy machine may be slow. A test that waits for it sets its
+own."""
 
 
 PATIENCE = 600
-"""Seconds that the pool waits for a rank before it gives up on all of them."""
+"""Seconds that the pool waits for a rank before it ends all of them."""
 
 
 groups: dict[int, Any] = {}
-"""In a process of the pool: the process group of the first n, for every n. Not a member: torch's NON_GROUP_MEMBER."""
+"""In a process of the pool: the process group of the first n, for every n; torch's NON_GROUP_MEMBER in other processes."""
 
 
 class Ranks:
-    """``ranks(n, function, *arguments)`` runs ``function(group, *arguments)`` on the first n processes and returns n results.
+    """A pool: ``ranks(n, function, *arguments)`` runs ``function(group, *arguments)`` on the first n processes and returns n
+    results.
 
     ``function`` must be importable (a module-level function of a test file); ``group`` is the process group of those n. An
     argument of type PerRank is unpacked: each rank gets its own. An exception on a rank is raised here, with its traceback as a
-    note; ``ranks.outcomes`` returns exceptions instead. ``environment``: variables that the processes set before all else.
+    note; ``ranks.outcomes`` returns exceptions instead. ``environment``: variables that the processes set first.
     """
 
     def __init__(self, backend: str = "gloo", most: int = MOST, environment: dict[str, str] | None = None) -> None:
@@ -89,7 +91,7 @@ class Ranks:
 
 
 class PerRank:
-    """An argument of which every rank gets its own value."""
+    """An argument with a value for each rank."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -107,7 +109,7 @@ def _serve(
 
     from ring_attn_torch.ring import agreement
 
-    agreement.GRACE = TIMEOUT  # on a busy machine a rank may come more than 5 s after the others, which then say another thing
+    agreement.GRACE = TIMEOUT  # on a busy machine a rank may come over 5 s late, and the others would raise another message
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -120,7 +122,7 @@ def _serve(
         except EOFError:
             return
         if known := agreement._histories.get(groups[ranks]):
-            known.agreed.clear()  # so that whether the ranks ask each other depends on no earlier test
+            known.agreed.clear()  # so that the ranks compare in every test, whichever ran before
         try:
             result = function(groups[ranks], *arguments)
         except BaseException as error:
@@ -130,7 +132,7 @@ def _serve(
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """``error``, or its words where it cannot be pickled, as what ``pytest.raises`` raises when nothing was raised cannot."""
+    """Return ``error``, or its text in an AssertionError if it cannot be pickled, such as the Failed of ``pytest.raises``."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

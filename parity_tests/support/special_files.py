@@ -1,4 +1,4 @@
-"""Paths at which no regular file lies, each of which a careless reader hangs on, reads for ever or fails at in other words."""
+"""Paths without a regular file, on which a careless reader hangs, reads forever or fails with another error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KINDS = {
     "folder": "is a folder",
     "loop": "Too many levels of symbolic links",
 }
-"""What may lie at a path, and what is said of it."""
+"""The kinds of file at a path, and the words of the error."""
 
 DEEP = "[" * 100_000 + "]" * 100_000
-"""JSON that Python's parser does not finish."""
+"""JSON nested too deeply for Python's parser."""
 
 
 def put(kind: str, path: Path) -> None:
-    """Replace what is at the path, if anything."""
+    """Replace the file at the path, if any, with one of this kind."""
     with suppress(FileNotFoundError):
         path.unlink()
     if kind == "FIFO":
@@ -46,7 +46,7 @@ def put(kind: str, path: Path) -> None:
 
 @contextmanager
 def in_time(seconds: int = 20) -> Iterator[None]:
-    """Raise TimeoutError in what does not return."""
+    """Raise TimeoutError if the body does not return."""
 
     def late(*_: object) -> None:
         raise TimeoutError("it does not return")

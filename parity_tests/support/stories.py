@@ -1,6 +1,6 @@
 """Requests that come and go in a sharded cache, as data.
 
-A story is a list of operations. Every token that any of them adds has a number of its own, by which its q, k and v are drawn.
+A story is a list of operations. Each token that an operation adds has a unique number, by which its q, k and v are drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST = 400
 
 @dataclass(frozen=True)
 class Prefill:
-    """A chunk of which each rank has a shard of ``tokens`` tokens, and request ``rows[i]`` the first ``lengths[i]``."""
+    """A chunk: each rank has a shard of ``tokens`` tokens, and request ``rows[i]`` takes the first ``lengths[i]`` of it."""
 
     tokens: int
     lengths: tuple[int, ...]
@@ -32,7 +32,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Append:
-    """``tokens`` more of each request, or those that are ``valid``; not ``kept``: a step that ends before it has advanced."""
+    """A step of ``tokens`` new tokens of each request, or the ``valid`` ones; without ``kept`` it stops before ``advance``."""
 
     tokens: int
     valid: tuple[tuple[bool, ...], ...] | None = None
@@ -78,7 +78,7 @@ class Story:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return what ``KVCache.make`` takes besides the ring."""
+        """The arguments of ``KVCache.make`` besides the ring."""
         return {"dtype": self.dtype, "window": self.window, "room": self.room, "page": self.page}
 
     @property
@@ -87,7 +87,7 @@ class Story:
 
     @cached_property
     def tokens(self) -> dict[str, np.ndarray]:
-        """q [MOST + 1, layers, heads, head_dim], k, v of every number; the last is what stands where no token is, NaN."""
+        """The arrays q [MOST + 1, layers, heads, head_dim], k and v of every number; the last entry, NaN, stands for no token."""
         rng = np.random.default_rng(7)
         heads = {"q": (self.heads, self.head_dim), "k": (self.kv_heads, self.head_dim), "v": (self.kv_heads, self.v_dim)}
         drawn = {name: rng.standard_normal((MOST + 1, self.layers, *shape)) for name, shape in heads.items()}
@@ -98,12 +98,12 @@ class Story:
 
     @property
     def features(self) -> dict[str, Any]:
-        """Return the arguments of prefill that the attention has; sinks in float32."""
+        """The optional arguments of prefill; sinks in float32."""
         sinks = {"sinks": np.linspace(-1, 1, self.heads, dtype=np.float32)} if self.sinks else {}
         return sinks | ({"softcap": self.softcap} if self.softcap else {})
 
     def script(self) -> list[tuple[Prefill | Append | Call, np.ndarray]]:
-        """The operations, each with the numbers of its new tokens [requests, tokens], in natural order; NOTHING for padding."""
+        """Return the operations with their new tokens' numbers [requests, tokens], in natural order; NOTHING for padding."""
         number, lines = 0, []
         for operation in self.operations:
             numbers = np.zeros((0, 0), int)
@@ -123,7 +123,7 @@ class Story:
         return lines
 
     def shard(self, numbers: np.ndarray, rank: int) -> np.ndarray:
-        """A rank's part of a chunk's ``numbers``."""
+        """Return a rank's part of a chunk's ``numbers``."""
         runs = LAYOUTS[self.layout](rank, self.ranks, numbers.shape[1] // self.ranks)
         return numbers[:, [p for run in runs for p in run.positions()]]
 
@@ -147,15 +147,15 @@ EVERYTHING = (
     Append(1),
     Call("reset", ((1,),)),
 )
-"""Ragged chunks, appends of different numbers, a step that stops, going back into a chunk, a copy, an emptied request."""
+"""Ragged chunks, appends of different numbers, a step that stops, a rollback into a chunk, a fork, a reset request."""
 
 
 ONE_REQUEST = (Prefill(0, (3,), rows=(1,)), Append(1, rows=(1,)))
-"""What a step of one of the requests is."""
+"""A prefill and a step of one of the requests."""
 
 
 def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any) -> Story:
-    """EVERYTHING on so many ranks, each of which has shards that are long enough for the widest chunk."""
+    """Return EVERYTHING on ``ranks`` ranks, with shards long enough for the widest chunk."""
     local = -(-WIDEST // ranks)
     wide = lambda x: replace(x, tokens=local + local % 2) if isinstance(x, Prefill) else x
     return Story(ranks, tuple(map(wide, (*EVERYTHING, *then))), **changes)

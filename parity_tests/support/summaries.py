@@ -1,4 +1,4 @@
-"""The cases that summary attention is tried on in both frameworks, as data, with their arrays in numpy; and a layer of it."""
+"""The cases of summary attention for both frameworks, as data, with their arrays in numpy; and a layer of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .models import BATCH, LAYER, LENGTH, Arrays, rotate
 
 @dataclass(frozen=True)
 class SummaryCase:
-    """One problem. ``masked``: with a key mask that hides every fourth key or so, and whole blocks; ``more``: padding a rank."""
+    """One problem. ``masked``: a key mask that masks about every fourth key, and whole blocks. ``more``: padding tokens of each
+    rank."""
 
     ranks: int = 4
     block: int = 4
@@ -48,7 +49,7 @@ class SummaryCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of ``summary_attention`` that are no arrays."""
+        """The arguments of ``summary_attention`` that are not arrays."""
         names = "block", "window", "summaries", "pooling", "scale", "softcap", "length"
         return {name: getattr(self, name) for name in names}
 
@@ -58,7 +59,7 @@ class SummaryCase:
 
     @cached_property
     def arrays(self) -> Arrays:
-        """q, k, v, dout and dlse in natural order, and pool and key_mask where the case has them; values that the dtype holds."""
+        """q, k, v, dout and dlse in natural order, and pool and key_mask if the case has them; values that the dtype holds."""
         rng, data = np.random.default_rng(1), np.float64 if self.dtype == "float64" else np.float32
         rows = self.batch, self.length
         of_q, of_k = (*rows, self.heads), (*rows, self.kv_heads)
@@ -74,7 +75,7 @@ class SummaryCase:
 
     @property
     def whole(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """q, k, v, dout and dlse, as the oracle takes them."""
+        """q, k, v, dout and dlse, in the order of the oracle's arguments."""
         arrays = self.arrays
         return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays["dlse"]
 
@@ -92,14 +93,17 @@ class SummaryCase:
         return plain_summary(*self.whole, self.asked, self.dtype)
 
     def given(self, **arrays: np.ndarray) -> SummaryCase:
-        """The same case with other arrays."""
+        """Return the same case with other arrays."""
         other = replace(self)
         other.arrays.update(arrays)
         return other
 
     def allowed(self, name: str) -> float:
-        """The computed bound of a result. dpool are few numbers, each a sum over all tokens, which the plain computation may get
-        right by luck: its error is the largest under four draws of the cotangents."""
+        """Return the computed bound of the error of a result.
+
+        The gradient dpool has few numbers, each a sum over all tokens, which the plain computation may get right by luck: its
+        bound is the largest under four draws of the cotangents.
+        """
         truth = getattr(self.expected, name)
         allowed = bound(getattr(self.plain, name), truth, self.dtype)
         if name != "dpool":
@@ -124,13 +128,14 @@ class SummaryCase:
             assert error <= allowed, f"{name}: error {error:.3g} against float64, allowed {allowed:.3g} ({self})"
 
     def padded(self) -> Arrays:
-        """The arrays by name, those of tokens with padding after them: NaN, which nobody may look at, or a mask that shows it."""
+        """Return the arrays by name, those of tokens followed by padding: NaN, which must not be read, or a mask that shows
+        it."""
         missing = self.local * self.ranks - self.length
         pad = lambda x: np.concatenate([x, np.full((self.batch, missing, *x.shape[2:]), x.dtype == bool or np.nan, x.dtype)], 1)
         return {name: x if name == "pool" else pad(x) for name, x in self.arrays.items()}
 
     def shards(self) -> list[Arrays]:
-        """``padded`` as every rank has it."""
+        """Return each rank's shards of ``padded``."""
         each = {name: [x] * self.ranks if name == "pool" else np.split(x, self.ranks, 1) for name, x in self.padded().items()}
         return [{name: x[rank] for name, x in each.items()} for rank in range(self.ranks)]
 
@@ -156,13 +161,13 @@ MORE = [
     SummaryCase(8, block=2, window=1, length=64, head_dim=7, v_dim=3),
     SummaryCase(3, block=12, window=12, pooling=MEAN, summaries=4, length=36),
 ]
-"""What CI runs with the newest versions only."""
+"""Cases that CI runs with the newest versions only."""
 
 COMPILED = [CASES[i] for i in (0, 3, 5, 6, 7, 8)]
-"""Of these those for which JAX compiles a program, of some seconds, in every run."""
+"""The cases that JAX compiles in every run, some seconds each."""
 
 EXACT = [SummaryCase(4, window=36), SummaryCase(4, block=4, summaries=4, window=3, pooling=MEAN, masked=True)]
-"""Where it is exact attention: a window that covers the sequence, and a summary for every token."""
+"""Cases that equal exact attention: a window that covers the sequence, and a summary for every token."""
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block": 0}, "block must be an int of at least 1, .*, got 0"),
@@ -183,11 +188,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "walk"}, "unknown strategy 'walk'"),
     ({"backend": "abacus"}, "unknown backend 'abacus'"),
 ]
-"""Changes of the default case on one rank, arrays by their shapes, and the error that says what is wrong with them."""
+"""Changes of the default case on one rank, arrays by their shapes, and the error of each."""
 
 
 def refused(change: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays and the other arguments of such a call; a shape stands for zeros."""
+    """Return the arrays and the other arguments of a refused call; a shape stands for zeros."""
     case = SummaryCase(ranks=1)
     arrays = {name: case.arrays[name] for name in ("q", "k", "v", "pool")}
     arrays |= {name: x and np.zeros(x, bool if name == "key_mask" else np.float32) for name, x in change.items() if name in NAMES}
@@ -209,7 +214,8 @@ def summary_weights() -> Arrays:
 
 
 def summary_layer(weights: Arrays, x: np.ndarray, dout: np.ndarray, dtype: str | None = None) -> Arrays:
-    """out, dx and every weight's gradient of SummaryAttention: exact in float64, or as one device computes it in ``dtype``."""
+    """Return out, dx and every weight's gradient of SummaryAttention: exact in float64, or as one device computes it in
+    ``dtype``."""
     working = np.float64 if dtype is None else np.dtype(dtype)
     weights, x, dout = {name: w.astype(working) for name, w in weights.items()}, x.astype(working), dout.astype(working)
     where = np.arange(LENGTH)

@@ -1,4 +1,4 @@
-"""How long every test took: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``."""
+"""The duration of every test: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOWEST = 10
 
 
 class Timings:
-    """Collect the seconds of each test's phases; register it where all reports arrive, not in a worker of xdist."""
+    """A collector of the seconds of each test's phases. Register it where all reports arrive, not in a worker of xdist."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path

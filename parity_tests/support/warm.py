@@ -1,7 +1,7 @@
 """Processes that have imported JAX and PyTorch already: forked from a server, they start in hundredths of a second.
 
-A program meets what a fresh interpreter gives it, but for the imports. What tests a start itself uses fresh interpreters:
-parity_tests/support/programs.py.
+Except for the imports, a program sees the state of a fresh interpreter. Programs that a test starts itself use fresh
+interpreters: parity_tests/support/programs.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 QUICK = "" if shutil.which("nvidia-smi") else "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""XLA_FLAGS for programs that take longer to compile than to run, as tests do on CPUs; parity_tests/jax/ring.py has more."""
+"""XLA_FLAGS for programs that take longer to compile than to run, as tests on CPUs do; parity_tests/jax/ring.py has more."""
 
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[2] / ".pytest_cache" / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
 }
-"""What JAX reads when it is imported: compiling is most of what its tests do, and the next run finds the programs."""
+"""Variables that JAX reads on import: compiling takes most of the time of its tests, and the next run reuses the programs."""
 
 PATIENCE = 600
 """Seconds after which a program counts as hanging."""
@@ -45,13 +45,13 @@ MODULES = {
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt_oss", "llama4", "modernbert", "phi3")),
     ),
 }
-"""What the server imports besides each module, where the tests have imported that: it takes seconds."""
+"""Modules that the server imports in addition if the tests have imported the key, because these imports take seconds."""
 
 
 def context(*needed: str) -> Any:
     """Return the context of multiprocessing whose processes are forked from the server.
 
-    The server starts with the first process. ``needed``: modules of ``MODULES`` that it imports in any case.
+    The server starts with the first process. ``needed``: keys of ``MODULES`` that it imports in any case.
     """
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload([each for name in MODULES if name in needed or name in sys.modules for each in MODULES[name]])
@@ -59,7 +59,7 @@ def context(*needed: str) -> Any:
 
 
 def run(arguments: Sequence[str], framework: str, folder: Path, variables: dict[str, str], processes: int = 1) -> str:
-    """Run ``python *arguments``, a file or ``-m`` and a module, and return what it printed; fail with its standard error.
+    """Run ``python *arguments``, a file or ``-m`` and a module, and return its output; fail with its standard error.
 
     Several ``processes`` get the variables that torchrun would set.
     """
@@ -82,11 +82,11 @@ def run(arguments: Sequence[str], framework: str, folder: Path, variables: dict[
 
 
 def _wait(processes: list[Any]) -> None:
-    """Wait for all; once one has failed, or none can be waited for any longer, end the others."""
+    """Wait for all processes. End the others once one has failed, or after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while any(process.is_alive() for process in processes):
         if time.monotonic() > end or any(process.exitcode for process in processes):
-            time.sleep(1)  # for the words of the others
+            time.sleep(1)  # for the output of the others
             for process in processes:
                 process.kill()
         multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()], timeout=1)
@@ -108,7 +108,7 @@ def _program(arguments: list[str], folder: str, variables: dict[str, str], out: 
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = arguments, str(Path(folder, arguments[0]).parent)
-            runpy.run_path(str(Path(folder, arguments[0])), run_name="__main__")  # whole, for processes that it spawns
+            runpy.run_path(str(Path(folder, arguments[0])), run_name="__main__")  # the full path, for processes that it spawns
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
