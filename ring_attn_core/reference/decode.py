@@ -1,4 +1,4 @@
-"""The truth of decoding, in numpy: attention of a few queries over a cache whose slots hold tokens in any order."""
+"""Reference decoding in numpy: attention of a few queries over a cache whose slots hold tokens in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .oracle import Array, rounding
 
 
 class Features(NamedTuple):
-    """What changes a score and who sees whom; named and shaped as in ``tree_attention_decode``."""
+    """The options that change scores or visibility, named and shaped as in ``tree_attention_decode``."""
 
     tree_mask: Array | None = None
     window: int | None = None
@@ -24,11 +24,10 @@ class Features(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
-    """(out [b n h e], lse [b n h]) of queries q [b n h d] over the whole cache k [b t g d], v [b t g e], in float64.
+    """Return (out, lse) of queries over the global cache, in float64 (in extended precision if q is float64).
 
-    Of float64 queries in extended precision.
-
-    ``features``: see Features. What is written in slots that no query sees is never read.
+    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h]. ``features``: see Features. The contents of slots
+    that no query sees have no effect.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention((q, k, v), (q_positions, k_positions), Features(**features), working, lambda x: x)
@@ -37,15 +36,19 @@ def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, 
 def plain(
     q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, dtype: str, **features: Any
 ) -> tuple[Array, Array]:
-    """The same as one device computes it in ``dtype``: sums and softmax in float32, probabilities and out rounded once."""
+    """Return the same as one device computes it in ``dtype``.
+
+    Sums and softmax are in float32 (in float64 for "float64"); probabilities and out are rounded once.
+    """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v), (q_positions, k_positions), Features(**features), working, rounding(dtype))
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
-    """bool [b n t] who sees whom, and int [b n t] lags, which count along the tree where there is one.
+    """Return bool [b n t], whether each query sees each slot, and int [b n t] lags, counted along the tree if there is one.
 
-    A node's depth, its place in the sequence that it would continue, is the number of its ancestors: those it sees but itself.
+    A node's depth, its offset in the sequence that it would continue, is the number of its ancestors: the nodes that it sees
+    other than itself.
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

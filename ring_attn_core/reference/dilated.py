@@ -1,7 +1,7 @@
-"""The truth of dilated attention, in numpy, from its definition over token positions: it knows nothing of lanes or rings.
+"""Reference dilated attention in numpy, from its definition over token positions, without folding or rings.
 
-A pattern lets query i see key j for head h where both stand in the same segment, at offsets that the head keeps, and the mask and
-the key mask let it. With n_ij the number of patterns of the head that do,
+A pattern lets query i see key j for head h if both are in the same segment, at offsets that the head keeps, and mask and key mask
+allow it. With n_ij the number of patterns of the head that allow (i, j),
 
     Z_i = sum_j n_ij exp(s_ij)        out_i = sum_j n_ij exp(s_ij) v_j / Z_i        lse_i = log Z_i
 
@@ -20,7 +20,7 @@ from .oracle import BLOCK, Array, Attention, rounding
 
 
 class Dilated(NamedTuple):
-    """What changes the attention, named as in ``dilated_attention``. ``mask`` is a Band, ``key_mask`` bool [b s]."""
+    """The options that change the result, named as in ``dilated_attention``. ``key_mask``: bool [b s]."""
 
     segments: Sequence[int]
     dilations: Sequence[int]
@@ -32,10 +32,11 @@ class Dilated(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated) -> Attention:
-    """Dilated attention of whole arrays and its gradients in float64 (of float64 arrays: in extended precision).
+    """Return dilated attention of global arrays and its gradients, in float64 (in extended precision if q is float64).
 
-    q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]; query head h reads kv head h // (heads / kv_heads).
-    A query that sees nothing in any pattern: out 0, lse -inf, no gradient.
+    Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]; query head h reads kv head
+    h // (heads / kv_heads).
+    A query that sees no key in any pattern has out 0, lse -inf and no gradient.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     at_once = lambda counts: counts.sum(0, keepdims=True)
@@ -43,16 +44,16 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated)
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated, dtype: str) -> Attention:
-    """The same in ``dtype`` as one device computes it without any cleverness, rounded as ``oracle.plain`` does.
+    """Return the same as one device computes it in ``dtype``, rounded as ``oracle.plain`` does.
 
-    One attention for each pattern, whose outs are rounded, and then weighted by their denominators.
+    Computes one attention for each pattern, rounds each out, and weights them by their softmax denominators.
     """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), call, working, rounding(dtype), lambda counts: counts)
 
 
 def patterns(call: Dilated, heads: int, queries: Array, keys: Array) -> Array:
-    """int [patterns, heads, queries, keys], 0 or 1: whether a pattern of a head keeps both positions, in one segment."""
+    """Return int [patterns, heads, queries, keys]: 1 if the pattern keeps both positions for the head, in one segment."""
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
     for at, (segment, dilation) in enumerate(zip(call.segments, call.dilations, strict=True)):
@@ -71,7 +72,11 @@ def _attention(
     rounded: Callable[[Array], Array],
     apart: Callable[[Array], Array],
 ) -> Attention:
-    """``apart`` makes of the counts of patterns those of the softmaxes that are computed one by one and then weighted."""
+    """Compute the attention and its gradients.
+
+    ``apart`` maps the counts [patterns, ...] to one array of counts for each softmax; the softmaxes are computed separately and
+    then weighted by their denominators.
+    """
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]
     by_head = lambda x: np.moveaxis(x.astype(dtype), 2, 1)  # [b h s d]
@@ -111,7 +116,7 @@ def _attention(
 
 
 def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
-    """Probabilities, each key counted so often, and lse; 0 and -inf where nothing is seen."""
+    """Return probabilities and lse, with each key counted ``count`` times; 0 and -inf if all counts are 0."""
     scores = np.where(count > 0, scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
@@ -122,7 +127,7 @@ def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
 
 
 def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:
-    """The lse of all, and the weight of each."""
+    """Return the lse of all softmaxes together, and the weight of each."""
     top = np.maximum.reduce(lses)
     top = np.where(np.isneginf(top), 0, top).astype(top.dtype)
     each = [np.exp(x - top) for x in lses]

@@ -1,10 +1,11 @@
-"""The layers in numpy, forward and backward: exact in float64, or as one device computes them in a dtype.
+"""Reference layers in numpy, forward and backward: exact in float64, or as one device computes them in a dtype.
 
     layer        out = o(attention(rotary(q x), rotary(k x), v x)); o, q, k, v are y = x W^T
     transformer  x = embed[ids]; x += layer(norm x), x += down(silu(gate norm x) * up(norm x)) for every block;
                  logits = (norm x) embed^T; loss = mean of -log softmax(logits)[label]
 
-Whole arrays in the natural order of tokens, weights by the names of ``to_numpy``; a plain computation rounds after every product.
+Arrays are global, in the natural order of tokens; weights have the names of ``to_numpy``. A computation in a dtype rounds after
+every product.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Array = np.ndarray
 Arrays = dict[str, Array]
 
 EPS = 1e-6
-"""Of the norms, the layers' default."""
+"""The eps of RMSNorm, as the layers' default."""
 
 
 class Sizes(NamedTuple):
-    """What weights do not say: the width of a head, the mask, the base of the rotary embedding, None for no positions."""
+    """The settings that weights do not show: head dim, mask, and rotary base (None: no positions)."""
 
     head_dim: int
     mask: Band
@@ -33,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 class Layers:
-    """Layers in one arithmetic: ``dtype`` None is exact; ``features``: those of the oracle but sinks, which are weights."""
+    """Layers in one arithmetic, exact if ``dtype`` is None. ``features``: the oracle's except sinks, which are weights."""
 
     def __init__(self, sizes: Sizes, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
@@ -41,14 +42,14 @@ class Layers:
         self.rounded = rounding(dtype or "float64")
 
     def layer(self, weights: Mapping[str, Array], x: Array, dout: Array) -> Arrays:
-        """out, dx and "d" + name of every weight's gradient, under the cotangent ``dout`` [b s dim]."""
+        """Return ``out``, ``dx`` and the gradient of each weight as "d" + its name. ``dout``: [b s dim]."""
         weights, x, dout = self._cast(weights), self._of(x), self._of(dout)
         out = self._attention(weights, "", x)
         dx, gradients = self._attention_backward(weights, "", x, dout)
         return {"out": out, "dx": dx} | {"d" + name: gradient for name, gradient in gradients.items()}
 
     def transformer(self, weights: Mapping[str, Array], ids: Array, labels: Array) -> Arrays:
-        """logits [b s vocab], the loss over labels that are not negative, and "d" + name of every weight's gradient."""
+        """Return logits [b s vocab], the mean loss over nonnegative labels, and each weight's gradient as "d" + its name."""
         weights = self._cast(weights)
         depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
         embed, entered, x = weights["embed.weight"], [], weights["embed.weight"][ids]
@@ -95,7 +96,7 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Attention among the heads; without a cotangent the gradients are 0."""
+        """Return attention without the output projection, and its gradients, which are 0 if ``dout`` is None."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout
@@ -128,11 +129,11 @@ class Layers:
         return self.rounded(x @ weight.T)
 
     def _linear_backward(self, x: Array, weight: Array, dout: Array) -> tuple[Array, Array]:
-        """The gradients of x and of the weight."""
+        """Return the gradients of x and of the weight."""
         return self.rounded(dout @ weight), self.rounded(np.tensordot(dout, x, ((0, 1), (0, 1))))
 
     def _turned(self, x: Array, sign: int = 1) -> Array:
-        """Rotary embedding of x [b s h d]; ``sign=-1`` turns back. Angles are in float64."""
+        """Apply the rotary embedding to x [b s h d], or its inverse if ``sign`` is -1. Angles are in float64."""
         if self.sizes.rotary_base is None:
             return x
         half = x.shape[-1] // 2
@@ -147,7 +148,7 @@ class Layers:
         return x.reshape(*x.shape[:2], -1)
 
     def _cast(self, weights: Mapping[str, Array]) -> Arrays:
-        """The weights as they are computed with: in the activations' dtype, sinks excepted."""
+        """Return the weights rounded to the dtype of the computation, except sinks, which stay in the working dtype."""
         return {name: x.astype(self.working) if name.endswith("sinks") else self._of(x) for name, x in weights.items()}
 
     def _of(self, x: Array) -> Array:

@@ -1,8 +1,8 @@
-"""The truth and the yardstick, in numpy: exact attention in float64, and plain single-device attention in a given dtype.
+"""Reference attention in numpy: exact attention in float64, and plain single-device attention in a given dtype.
 
-Both take whole arrays in the natural order of tokens and know nothing of rings, layouts or tiles. ``plain`` is what one device
-computes in the same dtype without any cleverness: products in the dtype, sums and softmax in float32, probabilities and results
-rounded once. numpy is needed here, and only here and in dropout's truth, the tolerance, the demo and the pictures.
+Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` is the straightforward
+computation on one device in the same dtype: products in the dtype, sums and softmax in float32, probabilities and results
+rounded once. numpy is needed only here, in the reference of dropout, the tolerance, the demo and the pictures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = np.ndarray
 
 
 class Attention(NamedTuple):
-    """out [b s h e], lse [b s h] (natural log) and the gradients of q, k, v and sinks [h] under the cotangents."""
+    """``out`` [b s h e], ``lse`` [b s h] (natural log) and the gradients of q, k, v and sinks [h]."""
 
     out: Array
     lse: Array
@@ -30,30 +30,30 @@ class Attention(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What changes a score, who sees whom and which probabilities count; named and shaped as in ``ring_attention``."""
+    """The options that change scores, visibility or probabilities, named and shaped as in ``ring_attention``."""
 
     scale: float | None = None
     extents: Array | None = None
-    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    """int [b s 2]: first and end (exclusive) of the key positions that each query may see."""
     key_mask: Array | None = None
-    """bool [b t]: which keys may be seen."""
+    """bool [b t]: True for keys that may be seen."""
     softcap: float | None = None
     sinks: Array | None = None
-    """[h]: one more logit in every softmax's denominator, without a value."""
+    """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: Array | None = None
-    """[h]; constants, without a gradient."""
+    """[h]: constants without a gradient."""
     dropout_rate: float = 0.0
     dropout_seed: int | None = None
 
 
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
-    """Attention and gradients in float64 (of float64 arrays: in extended precision).
+    """Return attention and its gradients, computed in float64 (in extended precision if q is float64).
 
-    q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
+    Shapes: q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
 
-    s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), where i sees j;
-    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the kept j, rescaled.
-    A query that sees nothing: out 0, lse -inf (or its sink), no gradient to any q, k, v.
+    s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), if i sees j;
+    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the j that dropout keeps,
+    rescaled. A fully masked query has out 0 and lse -inf (or its sink), and adds nothing to the gradients of q, k and v.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, lambda x: x)
@@ -62,13 +62,13 @@ def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | N
 def plain(
     q: Array, k: Array, v: Array, mask: Band, dout: Array, dtype: str, dlse: Array | None = None, **features: Any
 ) -> Attention:
-    """The same in ``dtype`` ("float32", "bfloat16", "float16" or "float64") as one device computes it; see the module's text."""
+    """Return the same as one device computes it in ``dtype``: "float32", "bfloat16", "float16" or "float64"."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, rounding(dtype))
 
 
 def visible(mask: Band, queries: range, keys: range, extents: Array | None = None, key_mask: Array | None = None) -> Array:
-    """bool [b or 1, queries, keys]: who sees whom among these global positions of whole sequences."""
+    """Return bool [b or 1, queries, keys]: whether each query sees each key. ``queries``, ``keys``: global positions."""
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
     if mask.lo is not None:
@@ -84,7 +84,7 @@ def visible(mask: Band, queries: range, keys: range, extents: Array | None = Non
 
 
 def rounding(dtype: str) -> Callable[[Array], Array]:
-    """The function that rounds a float32 array to ``dtype`` and gives it back as float32 (float64: unchanged)."""
+    """Return the function that rounds a float32 array to ``dtype``, as float32 again; for "float64" the identity."""
     if dtype == "bfloat16":
         return _to_bfloat16
     if dtype == "float16":
@@ -93,14 +93,14 @@ def rounding(dtype: str) -> Callable[[Array], Array]:
 
 
 def _to_bfloat16(x: Array) -> Array:
-    """Round to nearest, ties to even, on the upper 16 bits."""
+    """Round to the upper 16 bits, to nearest with ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
 class _Arrays(NamedTuple):
-    """What one device has: the inputs and the cotangents of out and lse, None for 0."""
+    """The inputs and the cotangents of out and lse; a ``dlse`` of None means 0."""
 
     q: Array
     k: Array
@@ -110,7 +110,7 @@ class _Arrays(NamedTuple):
 
 
 BLOCK = 512
-"""Queries that are computed at once."""
+"""Queries per block of the computation."""
 
 
 def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, rounded: Callable[[Array], Array]) -> Attention:
@@ -161,7 +161,7 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
 
 
 def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]:
-    """Capped scores and their derivative."""
+    """Return capped scores and their derivative."""
     if cap is None:
         return scores, 1.0
     bounded = np.tanh(scores / scores.dtype.type(cap))
@@ -169,7 +169,7 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """What dropout multiplies the probabilities by: 0 or dropout.rescale [b g r queries keys], or a single 1."""
+    """Return dropout's factor of each probability, 0 or ``rescale`` [b g r queries keys]; a single 1 without dropout."""
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups

@@ -1,4 +1,4 @@
-"""Sampling in numpy, one token of one request at a time: the truth for both frameworks."""
+"""Reference sampling in numpy for both frameworks, one token of one request at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..sampling import Sampling, words
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """[vocab]: with which probability each token is drawn, in float64."""
+    """Return the probability of each token, float64 [vocab]."""
     logits = np.asarray(logits, np.float64)
     order = np.argsort(-logits, kind="stable")
     if not sampling.temperature:
@@ -27,7 +27,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def gumbel(vocab: int, seed: int, request: int, position: int) -> np.ndarray:
-    """[vocab]: -log of exponential numbers, in float64, from 32 random bits each."""
+    """Return Gumbel noise, float64 [vocab]: -log of exponential draws, each made from 32 random bits."""
 
     def multiply(a: Any, constant: int) -> tuple[Any, Any]:
         product = a * np.uint64(constant)
@@ -40,7 +40,7 @@ def gumbel(vocab: int, seed: int, request: int, position: int) -> np.ndarray:
 
 
 def sample(logits: np.ndarray, sampling: Sampling, request: int, position: int) -> int:
-    """The token that stands at ``position`` of a request, of logits [vocab]."""
+    """Return the token sampled from logits [vocab] for ``position`` of a request."""
     p = probabilities(logits, sampling)
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(p) + gumbel(len(p), sampling.seed, request, position)))

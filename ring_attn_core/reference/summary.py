@@ -1,6 +1,6 @@
-"""The truth about summary attention, in float64 and from its definition, and the same as one device computes it in a dtype.
+"""Reference summary attention from its definition, exact in float64 or as one device computes it in a dtype.
 
-Every query sees the tokens and the summaries side by side as keys, in one dense softmax. Nothing here knows of rings or parts.
+Each query takes one dense softmax over its visible tokens and summaries, without rings and without partial summaries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .oracle import Array, rounding
 
 
 class SummaryAttended(NamedTuple):
-    """out [b s h e], lse [b s h] (natural log) and the gradients of q, k, v and pool [m g d] under the cotangents."""
+    """``out`` [b s h e], ``lse`` [b s h] (natural log) and the gradients of q, k, v and pool [m g d]."""
 
     out: Array
     lse: Array
@@ -25,7 +25,7 @@ class SummaryAttended(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The arguments of ``summary_attention`` that change numbers, under their names there; pool None: pooling="mean"."""
+    """The arguments of ``summary_attention`` that change the result. ``pool`` None means pooling="mean"."""
 
     block: int
     window: int
@@ -37,19 +37,28 @@ class Asked(NamedTuple):
 
 
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked) -> SummaryAttended:
-    """Summary attention and gradients in float64 (of float64 arrays: in extended precision), whole arrays in natural order."""
+    """Return summary attention and its gradients in float64 (in extended precision if q is float64).
+
+    Arrays are global, in the natural order of tokens.
+    """
     return _attention((q, k, v, dout, dlse), asked, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 
 
 def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked, dtype: str) -> SummaryAttended:
-    """The same in ``dtype``, as one device computes it: sums and softmax in float32, all results rounded, summaries too."""
+    """Return the same as one device computes it in ``dtype``.
+
+    Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
+    """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), asked, working, rounding(dtype))
 
 
 def who_sees_what(length: int, asked: Asked) -> tuple[Array, Array]:
-    """bool [length, length + blocks * summaries]: which tokens, then which summaries a query sees; and the tokens of each
-    summary, bool [blocks * summaries, length]."""
+    """Return the visibility of keys to queries, and the tokens of each summary.
+
+    Visibility is bool [length, length + blocks * summaries], tokens first; a summary's tokens are bool
+    [blocks * summaries, length].
+    """
     block, m = asked.block, asked.summaries
     i, j = np.arange(length)[:, None], np.arange(length)
     first = block * (np.maximum(i - asked.window, 0) // block)
@@ -73,7 +82,7 @@ def _attention(
     k, v = np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2)  # [b g s d]
     keep = np.ones((b, s), bool) if asked.key_mask is None else asked.key_mask
     seen, of = who_sees_what(s, asked)
-    # the summaries: a softmax over the tokens of each
+    # Pooling: a softmax over the tokens of each summary.
     mine = of & keep[:, None]  # [b n s]
     pool = np.zeros((m, g, d), dtype) if asked.pool is None else rounded(asked.pool.astype(dtype))
     pool = np.tile(np.moveaxis(pool, 1, 0), (1, len(of) // m, 1))  # [g n d]
@@ -81,10 +90,10 @@ def _attention(
     pooled = rounded(pooled)
     kbar, vbar = rounded(pooled @ k), rounded(pooled @ v)
     count = mine.sum(-1) / (m if asked.pool is not None else 1)
-    # tokens and summaries side by side
+    # Attention over tokens and summaries, concatenated.
     keys, values = np.concatenate([k, kbar], 2)[:, :, None], np.concatenate([v, vbar], 2)[:, :, None]
     with np.errstate(divide="ignore"):
-        stands_for = np.log(np.concatenate([keep, count], 1).astype(dtype))[:, None, None, None]  # -inf: not there
+        stands_for = np.log(np.concatenate([keep, count], 1).astype(dtype))[:, None, None, None]  # -inf: masked
     scores, steepness = q @ keys.swapaxes(-1, -2) * scale, dtype(1)
     if asked.softcap is not None:
         steepness = np.tanh(scores / dtype(asked.softcap))
@@ -96,7 +105,7 @@ def _attention(
     dq = rounded(ds @ keys * scale)
     dkeys, dvalues = (ds.swapaxes(-1, -2) @ q * scale).sum(2), (rounded(p).swapaxes(-1, -2) @ dout).sum(2)
     dk, dkbar, dv, dvbar = dkeys[:, :, :s], rounded(dkeys[:, :, s:]), dvalues[:, :, :s], rounded(dvalues[:, :, s:])
-    # back through the pooling
+    # The backward of the pooling.
     back = lambda x: x.swapaxes(-1, -2)
     delta = (dkbar * kbar).sum(-1, keepdims=True) + (dvbar * vbar).sum(-1, keepdims=True)
     dpooled = rounded(pooled * (dkbar @ back(k) + dvbar @ back(v) - delta))
@@ -110,7 +119,7 @@ def _attention(
 
 
 def _softmax(scores: Array) -> tuple[Array, Array]:
-    """The softmax over the last dimension, 0 where all are -inf, and its log-sum-exp [..., 1]."""
+    """Return the softmax over the last dimension, 0 if all scores are -inf, and its log-sum-exp [..., 1]."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
     p = np.exp(scores - top)

@@ -1,4 +1,4 @@
-"""How wrong a result may be: computed from what plain single-device attention gets wrong on the same inputs, never chosen."""
+"""Tolerances of results, computed from the error of plain single-device attention on the same inputs, never chosen."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 from .oracle import Attention
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
-"""Half the gap after 1 in the dtype that carries the state, the last thing that may differ by a rounding."""
+"""Half the gap after 1 in the dtype of the (out, lse) state, the last value that may differ by a rounding."""
 
 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
-    """||got - exact|| / ||exact|| over the finite entries; inf where one is NaN or infinite and the other is not.
+    """Return ||got - exact|| / ||exact|| over the finite entries.
 
-    Where the exact value is (nearly) zero, as is the gradient of a query that sees one key, the norm of data of size 0.01
-    stands in.
+    Return inf if one array is NaN or infinite at an entry and the other is not. The divisor is at least the norm of entries of
+    size 0.01, because the exact value may be (nearly) zero, such as the gradient of a query that sees one key. Raise ValueError
+    if the shapes differ.
     """
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:
@@ -31,15 +32,16 @@ def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """The relative error a result may have: twice that of the plain computation in ``dtype``, and one rounding."""
+    """Return the allowed relative error: twice that of the plain computation in ``dtype``, plus rounding."""
     return 2 * relative_error(plain, exact) + 2 * UNIT_ROUNDOFF[dtype]
 
 
 def bound_of_sinks(plain: Attention, exact: Attention, given: Mapping[str, np.ndarray], dtype: str) -> float:
-    """The relative error that the gradient of sinks may have; ``given``: sinks [h], dout and dlse.
+    """Return the allowed relative error of the gradient of sinks. ``given``: sinks [h], dout and dlse.
 
-    They are so few numbers that the plain computation may get them right by luck. Each is a sum over queries: with terms as
-    wrong as the plain computation's, and rounded, it is wrong by their norm times chance, so that it may be wrong by 5 sigma.
+    The gradient has so few numbers that the plain computation may get them right by luck. Each is a sum over queries. If the
+    errors of its terms are independent and as large as the plain computation's plus a rounding, the standard deviation of the
+    sum is the norm of these errors; the bound allows 5 of them.
     """
     assert plain.dsinks is not None and exact.dsinks is not None
 
