@@ -1,1 +1,1 @@
-"""The arithmetic of a key/value cache that is sharded over the ring: who holds which token, and what fits."""
+"""Arithmetic of a key/value cache sharded over the ring: the rank of each token, and checks of what fits."""

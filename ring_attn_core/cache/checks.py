@@ -1,4 +1,4 @@
-"""What is refused of a cache's calls, in words."""
+"""Checks of the arguments of a cache's calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """ValueError for what is no number of new tokens, or with a window more than there is room for."""
+    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds the room of a cache with a window."""
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
     if spec.room is not None and tokens > spec.room:
@@ -24,7 +24,7 @@ def check_tokens(spec: CacheSpec, tokens: Any) -> None:
 
 
 def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
-    """ValueError where a request of ``length`` tokens cannot have ``tokens`` more."""
+    """Raise ValueError if a request of ``length`` tokens cannot grow by ``tokens``."""
     if spec.capacity is not None and length + tokens > spec.capacity:
         more = "reserve more" if spec.page is not None else "make the cache with a larger capacity, or with page= to let it grow"
         raise ValueError(
@@ -34,7 +34,7 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """ValueError where some rank has no slots for the ``held`` tokens of a chunk after its ``counts``."""
+    """Raise ValueError if a rank lacks slots for its ``held`` tokens of a chunk after its ``counts`` cached ones."""
     for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
         if spec.window is None and count + more > spec.slots:
             raise ValueError(
@@ -44,7 +44,10 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 
 
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
-    """Return ``lengths`` as ints, one for each of ``batch`` requests; ValueError for others and where one exceeds ``most``."""
+    """Return ``lengths`` as ints. Raise ValueError if there is not one for each request, or one is not 0 to ``most``.
+
+    ``what`` ends the message: it says what ``most`` is.
+    """
     given = list(lengths) if isinstance(lengths, Sequence) else [lengths]
     if len(given) != batch or not all(is_integer(x) for x in given):
         raise ValueError(f"lengths must be {batch} ints, one for every request, got {in_words(lengths)}: {lengths!r}")
@@ -55,7 +58,7 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
-    """Return the requests that ``rows`` names, an int or several; ValueError for one that the cache has not, or twice."""
+    """Return ``rows``, an int or several, as a list. Raise ValueError if one is not 0 to ``batch - 1`` or is repeated."""
     given = list(rows) if isinstance(rows, Sequence) else [rows]
     if not all(is_integer(row) and 0 <= row < batch for row in given):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
@@ -65,7 +68,10 @@ def check_rows(name: str, rows: Any, batch: int) -> list[int]:
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
-    """Return both as equally many ints; one source may go to several targets."""
+    """Return ``source`` and ``target`` as lists of one length, a single source repeated for several targets.
+
+    Raise ValueError if one is not a request of the cache, a target is repeated, or the lengths differ otherwise.
+    """
     given = list(source) if isinstance(source, Sequence) else [source]
     for row in given:
         check_rows("source", row, batch)
@@ -77,7 +83,7 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return the requests of a step, at least one; ValueError as ``check_rows``."""
+    """Return the requests of a step as ``check_rows`` does. Raise ValueError also if ``rows`` is empty."""
     given = check_rows("rows", rows, batch)
     if not given:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
@@ -85,7 +91,7 @@ def check_step_rows(rows: Any, batch: int) -> list[int]:
 
 
 def check_layer(spec: CacheSpec, layer: Any) -> None:
-    """ValueError for what is no layer of the cache; nobody looks at a traced one."""
+    """Raise ValueError if ``layer`` is not a layer of the cache. A traced layer passes."""
     try:
         known = operator.index(layer) if is_integer(layer) else -1
     except TypeError:
@@ -95,7 +101,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """ValueError unless k and v are those of ``tokens`` (requests, tokens of each) in the cache's sizes and dtype."""
+    """Raise ValueError unless k and v fit ``tokens`` (requests, tokens of each) and the cache's sizes and dtype."""
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)
@@ -114,7 +120,7 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
 
 
 def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
-    """ValueError for a ``valid`` that is no bool [requests, tokens]."""
+    """Raise ValueError if ``valid`` is not bool [requests, tokens], the ``expected`` shape."""
     if tuple(shape) != expected or dtype != "bool":
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
@@ -122,7 +128,7 @@ def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -
 
 
 def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
-    """ValueError for a scale [layers][kv_heads] that nothing can be divided by."""
+    """Raise ValueError if a scale of ``scales`` [layers][kv_heads] is not finite and above 0."""
     for layer, of_heads in enumerate(scales):
         for head, scale in enumerate(of_heads):
             if not (scale > 0 and math.isfinite(scale)):
@@ -130,13 +136,16 @@ def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """ValueError for lengths to go back to, whose values nobody looks at, that are no integers, one or one for each request."""
+    """Raise ValueError if the lengths to roll back to are not one integer or integers [batch]. Their values are not read."""
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return the window of a call, the cache's where it is None; ValueError where the cache may have forgotten what it sees."""
+    """Return the window of a call, by default the cache's.
+
+    Raise ValueError if it is not an int of at least 0, or is wider than the cache's, which may have overwritten such keys.
+    """
     if window is None:
         return spec.window
     if not is_integer(window) or window < 0:
@@ -149,7 +158,7 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
-    """ValueError where a request that was ``reached`` tokens long goes back to ``length``, further than a window's room."""
+    """Raise ValueError if a request that reached ``reached`` tokens goes back to ``length`` by more than the room."""
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
             f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
@@ -158,9 +167,10 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
-    """Return the cache with whole pages more, until requests of these ``counts`` [requests][ranks] may have ``tokens`` more.
+    """Return the spec enlarged by whole pages, so that each request has room for ``tokens`` more.
 
-    Each rank gets slots for its part of them beyond its own count. ValueError for a cache that does not grow.
+    Each rank gets slots for its equal part of them beyond its largest count in ``counts`` [requests][ranks]. Raise ValueError if
+    the cache has no page, or ``tokens`` is not an int of at least 0.
     """
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")
@@ -172,16 +182,16 @@ def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> Cach
 
 
 def check_cache(cache: Any, kind: type) -> None:
-    """ValueError for a ``cache`` that is none of this ``kind``, the package's KVCache."""
+    """Raise ValueError if ``cache`` is not of this ``kind``, the package's KVCache."""
     if not isinstance(cache, kind):
         raise ValueError(f"cache must be a KVCache, got {in_words(cache)}: make one with KVCache.make(model.config, ...)")
 
 
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
-    """ValueError for a cache that is not for this model, or whose window forgets what a layer sees.
+    """Raise ValueError if the cache has other sizes or another dtype than the model, or a smaller window than a layer.
 
-    ``sizes``: the model's config; ``dtype``: in which it computes; ``windows``: how many tokens before itself a query of
-    each layer sees, None for all.
+    ``sizes``: the model's config; ``dtype``: the model's compute dtype; ``windows``: for each layer the number of tokens before
+    itself that a query sees, None for all.
     """
     expected = CacheSizes.of(sizes)
     if spec.sizes != expected:

@@ -1,19 +1,20 @@
-"""Which rank holds which token of a growing sequence: integers only, the same on every rank, so that nobody has to ask.
+"""Placement of the tokens of a growing sequence on ranks, in integers that are the same on every rank without communication.
 
-What the ring's prefill computes stays where the layout has it. Every token after that goes to the rank that holds the fewest of
-its request, the lowest of several. A rank fills its slots in order of position, so the tokens of a sequence that is cut short are
-the last ones of every rank. With counts (5, 3, 4) the next ones go to
+Prefilled tokens stay where the layout puts them. Each later token goes to the rank that holds the fewest tokens of its request,
+and to the lowest such rank. A rank fills its slots in order of position, so a sequence that is cut short loses the last tokens
+of each rank. With counts (5, 3, 4) the next tokens go to
 
-    rank 0          6th 8th         a column is a rank's new slot; read along the levels 3, 4, 5, ... and within
-    rank 1   1. 2.  4.  ...         a level by rank: that is the order of the tokens
-    rank 2      3.  5.  ...
+    slot      3    4    5    6
+    rank 0              4th  7th      new tokens come in order of slot index (the level), then of rank
+    rank 1    1st  2nd  5th  8th
+    rank 2         3rd  6th  9th
 
-for the rank with the fewest tokens is the one whose next slot has the lowest level, and the lowest rank of these. So the number
-of tokens that come before slot ``level`` of ``rank`` needs no loop over tokens:
+because the rank with the fewest tokens has the next slot of the lowest index. So the append rank of a slot, the number
+of tokens appended before the one in slot ``level`` of ``rank``, needs no loop over tokens:
 
     turn(rank, level) = sum over ranks r of max(0, level + [r < rank] - counts[r])
 
-``place`` is the truth, one token at a time; ``turns`` the arithmetic that both frameworks run on the device.
+``place`` is the reference, one token at a time; both frameworks run the arithmetic of ``turns`` on the device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..runs import Run
 
 
 def place(counts: Sequence[int], tokens: int) -> list[int]:
-    """Return the rank of each of ``tokens`` more tokens of a request of which the ranks hold ``counts``."""
+    """Return the rank of each of the next ``tokens`` tokens of a request. ``counts``: its tokens on each rank."""
     held, ranks = list(counts), []
     for _ in range(tokens):
         rank = held.index(min(held))
@@ -36,30 +37,30 @@ def place(counts: Sequence[int], tokens: int) -> list[int]:
 
 
 def earlier(ranks: int) -> list[list[int]]:
-    """Return [rank][other]: 1 where ``other`` comes first of two ranks that hold equally many tokens."""
+    """Return [rank][other]: 1 if ``other`` comes before ``rank`` when both hold equally many tokens, else 0."""
     check_ranks(ranks)
     return [[int(other < rank) for other in range(ranks)] for rank in range(ranks)]
 
 
 def turns(counts: Any, levels: Any, earlier: Any) -> Any:
-    """Return [batch, ranks, slots]: how many tokens are appended before that of each slot.
+    """Return the number of tokens that are appended before the token of each slot, [batch, ranks, slots].
 
-    ``counts`` [batch, ranks], ``levels`` [batch, ranks, slots], which slots of a rank, counted from 0, none below its count;
-    ``earlier`` [ranks, ranks] as above. Arrays of numpy, torch or jnp.
+    ``counts`` [batch, ranks]; ``levels`` [batch, ranks, slots]: indices of a rank's slots, from 0, each at least the rank's
+    count; ``earlier`` [ranks, ranks] as above. Arrays of numpy, torch or jnp.
     """
     return (levels[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
-    """Return [ranks][local]: where every token of a chunk stands in it, by the shards of ``layout``; they increase in a shard.
+    """Return the position of each token of each rank's shard of a chunk, [ranks][local], increasing within a shard.
 
-    Raises ValueError where the layout cannot cut shards of ``local`` tokens.
+    Raise ValueError if the layout cannot cut shards of ``local`` tokens.
     """
     return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]
 
 
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
-    """The runs of every rank; ValueError as ``positions`` raises it."""
+    """Return the runs of each rank. Raise ValueError as ``positions`` does."""
     check_ranks(ranks)
     runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:
@@ -71,11 +72,11 @@ def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
 
 
 def owners(layout: str, ranks: int, local: int) -> list[int]:
-    """Return the rank of every position of a chunk that is sharded in ``layout``."""
+    """Return the rank of each position of a chunk that is sharded in ``layout``."""
     of_position = {p: rank for rank, shard in enumerate(positions(layout, ranks, local)) for p in shard}
     return [of_position[p] for p in range(ranks * local)]
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Return how many of the first ``length`` tokens of a chunk each rank holds: they come first in its shard."""
+    """Return the number of the first ``length`` tokens of a chunk on each rank; they come first in its shard."""
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

@@ -1,4 +1,4 @@
-"""Everything about a cache that is no array, as frozen records with their checks."""
+"""The static description of a cache as frozen records that check their values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..mistakes import hold_numbers, in_words, is_integer
 FP8 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32", "float64", FP8)
 LARGEST = 448.0
-"""Of float8 e4m3 (arXiv:2209.05433, table 1)."""
+"""The largest value of float8 e4m3 (arXiv:2209.05433, table 1)."""
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """What a model keeps of every token: k [layers, kv_heads, head_dim] and v [layers, kv_heads, v_dim] (None: head_dim)."""
+    """The sizes of a cached token: k [layers, kv_heads, head_dim], v [layers, kv_heads, v_dim] (None: head_dim)."""
 
     layers: int
     kv_heads: int
@@ -32,7 +32,7 @@ class CacheSizes:
 
     @classmethod
     def of(cls, config: Any) -> CacheSizes:
-        """Return the sizes of a model by its TransformerConfig; sizes as they are. ValueError for anything else."""
+        """Return the sizes of a TransformerConfig; return CacheSizes as they are. Raise ValueError if it is neither."""
         if isinstance(config, cls):
             return config
         try:
@@ -45,11 +45,11 @@ class CacheSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """A cache: the sizes of a token, how many requests, how many slots for tokens a rank has for each, and in which dtype.
+    """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank.
 
-    ``window``: None, or a query sees no key more than so many positions before it, and a slot is used again once its token is
-    out of sight. ``room``: with a window, how many tokens a step may have, and how far a request may go back. ``page``: None for
-    a fixed number of slots, or by how many a rank's may grow. ``scaled``: float8 with scales that were given.
+    ``window``: None, or the most positions before itself that a query sees; a slot is reused once its token is out of the window.
+    ``room``: with a window, the most tokens of a step and of a rollback. ``page``: None for a fixed number of slots, or the
+    number of slots that a rank's shard grows by. ``scaled``: float8 with scales from the caller.
     """
 
     sizes: CacheSizes
@@ -64,10 +64,10 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the cache for requests of ``capacity`` tokens in all. With a window: of the newest ``capacity`` of every rank.
+        """Return the spec of a cache for requests of ``capacity`` tokens, or with a window of ``capacity`` slots a rank.
 
-        ``dtype`` None: the one in which a TransformerConfig computes, and bfloat16 for sizes, which do not say it.
-        Raises ValueError for sizes that do not fit.
+        A ``dtype`` of None means the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes. Raise ValueError if a
+        value does not fit.
         """
         check_ranks(ranks)
         if options.get("dtype") is None:
@@ -106,21 +106,21 @@ class CacheSpec:
 
     @property
     def float8(self) -> bool:
-        """Whether numbers are kept divided by scales."""
+        """True if the cache stores float8 values, divided by scales."""
         return self.dtype == FP8
 
     @property
     def capacity(self) -> int | None:
-        """How many tokens a request may have; None: any number, of which the cache keeps the newest."""
+        """The most tokens of a request; None with a window, where the cache keeps the newest of any number."""
         return None if self.window is not None else self.ranks * self.slots
 
     @property
     def remembered(self) -> int:
-        """Of how many tokens of a request, the newest, the cache knows which rank holds them: as far as it may go back."""
+        """Number of newest tokens of a request whose rank is recorded (the rollback limit)."""
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:
-        """Return what every rank must have in common, by name."""
+        """Return the values that must be equal on all ranks, by name."""
         own = asdict(self)
         return tuple((own.pop("sizes") | own).items())
 
