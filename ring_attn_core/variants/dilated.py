@@ -1,20 +1,20 @@
-"""Dilated attention as rings over the tokens that a head keeps: where they stand, who sees whom, which ranks exchange something.
+"""Dilated attention as ring attention over the tokens that a head keeps: positions, visibility and the shifts that are needed.
 
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions ``p % r == h % r``.
-Heads of one offset form a *class*. A rank folds its shard into *lanes*: a lane is a batch row and a class, and its i-th *slot*
-is the token that the class keeps of the i-th r tokens. Over these lanes, as batch rows, a pattern is one ring attention in
-contiguous layout.
+Heads of one offset form a head group (a *class* in the code). A rank folds its shard into folded batches (*lanes*), one for each
+batch row and head group; the i-th *slot* of one is the token that the group keeps of the i-th r tokens. With the folded batches
+as batch rows, a pattern is one ring attention in contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
     class 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
     class 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
-Slot i of class t on rank R is position ``base(R) + i r + t``. Where r does not divide a shard, the base lies up to r - 1 tokens
-before the shard, and a slot at either end may hold no token of the rank: a key mask says so. Slots of tokens stand in the order
-of positions over the whole ring, so what a query sees of its lane is one interval of them: an extent.
+Slot i of class t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, the base lies up to r - 1 tokens
+before the shard, and a slot at either end may hold no token of the rank; a key mask hides it. The slots of the global sequence
+are in order of position, so a query sees one interval of the slots of its folded batch: an extent.
 
-Dilated attention is that of LongNet (Ding et al., arXiv:2307.02486, section 2.2). Pure arithmetic, the same for JAX and PyTorch;
-where a rank, a slot or a class is an argument, it may be an int or an array of any framework.
+Dilated attention is that of LongNet (Ding et al., arXiv:2307.02486, section 2.2). The arithmetic is the same for JAX and PyTorch;
+an argument that is a rank, a slot or a class may be an int or an array of any framework.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ MIXINGS = ("softmax", "heads")
 
 
 class Patterns(NamedTuple):
-    """What a call is asked for, as ``dilated_attention`` names it."""
+    """The patterns of a call, named as in ``dilated_attention``."""
 
     segments: Any
     dilations: Any
     mixing: Any = "softmax"
 
     def check(self) -> tuple[tuple[int, int], ...]:
-        """Return pairs of a segment and its dilation, in tokens; ValueError for what is no list of patterns, and no mixing."""
+        """Return pairs (segment, dilation), in tokens.
+
+        Raise ValueError if there is not one dilation for each segment, segments do not increase, a dilation does not divide its
+        segment, or ``mixing`` is unknown.
+        """
         segments, dilations = counts_of("segments", self.segments), counts_of("dilations", self.dilations)
         if not segments or len(segments) != len(dilations):
             raise ValueError(
@@ -65,13 +69,13 @@ class Patterns(NamedTuple):
         return tuple(zip(segments, dilations, strict=True))
 
     def checked(self, heads: int) -> Patterns:
-        """Return the patterns of a layer of so many heads, as tuples; ValueError, as of a call, for ones that do not fit."""
+        """Return the patterns of a layer of ``heads`` heads, as tuples. Raise ValueError if they do not fit, as in a call."""
         pairs = self.check()
         self.check_heads(heads)
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
 
     def check_heads(self, heads: int) -> None:
-        """ValueError for more patterns than heads where each head uses one of them."""
+        """Raise ValueError if each head uses one pattern and there are more patterns than heads."""
         if self.mixing == "heads" and len(self.segments) > heads:
             raise ValueError(
                 f'mixing="heads" gives every pattern a group of heads, got {len(self.segments)} patterns for {heads} heads: '
@@ -80,7 +84,7 @@ class Patterns(NamedTuple):
 
 
 def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
-    """Return the lanes of every pattern of a call, once it has passed every check; ValueError says what to do."""
+    """Check the call and return the folded batches of each pattern. Raise ValueError if a check fails."""
     patterns, mixing = asked.check(), asked.mixing
     total = problem.check()
     (_, local, heads, _), (_, kv_local, kv_heads, _) = problem.q_shape, problem.k_shape
@@ -110,18 +114,18 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return the same pattern for up to ``most`` (at least 1) tokens and heads, in numbers that int32 holds as positions."""
-    # A longer segment is all of the sequence; with a longer dilation a head keeps the token of its own number alone.
+    """Return an equivalent pattern for up to ``most`` (at least 1) tokens and heads, whose positions fit int32."""
+    # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
 
 
 class Part(NamedTuple):
-    """Which heads of an array a pattern uses, and how they go into lanes.
+    """The heads of an array that a pattern uses, and their places in the folded batches.
 
-    The heads ``first`` to ``end``, each ``repeat`` times, the first ``skip`` of these left out, ``kept`` that remain. The classes
-    are ``spread`` times ``together``: head j of the kept ones goes to the classes ``j % spread * together`` and the next ones,
-    ``together`` in all, as head ``j // spread`` of their lanes.
+    The kept heads are ``first`` to ``end`` (exclusive), each repeated ``repeat`` times, without the first ``skip`` of these:
+    ``kept`` in all. There are ``spread * together`` classes. Kept head j goes to the ``together`` classes from
+    ``j % spread * together`` on, as head ``j // spread`` of their folded batches.
     """
 
     first: int
@@ -134,16 +138,16 @@ class Part(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Heads once every class has equally many."""
+        """Number of heads, padded so that all classes have equally many."""
         return -(-self.kept // self.spread) * self.spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """How one pattern lies over a ring. Frozen and hashable.
+    """The folded batches of one pattern over a ring. Frozen and hashable.
 
     ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the query heads that use the pattern. ``share``: query heads that
-    share a key head. ``ranks``, ``local``: members of the ring, tokens of a shard. ``length``: true tokens of all shards.
+    share a key head. ``ranks``, ``local``: number of ranks, tokens of a shard. ``length``: true tokens of all shards.
     ``mask``: a Band in token positions.
     """
 
@@ -157,11 +161,9 @@ class Lanes:
     length: int
     mask: Band
 
-    # --- the fold ---------------------------------------------------------------------------------------------------
-
     @property
     def classes(self) -> int:
-        """Offsets that some head has: class t holds the heads ``first + t``, ``first + t + dilation``, ..."""
+        """Number of head groups: class t holds the heads ``first + t``, ``first + t + dilation``, ..."""
         return min(self.dilation, self.heads)
 
     @property
@@ -170,12 +172,12 @@ class Lanes:
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return how many tokens before its shard the slots of a rank begin, 0 to dilation - 1."""
+        """Return the number of tokens by which the slots of a rank begin before its shard, 0 to dilation - 1."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
     def slots(self) -> int:
-        """Slots of a lane, as many on every rank."""
+        """Slots of a folded batch, equally many on each rank."""
         return max((self.front(rank) + self.local - 1) // self.dilation + 1 for rank in range(self.ranks))
 
     @property
@@ -185,22 +187,22 @@ class Lanes:
 
     @property
     def padded(self) -> bool:
-        """Whether the slots of some rank span more than its shard."""
+        """True if the slots of a rank span more than its shard."""
         return self.spanned > self.local
 
     @property
     def aligned(self) -> bool:
-        """Whether slots are numbered as the kept tokens of a class are, over the whole ring: none in between holds no token."""
+        """True if the i-th slot of a class over the whole ring holds its i-th kept token, without empty slots between."""
         return self.shift == 0 and (self.ranks == 1 or self.local % self.dilation == 0)
 
     @property
     def of_queries(self) -> Part:
-        """How q, and all that is shaped like it, is folded."""
+        """The folding of q and of arrays with its heads."""
         return Part(self.first, self.first + self.heads, 1, 0, self.heads, self.classes, 1)
 
     @property
     def of_keys(self) -> Part:
-        """How k and v are folded: by their own heads where classes and groups of heads nest, else repeated for every query."""
+        """The folding of k and v: by their own heads if head groups and query groups nest, else repeated for each query head."""
         first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
         whole = self.first % self.share == 0 and self.heads % self.share == 0
         if whole and self.classes % self.share == 0:
@@ -209,21 +211,19 @@ class Lanes:
             return Part(first, end, 1, 0, end - first, 1, self.classes)
         return Part(first, end, self.share, self.first - first * self.share, self.heads, self.classes, 1)
 
-    # --- who sees whom ----------------------------------------------------------------------------------------------
-
     @property
     def needs_extents(self) -> bool:
-        """Whether a band alone does not say who sees whom."""
+        """True if a band alone cannot express the visibility of slots."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property
     def needs_key_mask(self) -> bool:
-        """Whether some slot between others holds no token, so that an extent would show it."""
+        """True if an extent may contain a slot that holds no token."""
         return not self.aligned and self.ranks > 1
 
     @cached_property
     def band(self) -> Band:
-        """The part of the mask that is a band in slots. Of lanes that are not aligned it says causal at most."""
+        """The part of the mask that is a band in slots; causal or full if slots are not aligned."""
         r, (lo, hi) = self.dilation, (self.mask.lo, self.mask.hi)
         lo, hi = None if lo is None else -(-lo // r), None if hi is None else hi // r
         if self.aligned:
@@ -231,9 +231,10 @@ class Lanes:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_class: Any) -> tuple[Any, Any, Any]:
-        """Return whether the slot of a rank holds a true token, and the first and end of the slots that it sees as a query.
+        """Return whether a slot holds a true token, and the first and end (exclusive) of the slots that it sees as a query.
 
-        Slots are counted over the whole ring, ``slots`` a rank. What ``band`` says is left to it. An extent of nothing is (0, 0).
+        Slots are counted over the whole ring, ``slots`` a rank. The extent leaves out what ``band`` masks. An empty extent is
+        (0, 0).
         """
         p = self.position(rank, slot, of_class)
         start = rank * self.local
@@ -245,13 +246,13 @@ class Lanes:
             first = _at_least(first, p - hi)
         if lo is not None and not self.aligned and self.band.lo is None:
             end = _at_most(end, p - lo + 1)
-        first = p - (p - first) // self.dilation * self.dilation  # of the positions that the class keeps
+        first = p - (p - first) // self.dilation * self.dilation  # the first position that the class keeps
         last = p + (end - 1 - p) // self.dilation * self.dilation
         some = holds & (first <= last)
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
     def position(self, rank: Any, slot: Any, of_class: Any) -> Any:
-        """Return the position of a slot, which may lie outside of the rank's shard: then the slot holds no token."""
+        """Return the position of a slot. If it lies outside the rank's shard, the slot holds no token."""
         return rank * self.local - self.front(rank) + slot * self.dilation + of_class
 
     def slot_of(self, position: Any) -> Any:
@@ -259,11 +260,9 @@ class Lanes:
         rank = position // self.local
         return rank * self.slots + (position - rank * self.local + self.front(rank)) // self.dilation
 
-    # --- what travels -----------------------------------------------------------------------------------------------
-
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The shifts at which some rank sees a token of its segments: within a rank only the first and the last one reach out."""
+        """The shifts at which some rank sees keys; only the first and last segment of a rank reach beyond its shard."""
         shifts = {0}
         for rank in range(self.ranks):
             start, end = rank * self.local, min((rank + 1) * self.local, self.length)
@@ -279,7 +278,7 @@ class Lanes:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the ring over these lanes, given those of the call."""
+        """Return the options of the ring over the folded batches, from those of the call."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

@@ -1,7 +1,7 @@
-"""Summary attention as plain data: who sees which tokens and summaries, which rank pools a part of which block, what travels.
+"""Summary attention as plain data: visibility of tokens and summaries, the ranks that pool each block, and bytes sent.
 
-Approximate attention: exact within a window, and beyond it one block of tokens is seen as a few summaries of it. With 12 tokens,
-``block=3``, ``window=2`` and one summary a block (# a token that is seen itself, s a block seen as its summary):
+Approximate attention: exact within a window, and a few summaries of each block of tokens before it. With 12 tokens, ``block=3``,
+``window=2`` and one summary a block (# a token seen exactly, s a block seen as its summary):
 
     #. . . | . . . | . . . | . . .      the query at 0 sees from first(0) = 0 on
     ###    |       |       |
@@ -10,8 +10,8 @@ Approximate attention: exact within a window, and beyond it one block of tokens 
     -s-    | ###   |       |            5: first = 3 * floor(3 / 3) = 3
     -s-    | -s-   | ###   |            8: first = 3 * floor(6 / 3) = 6
 
-So ``first(i) = block * floor(max(i - window, 0) / block)``: at least the last ``window + 1`` tokens are exact, and every earlier
-token is in exactly one block that is summarized. ``window >= length - 1`` is exact attention.
+So ``first(i) = block * floor(max(i - window, 0) / block)``: at least the last ``window + 1`` tokens are exact, and each token
+before ``first(i)`` is in exactly one summarized block. ``window >= length - 1`` is exact attention.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ POOLINGS = ("attention", "mean")
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions:
-    """What a user asks of one call of ``summary_attention``, each under the name that it has there.
+    """The options of one call of ``summary_attention``, under the names that they have there.
 
-    Raises ValueError for a value of another type or outside its range; whether the values suit the arrays, ``checked`` says.
+    Raise ValueError if a value has another type or is outside its range; ``checked`` compares the values with the arrays.
     """
 
     block: int
@@ -90,26 +90,26 @@ class SummaryOptions:
 
     @property
     def width(self) -> int:
-        """How many tokens one summary is pooled from: a block's, or with ``"mean"`` those of its part."""
+        """Number of tokens that one summary is pooled from: a block, or with ``"mean"`` its part of the block."""
         return self.block // self.summaries if self.pooling == "mean" else self.block
 
     @property
     def stands_for(self) -> float:
-        """How many tokens one summary stands for: its logarithm is added to its scores."""
+        """Number of tokens that one summary represents; its logarithm is added to the summary's scores."""
         return self.block / self.summaries
 
     @property
     def compared(self) -> tuple[tuple[str, Any], ...]:
-        """Return the values by name, for ranks that compare them."""
+        """The values by name, for comparison between ranks."""
         return tuple([(name, getattr(self, name)) for name in ASKED])
 
 
 ASKED = tuple(field.name for field in fields(SummaryOptions))
-"""The names of what a user asks: torch.compile follows a look at them, but not ``asdict``."""
+"""The names of the options. torch.compile can trace attribute lookups by these names, but not ``asdict``."""
 
 
 class Sent(NamedTuple):
-    """How many bytes one rank sends in a forward and in a backward pass."""
+    """Bytes that one rank sends in a forward and in a backward pass."""
 
     forward: int
     backward: int
@@ -118,10 +118,10 @@ class Sent(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class SummaryPlan:
-    """Who holds and sees what. ``local``: tokens in the shard of each of the ``ranks``, padding included.
+    """The plan of summary attention over a ring. ``local``: tokens of each rank's shard, padding included.
 
-    A block is summarized when some query sees it so: these ``blocks`` are the first ones, and all their tokens are true ones. A
-    rank makes a part of every such block that it holds tokens of, in at most ``slots`` slots, the same number on every rank.
+    The first ``blocks`` blocks are summarized: those that some query sees as summaries. They hold no padding. A rank pools its
+    tokens of each such block into a partial summary, in one of its ``slots`` slots; the number of slots is the same on all ranks.
     """
 
     options: SummaryOptions
@@ -135,45 +135,49 @@ class SummaryPlan:
 
     @property
     def blocks(self) -> int:
-        """How many blocks some query sees as summaries: those before ``first`` of the last query."""
+        """Number of blocks that some query sees as summaries: those before ``first`` of the last query."""
         return max(self.length - 1 - self.options.window, 0) // self.options.block
 
     @property
     def slots(self) -> int:
-        """The most summarized blocks that one rank holds tokens of."""
+        """The most summarized blocks of which one rank holds tokens."""
         starts = [rank * self.local for rank in range(self.ranks)]
         block = self.options.block
         return max(min(-(-(start + self.local) // block), self.blocks) - start // block for start in starts)
 
     @property
     def holders(self) -> int:
-        """The most ranks that hold tokens of one block: blocks begin at all multiples of their common divisor in a shard."""
+        """The most ranks that hold tokens of one block.
+
+        In a shard, blocks begin at multiples of ``gcd(block, local)``; the latest such start gives the most ranks.
+        """
         block, local = self.options.block, self.local
         latest = local - gcd(block, local)
         return min((latest + block - 1) // local + 1, self.ranks)
 
     @property
     def near(self) -> Options:
-        """The options of the exact part: a window, so that keys make only its hops; extents cut it to whole blocks."""
+        """The options of the local attention: a window that limits the hops of keys; extents cut it to whole blocks."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
     @property
     def ring(self) -> RingPlan:
-        """The plan of the exact part; ValueError where the length does not fit the shards."""
+        """The ring plan of the local attention. Raise ValueError if the length does not fit the shards."""
         lengths: Any = (None, self.options.length)
         return RingPlan("contiguous", self.near.mask, self.ranks, self.local, *lengths)
 
     def first(self, positions: Any) -> Any:
-        """The first position that the queries at these positions (integers or integer arrays) see as a token."""
-        most = max(self.length, 1)  # what int32 positions are combined with must be of their size
+        """Return the first position that the queries at ``positions`` (an integer or integer array) see exactly."""
+        most = max(self.length, 1)  # values combined with int32 positions must fit int32
         block, window = min(self.options.block, most), min(self.options.window, most)
         return clamp(positions - window, 0, self.length) // block * block
 
     def pooled(self, slot_of: Any, part: Any, rank: Any) -> tuple[Any, Any]:
-        """First and end (exclusive), in local indices, of the tokens that ``rank`` pools for a summary.
+        """Return first and end (exclusive), in local indices, of the tokens that ``rank`` pools for a summary.
 
-        ``slot_of``: the slot of its block, ``part``: which of the block's summaries it is. Empty where the slot is.
+        ``slot_of``: the slot of the block on this rank; ``part``: the index of the summary within the block. The interval of an
+        empty slot is empty.
         """
         block, width = self.options.block, self.options.width
         start = rank * self.local
@@ -183,9 +187,10 @@ class SummaryPlan:
         return here(of_part), here(of_part + width)
 
     def held(self, block: Any, holder: Any) -> tuple[Any, Any]:
-        """Where among all ranks' slots, side by side, the part of a block lies that the ``holder``-th of its ranks has made.
+        """Return the index of a rank's partial summary in the gathered array, and whether that rank exists.
 
-        And whether there is such a rank: where there is none, it is the place of the first one's part.
+        ``holder``: index of the rank among those that hold tokens of the block. If there is not such a rank, the index is that of
+        the block's first rank.
         """
         size, local = self.options.block, self.local
         first = block * size // local
@@ -194,12 +199,12 @@ class SummaryPlan:
         return rank * self.slots + block - rank * local // size, exists
 
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> Sent:
-        """How many bytes every rank sends, given (head_dim, v_dim) and the bytes of a number of q, k and v.
+        """Return the bytes that each rank sends. ``dims``: (head_dim, v_dim); ``itemsize``: bytes of an element of q, k, v.
 
-        Forward: a shard of k and v, and its key mask as bits, at each hop of the window; a rank's parts of summaries to every
-        other rank, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype. Backward: k and v
-        again, their gradients in the accumulation dtype at each of these hops and home, and the gradients of the summaries
-        back to who made the parts of them. An all-gather and a reduce-scatter are counted as what each other rank gets.
+        Forward: at each hop of the window a shard of k and v, and its key mask as bits; to each other rank the rank's partial
+        summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype. Backward: k and v
+        again, their gradients in the accumulation dtype at each of these hops and home, and the gradients of the partial
+        summaries to the ranks that made them. An all-gather or reduce-scatter counts as one send to each other rank.
         """
         wide, numbers = max(itemsize, 4), batch * self.local * kv_heads * sum(dims)
         keys = numbers * itemsize + batch * -(-self.local // 8) * key_mask
@@ -211,7 +216,10 @@ class SummaryPlan:
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: Given | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """The plan of a call, ``shapes`` those of q, k and v; ValueError for arrays that do not go together or with the options."""
+    """Return the plan of a call. ``shapes``: those of q, k and v.
+
+    Raise ValueError if the arrays do not fit each other or the options.
+    """
     for name, shape in shapes.items():
         if len(shape) != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, seq_local, heads, dim], got shape {list(shape)}")
@@ -238,5 +246,5 @@ def checked(shapes: dict[str, tuple[int, ...]], pool: Given | None, options: Sum
         if pool.dtype not in DTYPES:
             raise ValueError(f"pool must have a floating dtype, got {pool.dtype}: cast it first")
     plan = SummaryPlan(options, ranks, shapes["q"][1])
-    plan.ring  # noqa: B018  what does not fit raises here
+    plan.ring  # noqa: B018  raises if the length does not fit
     return plan
