@@ -1,1 +1,1 @@
-"""A folder of text or token arrays as batches of packed documents, of which every rank reads its part."""
+"""A folder of text or token arrays as batches of packed documents; each rank reads only its part."""

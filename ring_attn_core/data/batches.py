@@ -1,4 +1,4 @@
-"""The arrays of one rank's batches. numpy is imported where it is used."""
+"""The arrays of one rank's batches. numpy is imported on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def documents_of(settings: Settings) -> Documents:
-    """The documents of the folder; ValueError for a folder or a file that holds none, which is the same on every rank."""
+    """Return the documents of the folder. Raise ValueError, alike on all ranks, if the folder or a file holds none."""
     files = found(settings)
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:
@@ -38,7 +38,7 @@ def documents_of(settings: Settings) -> Documents:
 
 
 class Arrays(NamedTuple):
-    """What the ``Shard`` of either framework is made of; ``tokens`` are those of one rank, or of all where ``rank`` is None."""
+    """The arrays of a ``Shard`` of either framework; ``tokens`` are one rank's, or all ranks' if ``rank`` is None."""
 
     ids: np.ndarray
     """int32 [batch, tokens]"""
@@ -51,7 +51,7 @@ class Arrays(NamedTuple):
 
 
 class Batches:
-    """A run over the data: where it began, where it stands, and the arrays of every batch."""
+    """A run over the data: its first batch, its next batch, and the arrays of each batch."""
 
     def __init__(self, settings: Settings) -> None:
         data = documents_of(settings)
@@ -59,10 +59,10 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.given = 0
-        """How many batches came before the first of an iteration, and before the next of the latest."""
+        """Number of the first batch of an iteration, and of the next batch of the latest iteration."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[Arrays]:
-        """The batches from ``start`` to the end; of every ``every`` of them the one at ``offset``."""
+        """Yield the batches from ``start + offset`` to the end, every ``every``-th of them."""
         self.reader.check()
         start = self.start
         self.given = start
@@ -73,7 +73,7 @@ class Batches:
             yield arrays
 
     def arrays(self, number: int) -> Arrays:
-        """A batch by its number."""
+        """Return the arrays of the batch with this number."""
         import numpy as np
 
         of, runs = self.settings, self.settings.runs()
@@ -93,9 +93,9 @@ class Batches:
         return Arrays(ids, labels, positions, extents)
 
     def state(self, batches: int | None = None) -> str:
-        """Where the run stands, as JSON: after the batches that were given, or after ``batches`` from the very beginning."""
+        """Return the position of the run as JSON: after the batches yielded so far, or after the first ``batches``."""
         return state_of(self.given if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Begin where a state stands."""
+        """Set the start to the position in ``state``."""
         self.start = self.given = batches_of(state, (self._digest, self._former), self.index, self.settings)

@@ -1,16 +1,17 @@
-"""Texts, tokenised once into a file that ranks map into memory.
+"""A cache of tokenised texts: each text is tokenised once into a file from which all ranks read.
 
-The cache is a folder, by itself ``.ring-attn`` in the folder of the data, with two files for each state of the texts:
+The cache is a folder, by default ``.ring-attn`` in the folder of the data, with two files for each version of the texts:
 
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is of these,
                        of the names and of the lengths, so equal contents are one file
-    <key>.json         where each document lies in it. The key is of the tokenizer's file, ``end``, and the names, sizes and
-                       times of the texts, so that a second start reads no text. A text whose time of change is another one than
-                       the index says, since it was copied or since its size and time were set back, is read and compared
+    <key>.json         the index: where each document lies in it. The key is a hash of the tokenizer's file, ``end``, and the
+                       names, sizes and times of the texts, so a second start reads no text. If the time of change of a text
+                       differs from the index (it was copied, or its size and time were set back), the text is read and compared
 
-Both are written beside their place and then renamed, the index last: whoever finds it finds everything. Of several processes that
-start at once, one tokenises while the others wait for its lock, which ends with it however it ends. Where the file system has no
-locks, each tokenises and all write the same. What an older state of the texts has left may be deleted when no run reads it.
+Each is written to a temporary file in the folder and renamed; the tokens, after an fsync, before the index. So the tokens of an
+index are always complete. If several processes start at once, one tokenises while the others wait for its lock, which the system
+lifts when that process ends. On a file system without locks each process tokenises, and all write the same. Files of older
+versions of the texts may be deleted when no run reads them.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from .settings import BYTES, Settings
 
 CHUNK = 1 << 20
 VERSION, INDEX_VERSION = 1, 2
-"""Of what the tokens are, part of their digest, and of what the index holds, part of its key."""
+"""Versions of the format of the tokens, part of their digest, and of the index, part of its key."""
 
 CODES = {1: "B", 2: "H", 4: "I"}
 
 
 def tokenised(files: Sequence[File], settings: Settings) -> Documents:
-    """The documents of these texts, from the cache, or tokenised into it. ValueError for what is no text in UTF-8."""
+    """Return the documents of these texts from the cache, after tokenising them if needed.
+
+    Raise ValueError if a text is not UTF-8 or the cache cannot be written.
+    """
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
     tokenizer = _tokenizer_text(settings)
     index = folder / f"{_key(files, settings, tokenizer)}.json"
@@ -49,7 +53,7 @@ def tokenised(files: Sequence[File], settings: Settings) -> Documents:
         if kept is None:
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder) as alone:
-                for left in folder.glob(".writing-*") if alone else ():  # by a process that was killed
+                for left in folder.glob(".writing-*") if alone else ():  # left by a killed process
                     left.unlink(missing_ok=True)
                 kept = _kept(index, files)
                 if kept is None:
@@ -63,7 +67,7 @@ def tokenised(files: Sequence[File], settings: Settings) -> Documents:
 
 
 def _tokenizer_text(settings: Settings) -> bytes | None:
-    """The tokenizer's file, read once, so that what is in the key is what tokenises."""
+    """Return the tokenizer's file. It is read only once, so that the key belongs to the tokenizer that is used."""
     if settings.tokenizer is None:
         return None
     try:
@@ -82,7 +86,7 @@ def _key(files: Sequence[File], settings: Settings, text: bytes | None) -> str:
 
 
 def _kept(index: Path, files: Sequence[File]) -> Documents | None:
-    """What the cache holds of these files; None where it is not all there, or is of other texts."""
+    """Return the cached documents of these files, or None if the cache is incomplete or of other texts."""
     try:
         kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
@@ -100,13 +104,13 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
     if any(_content(file) != texts[file.name] for file in others):
         return None
     if others:
-        with suppress(OSError):  # of another user, or on a disk that cannot be written: whoever starts compares
+        with suppress(OSError):  # not writable: the next start compares again
             _write_index(index, json.dumps(kept | {"changed": [file.changed for file in files]}))
     return _described(path, kept, files)
 
 
 def _content(file: File) -> str:
-    """A digest of a text."""
+    """Return the SHA-256 of a text. Raise ValueError if the file changes meanwhile."""
     content = sha256()
     try:
         with open_file(file.path) as opened:
@@ -152,7 +156,7 @@ def _written(folder: Path, index: Path, files: Sequence[File], encoder: tuple[En
         with open_file(path) as written:
             kept["sample"] = sample(written)
         tokens = folder / f"{kept['digest']}.tokens"
-        os.chmod(path, 0o644)  # mkstemp lets nobody else read it, and other users' ranks may share the folder
+        os.chmod(path, 0o644)  # mkstemp makes it private, but other users' ranks may share the folder
         os.replace(path, tokens)
     except BaseException:
         Path(path).unlink(missing_ok=True)
@@ -174,7 +178,7 @@ def _write_index(index: Path, text: str) -> None:
 
 
 def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
-    """The same pieces; ValueError where they hold nothing."""
+    """Yield the same pieces. Raise ValueError if all of them are empty."""
     empty = True
     for piece in pieces:
         empty = empty and not piece
@@ -187,7 +191,10 @@ Encode = Callable[[File, int, Any], Iterable[bytes]]
 
 
 def _encoder(settings: Settings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
-    """What makes ids of a file, given in how many bytes each and a digest to add the text to, and how many ids there are."""
+    """Return the function that encodes a file, and the vocabulary size.
+
+    The function takes the file, the bytes of an id, and a hash object that it updates with the text.
+    """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
         return _bytes, max(BYTES, end + 1)
@@ -197,7 +204,7 @@ def _encoder(settings: Settings, tokenizer_text: bytes | None) -> tuple[Encode, 
         raise ModuleNotFoundError("tokenizer= needs tokenizers: run pip install tokenizers", name="tokenizers") from missing
     try:
         tokenizer = Tokenizer.from_buffer(tokenizer_text)
-    except Exception as error:  # whatever its Rust raises
+    except Exception as error:  # its Rust code raises several types
         raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} is no tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -214,7 +221,7 @@ def _encoder(settings: Settings, tokenizer_text: bytes | None) -> tuple[Encode, 
 
 
 def _bytes(file: File, width: int, content: Any) -> Iterator[bytes]:
-    """The bytes of a text as ids."""
+    """Yield the bytes of a text as little-endian ids of ``width`` bytes."""
     for chunk in _utf8(file, content):
         ids = bytearray(width * len(chunk))
         ids[::width] = chunk
@@ -222,7 +229,7 @@ def _bytes(file: File, width: int, content: Any) -> Iterator[bytes]:
 
 
 def _utf8(file: File, content: Any) -> Iterator[bytes]:
-    """A file in chunks, added to the digest ``content``; ValueError where it is no text in UTF-8."""
+    """Yield a file in chunks and update the hash ``content`` with them. Raise ValueError if it is not UTF-8 or has a 0 byte."""
     decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
     with _opened(file) as opened:
         while chunk := opened.read(CHUNK):
@@ -258,9 +265,9 @@ def _binary(file: File, why: str) -> ValueError:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Wait until no other process tokenises into the folder, and yield whether that is sure, for not every system has locks.
+    """Lock the folder against other processes that tokenise into it, and yield False if the system has no locks.
 
-    The system lifts the lock of a process that ends.
+    Wait for the lock; the system lifts the lock of a process that ends.
     """
     if sys.platform == "win32":
         yield False

@@ -1,4 +1,4 @@
-"""Where the documents of a folder are: which files it has, and what is known of the tokens in each."""
+"""The documents of a folder: its files, and the location of the tokens of each."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from .settings import Settings
 
 
 class File(NamedTuple):
-    """A file of the folder as it was found."""
+    """A file of the folder, with its status when it was found."""
 
     name: str
-    """Its path within the folder, with slashes."""
+    """Path within the folder, with slashes."""
     path: str
     size: int
     modified: int
-    """In nanoseconds."""
+    """Time of the last write, in nanoseconds."""
     changed: int
-    """When its content or its attributes last changed, which no program sets back; in nanoseconds."""
+    """Time of the last change of content or attributes (ctime), which programs cannot set back; in nanoseconds."""
 
 
 class Document(NamedTuple):
-    """Where the tokens of a document lie."""
+    """The location of the tokens of a document."""
 
     name: str
     path: str
-    """Of a file that holds them, little-endian or as ``dtype`` says."""
+    """Path of the file that holds the tokens."""
     size: int
-    """How many bytes that file has."""
+    """Bytes of that file."""
     dtype: str
-    """In numpy's words, such as "<u2"."""
+    """numpy's name of the dtype and byte order, such as "<u2"."""
     offset: int
-    """Where in the file they begin, in bytes."""
+    """Offset of the first token in the file, in bytes."""
     tokens: int
     identity: Identity | None
-    """That of the file; None where its name says what it holds, so that an equal one may take its place."""
+    """Identity of the file; None if its name is a digest of its content, so that an equal file may replace it."""
     sample: str
-    """A digest of blocks all over the file."""
+    """Digest of blocks spread over the file."""
 
 
 class Documents(NamedTuple):
@@ -48,15 +48,18 @@ class Documents(NamedTuple):
 
     documents: tuple[Document, ...]
     digest: str
-    """Changes where names, tokens or their order do."""
+    """Digest of names, tokens and their order."""
     vocab: int | None
-    """One more than the largest id that can occur; None where nobody knows."""
+    """One more than the largest possible id; None if unknown."""
     former: str | None = None
-    """The digest that an older release made of them, where it is another."""
+    """Digest that an older release gave them, if it differs."""
 
 
 def found(settings: Settings) -> list[File]:
-    """The files that the pattern names, hidden ones left out, in the order of their names; ValueError where there are none."""
+    """Return the files that match the pattern, without hidden ones, in order of name.
+
+    Raise ValueError if no file matches, a file is empty or cannot be read, or the cache would be among them.
+    """
     folder = Path(settings.folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -87,7 +90,7 @@ def _hidden(parts: Iterable[str]) -> bool:
 
 
 def _check_cache(folder: Path, settings: Settings) -> None:
-    """ValueError for a cache whose files would be documents at the next start."""
+    """Raise ValueError if the files of the cache would be documents at the next start."""
     if settings.cache is None:
         return
     cache, data = Path(settings.cache).resolve(), folder.resolve()
@@ -99,7 +102,7 @@ def _check_cache(folder: Path, settings: Settings) -> None:
 
 
 def unchanged(file: File) -> None:
-    """ValueError where a file is no longer as it was found."""
+    """Raise ValueError if a file has changed since it was found."""
     try:
         now = identity(file.path)
     except OSError as error:
@@ -109,11 +112,11 @@ def unchanged(file: File) -> None:
 
 
 def vanished(path: str, error: OSError) -> ValueError:
-    """What is raised where a file cannot be read."""
+    """Return the error to raise if a file cannot be read because of ``error``."""
     why = "has vanished" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
     return ValueError(f"{path} {why}: restore it, or make the dataset anew without it")
 
 
 def empty(path: str) -> ValueError:
-    """What is raised for a file without tokens."""
+    """Return the error to raise if a file has no tokens."""
     return ValueError(f"{path} is empty: a document has at least one token, so delete the file or pass another pattern")

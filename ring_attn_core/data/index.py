@@ -1,8 +1,8 @@
-"""The index: which tokens every batch holds, which of them a rank reads, and where a run that goes on begins.
+"""The index: the tokens of each batch, the part that a rank reads, and the state from which a run resumes.
 
-A batch has a number, counted from the beginning of the first epoch. What it holds follows from its number, the seed and the
-lengths of the documents, and not from the ranks or their layout: so every process can make any batch, the position of a run is
-one number, and a run may go on with other ranks, in another layout and with other workers.
+A batch has a number, counted from the beginning of the first epoch. Its contents follow from the number, the seed and the lengths
+of the documents, not from the ranks or their layout. So each process can make any batch, the position of a run is one number, and
+a run may resume with other ranks, another layout and other workers.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .packing import Contexts, Piece, shuffled
 from .settings import Settings
 
 FORMAT = 1
-"""Of the state: another number where what it says, or the order of the batches, changes."""
+"""Version of the state; it changes with the state's fields or the order of the batches."""
 
 
 class Read(NamedTuple):
-    """Tokens of a document that stand in consecutive slots of a shard."""
+    """Tokens of a document in consecutive slots of a shard."""
 
     slot: int
-    """The first of the slots."""
+    """The first slot."""
     piece: Piece
     first: int
-    """The token of the document that stands there; the next ``stride`` tokens on."""
+    """Index in the document of the token in the first slot; each next slot has the token ``stride`` further on."""
     count: int
     stride: int
     labelled: int
-    """How many of them have a label, the token after each: all, or all but the last, which ends the piece."""
+    """Number of tokens with a label (the token after each): all, or all but the last if it ends the piece."""
 
 
 def reads(pieces: Iterable[Piece], runs: Sequence[Run]) -> Iterator[Read]:
-    """What of a context a rank reads: every piece of it that stands in one of the rank's runs.
+    """Yield the reads of one packed row on a rank: the part of each piece in each of the rank's runs.
 
-    A run of stride 1 takes one token more than it holds where its last piece goes on, the label of its last token. A run of
-    another stride takes every token's label by itself, since other ranks hold them.
+    A run of stride 1 reads one token more than it holds if its last piece goes on: the label of its last token. A run of another
+    stride reads labels separately, because they are tokens of other ranks.
     """
     pieces, slot = tuple(pieces), 0
     for run in runs:
         for piece in pieces:
-            index = lambda position, run=run: -(-(position - run.start) // run.stride)  # of the first slot that is not before it
+            index = lambda position, run=run: -(-(position - run.start) // run.stride)  # the first slot at or after the position
             begin, end = max(index(piece.begin), 0), min(index(piece.begin + piece.count), run.length)
             if begin < end:
                 position, final = run.start + begin * run.stride, run.start + (end - 1) * run.stride
@@ -55,25 +55,25 @@ def reads(pieces: Iterable[Piece], runs: Sequence[Run]) -> Iterator[Read]:
 
 
 class Index:
-    """The batches of all epochs, as pieces of documents."""
+    """The batches of all epochs as pieces of documents."""
 
     def __init__(self, lengths: Sequence[int], settings: Settings) -> None:
-        """``lengths``: tokens of every document. ValueError where they do not make one batch."""
+        """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they do not fill one batch."""
         self._lengths, self._settings = lengths, settings
         self._epoch: tuple[int, Contexts, Sequence[int]] | None = None
         tokens, batch = sum(lengths), settings.rows * settings.length
         self.batches = tokens // batch if settings.last == "drop" else -(-tokens // batch)
-        """How many batches an epoch has."""
+        """Batches of an epoch."""
         if not self.batches:
             raise ValueError(
                 f"{settings.folder} holds {tokens} tokens, and one batch of {settings.rows} x {settings.length} needs {batch}: "
                 "pass last='pad', a shorter length, a smaller batch, or more text"
             )
         self.end = None if settings.epochs is None else settings.epochs * self.batches
-        """How many batches all epochs have; None without an end."""
+        """Batches of all epochs; None if there is not an end."""
 
     def batch(self, number: int) -> list[tuple[Piece, ...]]:
-        """The contexts of this replica in a batch, each as its pieces; one beyond the end of the data has none."""
+        """Return the pieces of each packed row of this replica in a batch; a row beyond the end of the data is empty."""
         epoch, at = divmod(number, self.batches)
         contexts, order = self._contexts(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
@@ -81,7 +81,7 @@ class Index:
         return [contexts.pieces(order[row] if row < len(order) else row) for row in wanted]
 
     def _contexts(self, epoch: int) -> tuple[Contexts, Sequence[int]]:
-        """The contexts of an epoch and the order in which its whole ones are taken; one that is not whole stays the last."""
+        """Return the packed rows of an epoch and the order of the full ones; a row that is not full stays last."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
@@ -93,14 +93,14 @@ class Index:
 
 
 def state_of(batches: int, data: str, index: Index, settings: Settings) -> str:
-    """Where a run stands after ``batches`` batches of ``data``, the digest of the documents, as JSON."""
+    """Return the state of a run after ``batches`` batches, as JSON. ``data``: the digest of the documents."""
     return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
 
 
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: Settings) -> int:
-    """How many batches a run has had whose state this is; ValueError where it is none, or of a run with other batches.
+    """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
-    ``data``: the digests that a state of these documents may have, the one of this release first.
+    ``data``: the digests that a state of these documents may have, that of this release first.
     """
     found: Any = state
     if isinstance(state, str | bytes):
@@ -135,7 +135,7 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
 
 
 def _counted(batches: Any, index: Index, settings: Settings) -> int:
-    """``batches`` as an int; ValueError for what counts no batches of this run."""
+    """Return ``batches`` as an int. Raise ValueError if it is not a number of batches of this run."""
     if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
         most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"
         raise ValueError(f"a state counts the batches that were taken, 0{most}, got {_short(batches)}")
@@ -143,7 +143,7 @@ def _counted(batches: Any, index: Index, settings: Settings) -> int:
 
 
 def _decides(data: str, settings: Settings) -> dict[str, object]:
-    """Everything besides its number that decides what a batch holds."""
+    """Return the values that, with its number, determine the contents of a batch."""
     of = settings
     same = {
         "length": int(of.length),
@@ -156,6 +156,6 @@ def _decides(data: str, settings: Settings) -> dict[str, object]:
 
 
 def _short(x: object) -> str:
-    """What came, in a message: keys where it is a mapping, and not more than a line of anything."""
+    """Return ``x`` in words for a message: the keys of a mapping, at most about 100 characters."""
     text = f"the keys {', '.join(map(str, x))}" if isinstance(x, Mapping) else in_words(x)
     return text if len(text) <= 99 else text[:99] + "..."

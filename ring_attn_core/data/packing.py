@@ -1,12 +1,12 @@
-"""Packing: documents one after the other, cut into contexts of equal length.
+"""Packing: documents one after the other, cut into packed rows (*contexts*) of equal length.
 
-Four documents of 5, 2, 8 and 4 tokens in contexts of 6, documents as letters; the last context is dropped or padded:
+Four documents of 5, 2, 8 and 4 tokens in rows of 6, with documents as letters; the last row is dropped or padded:
 
     context 0   A A A A A B     context 1   B C C C C C     context 2   C C C D D D     context 3   D . . . . .
 
-No token is left out and no slot of a whole context is empty, so all that packing wastes is the last context of an epoch. A
-document that is cut goes on in the next context, which a shuffled epoch takes at another time: what stands in one context of it,
-a *piece*, is a document of its own to attention, and the last token of a piece has no label.
+Each token is in one row, and only the last row of an epoch has padding. A document that is cut goes on in the next row, which a
+shuffled epoch takes at another time. So attention treats the span of a document in one row, a *piece*, as a document of its own,
+and the last token of a piece has no label.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a document, and where in a context they stand."""
+    """A span of consecutive tokens of a document within one packed row."""
 
     document: int
-    """Which of the documents, in the order of their names."""
+    """Index of the document, in order of name."""
     first: int
-    """The first of these tokens, counted from the beginning of the document."""
+    """Index in the document of the first token."""
     begin: int
-    """The position in the context where it stands."""
+    """Position of the first token in the row."""
     count: int
-    """How many tokens."""
+    """Number of tokens."""
 
 
 class Contexts:
-    """The documents of one epoch, in a given order, cut into contexts."""
+    """The documents of one epoch, in a given order, cut into packed rows."""
 
     def __init__(self, lengths: Sequence[int], length: int, order: Sequence[int] | None = None) -> None:
-        """``lengths``: tokens of every document; ``length``: tokens of a context; ``order``: the documents, None for 0, 1, ..."""
+        """Lay out the documents in ``order`` (None: 0, 1, ...). ``lengths``: tokens of each; ``length``: tokens of a row."""
         self._length = length
         self._order = range(len(lengths)) if order is None else order
         self._ends = list(accumulate(lengths[document] for document in self._order))
         self.tokens = self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
-        """How many contexts hold a token; only the last of them may have empty slots."""
+        """Return the number of rows that hold a token; only the last may have empty slots."""
         return -(-self.tokens // self._length)
 
     def pieces(self, context: int) -> tuple[Piece, ...]:
-        """What stands in a context, in order of position; nothing where the tokens have come to an end."""
+        """Return the pieces of a row in order of position; an empty tuple beyond the last token."""
         start, found = context * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
         at = bisect_right(self._ends, position)
@@ -59,9 +59,9 @@ class Contexts:
 
 
 def shuffled(count: int, *key: int | str) -> list[int]:
-    """0 to ``count - 1`` in an order that ``key`` decides, the same in every process and with every version of Python.
+    """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
 
-    Of Python's generators only ``random()`` of a seed is promised to stay as it is, so the numbers are sorted by what it draws.
+    Python promises to keep only ``random()`` of a seed unchanged, so the numbers are sorted by draws of it.
     """
     draw = random.Random("/".join(map(str, key))).random
     drawn = [draw() for _ in range(count)]

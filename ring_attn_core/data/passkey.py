@@ -1,4 +1,4 @@
-"""Passkeys: a number hidden in filler text, and asked for at its end. Whoever answers has attended over all that distance."""
+"""Passkey texts: a number hidden in filler text and asked for at its end, a test of attention over long distances."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ QUESTION = "What is the pass key? The pass key is "
 
 
 class Passkey(NamedTuple):
-    """A text of one byte a token, which ends in the answer."""
+    """A text that ends in the answer; each byte is a token."""
 
     text: bytes
     answer: int
-    """Where in the text the answer begins."""
+    """Index of the first byte of the answer."""
     depth: float
-    """Where the number stands: 0 at the beginning of the filler, 1 at its end."""
+    """Place of the number: 0 at the beginning of the filler, 1 at its end."""
 
     @property
     def labels(self) -> list[int]:
-        """What each token should predict: at the token before each byte of the answer that byte, -100 everywhere else."""
+        """The label of each token: the next byte if it belongs to the answer, else -100."""
         following = [*self.text[1:], -100]
         return [token if at + 1 >= self.answer else -100 for at, token in enumerate(following)]
 
 
 def shortest(digits: int = 5) -> int:
-    """The tokens of a text without any filler."""
+    """Return the length of a text without filler, in tokens."""
     return len(NEEDLE.format(key="0" * digits)) + len(QUESTION) + digits
 
 
 def passkey(length: int, seed: int | str = 0, digits: int = 5) -> Passkey:
-    """A text of ``length`` bytes in which a number of ``digits`` digits is hidden at a depth drawn evenly; a pure function.
+    """Return a text of ``length`` bytes that hides a number of ``digits`` digits at a uniformly random depth.
 
     As in arXiv:2305.16300: filler, the number, filler, the question, and the number again. Equal arguments give equal texts on
-    every machine. Raises ValueError for a length that does not hold number, question and answer.
+    any machine. Raise ValueError if ``length`` cannot hold number, question and answer.
     """
     for name, value, least in (("digits", digits, 1), ("length", length, shortest(digits) if is_integer(digits) else 1)):
         if not is_integer(value) or value < least:

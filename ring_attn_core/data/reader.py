@@ -1,4 +1,4 @@
-"""The tokens of documents, read from files of which it is noticed when they change. numpy is imported where it is used."""
+"""A reader of documents' tokens that detects changed files. numpy is imported on first use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 MOST_OPEN = 64
-"""How many files a process keeps open."""
+"""The most files that a reader keeps open."""
 
 
 class _Held:
-    """An open file, closed once neither the reader nor any thread that reads it holds it."""
+    """An open file, closed when the reader and all reading threads have released it."""
 
     def __init__(self, path: str) -> None:
         with open_file(path) as file:
             self._number = os.dup(file.fileno())
 
     def fileno(self) -> int:
-        """Return the file's number."""
+        """Return the file descriptor."""
         return self._number
 
     def __del__(self) -> None:
@@ -36,17 +36,16 @@ class _Held:
 
 
 class Reader:
-    """The tokens of documents; what it has open stays behind where it is sent to another process.
+    """A reader of the tokens of documents. Pickling leaves its open files behind.
 
-    After every read it asks the file system whether the file is as it was. Another size or time of writing is an error. Where
-    only the inode or the time of change is another one, after a rename, a link, a chmod or a time that was set back, a digest of
-    blocks all over the file decides.
+    Each read checks the file's status afterwards. Another size or time of writing is an error. If only the inode or the time of
+    change differs (after a rename, a link, a chmod or a time that was set back), a digest of blocks spread over the file decides.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
         self._documents = documents
         self.bytes_read = 0
-        """How many bytes the tokens have that were taken from the files."""
+        """Bytes of the tokens that were read from the files."""
         self._begin()
 
     def _begin(self) -> None:
@@ -63,7 +62,7 @@ class Reader:
         self._begin()
 
     def check(self) -> None:
-        """Raise ValueError if a file has vanished or changed, which every rank finds alike before it reads its part."""
+        """Raise ValueError if any file has vanished or changed. All ranks check all files, so they raise alike."""
         for path, document in {document.path: document for document in self._documents}.items():
             try:
                 _check_unwritten(document, identity(path))
@@ -91,7 +90,7 @@ class Reader:
         return tokens.astype(np.int64)
 
     def _bytes(self, document: Document, first: int, count: int) -> bytes:
-        """``count`` tokens from ``first`` on as they lie in the file."""
+        """Return the bytes of ``count`` tokens from ``first`` on. Raise ValueError if the file has changed."""
         size = int(document.dtype[-1])
         try:
             held = self._opened(document)
@@ -127,7 +126,7 @@ class Reader:
 
 
 def _check_unwritten(document: Document, now: Identity) -> None:
-    """ValueError where a file has another size, or was written to at another time, than when the dataset was made."""
+    """Raise ValueError if the file's size or time of writing differs from when the dataset was made."""
     if now.size != document.size:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"
         raise ValueError(f"{document.path} {had}: make the dataset anew")
@@ -136,7 +135,7 @@ def _check_unwritten(document: Document, now: Identity) -> None:
 
 
 def changed(path: str) -> ValueError:
-    """Return what is raised where a file holds something else by now."""
+    """Return the error to raise if the content of a file has changed."""
     return ValueError(
         f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time"
     )

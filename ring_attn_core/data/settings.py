@@ -1,4 +1,4 @@
-"""What a ``SequenceShardedDataset`` is asked for, with every check that needs no data."""
+"""The arguments of a ``SequenceShardedDataset``, with all checks that need no data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..mistakes import in_words, is_integer
 from ..runs import Run
 
 BYTES = 256
-"""How many ids the bytes of a text have; special ids of a text without a tokenizer lie above."""
+"""Number of ids of a text without a tokenizer, one for each byte value; special ids lie above."""
 
 LARGEST = 2**31 - 1
 """The largest id: ids are int32 in JAX."""
@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of ``SequenceShardedDataset``, which says what each of them means."""
+    """The arguments of ``SequenceShardedDataset``, which documents them."""
 
     folder: Any
     length: int
@@ -81,10 +81,10 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """How many contexts all replicas together take of the data for one batch."""
+        """Packed rows of one batch over all replicas."""
         return self.batch_size * self.replicas
 
     def runs(self) -> tuple[Run, ...]:
-        """Where the tokens of the shard stand, or of all shards one after the other where ``rank`` is None."""
+        """Return the runs of the rank's tokens, or of all ranks in order if ``rank`` is None."""
         wanted = range(self.ranks) if self.rank is None else [int(self.rank)]
         return tuple(run for rank in wanted for run in named(self.layout)(rank, self.ranks, self.length // self.ranks))

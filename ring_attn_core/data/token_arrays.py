@@ -1,4 +1,4 @@
-"""Token arrays: files that numpy.save wrote, one document each, which are mapped into memory where they lie."""
+"""Token arrays: files written by numpy.save, one document each, read in place."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .documents import Document, Documents, File, empty, vanished
 
 SUFFIX = ".npy"
 ENDS = 4096
-"""How many bytes at the beginning and at the end of a token array an older release made its digest of."""
+"""Bytes at each end of a token array that an older release hashed."""
 
 LONGEST = 10_000
-"""Bytes of a header; numpy reads no longer ones either."""
+"""The most bytes of a header; numpy has the same limit."""
 
 
 def described(files: Sequence[File]) -> Documents:
-    """The documents of these files. ValueError for what is no array of token ids."""
+    """Return the documents of these files. Raise ValueError if one is not an array of token ids."""
     documents, digest, former = [], sha256(), sha256()
     for file in files:
         try:
@@ -38,7 +38,10 @@ def described(files: Sequence[File]) -> Documents:
 
 
 def _array(file: File, opened: BinaryIO) -> Document:
-    """A token array: one dimension of integers as numpy.save writes it, of which the header and a sample are read."""
+    """Return the document of a token array, from its header and a sample of its blocks.
+
+    Raise ValueError if it is not one dimension of integers as numpy.save writes them, is empty, or is truncated.
+    """
     try:
         start = read_at(opened, 0, 12)
         if start[:6] != b"\x93NUMPY" or len(start) < 12:
@@ -70,13 +73,13 @@ def _array(file: File, opened: BinaryIO) -> Document:
 
 
 def _short(error: Exception) -> str:
-    """What is wrong with a header, in a line; some of Python's own messages hold all of it."""
+    """Return the message of an error, cut to a line because some of Python's messages quote the whole header."""
     text = str(error) if not isinstance(error, RecursionError | MemoryError) else "its header is nested too deeply"
     return text if len(text) <= 99 else text[:99] + "..."
 
 
 def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """The first and last bytes of the tokens, of which an older release made its digest."""
+    """Return the first and last bytes of the tokens, which an older release hashed."""
     size = document.tokens * int(document.dtype[-1])
     count = min(ENDS, size)
     return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)
