@@ -1,4 +1,4 @@
-"""ALiBi's slopes, one for every head."""
+"""ALiBi's slopes, one for each head."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .checks import check_sizes
 
 
 def alibi_slopes(heads: int, head: Any = None) -> Any:
-    """ALiBi's slope of every head (Press et al., arXiv:2108.12409, section 3), as floats.
+    """Return ALiBi's slope of each head (Press et al., arXiv:2108.12409, section 3), as floats.
 
         slope_h = 2 ** (-8 (h + 1) / p)            h < p, the greatest power of two up to heads
-        slope_h = 2 ** (-8 (h - p + 1/2) / p)      the others lie between the first ones, as in the authors' released code
+        slope_h = 2 ** (-8 (h - p + 1/2) / p)      other heads: between the first slopes, as in the authors' released code
 
-    ``head``: an array that holds 0, 1, ... heads - 1 in float64, of any framework: slopes come like it. Raises ValueError for
-    heads that are no int of at least 1.
+    ``head``: None, or an array of any framework that holds 0, 1, ... heads - 1 in float64; the slopes are then such an array.
+    Raise ValueError if ``heads`` is not an int of at least 1.
     """
     check_sizes(heads=heads)
     if head is None:

@@ -1,4 +1,4 @@
-"""A config as JSON: an object of its fields, with the records in it as objects that name their ``type``, and lists for tuples."""
+"""Configs as JSON: an object of the fields, with nested records as objects that name their ``type``, and tuples as lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rotary import NTK, Linear, Llama3, Rotary, YaRN
 Record = TypeVar("Record")
 
 TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, Linear, NTK, YaRN, Llama3, Published)}
-"""The records that may stand in a config, by the name that ``type`` gives."""
+"""The records that a config may contain, by their ``type`` in JSON."""
 
 
 def write_record(record: Any) -> str:
@@ -26,7 +26,7 @@ def write_record(record: Any) -> str:
 def read_record(kind: type[Record], text: str) -> Record:
     """Return the record of type ``kind`` that ``write_record`` wrote.
 
-    Raises ValueError for what is no JSON object, and for keys that are no field or missing, naming them.
+    Raise ValueError if ``text`` is not a JSON object, or a key is missing or is not a field; the message names the key.
     """
     try:
         values = parse_json(text)

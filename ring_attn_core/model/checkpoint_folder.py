@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: which are complete, how one is completed, and how old ones are deleted.
+"""The folder of a run's checkpoints: finding complete ones, completing a new one, and deleting old ones.
 
 A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json``
-into it. A checkpoint without ``run.json`` is not complete: it is ignored, and deleted by the next save. So a rename that a kill
-cuts short, as on an object store, leaves nothing that looks complete.
+into it. A checkpoint without ``run.json`` is incomplete: it is ignored, and the next save deletes it. So a process that is killed
+during a rename that is not atomic, as on an object store, leaves no checkpoint that looks complete.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .progress import check_next
 from .weight_files import to_disk
 
 RUN = "run.json"
-"""The file that completes a checkpoint. It says how far the run has come, and the size and digest of every other file."""
+"""The file that completes a checkpoint. It holds the progress of the run, and the size and digest of each other file."""
 
 LAG = 10.0
-"""Seconds to wait for a file that another machine has written: NFS shows it late."""
+"""Seconds to wait for a file that another machine has written, because NFS may show it late."""
 
 NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, errno.EISDIR
-"""Errors of fsync on a folder where the file system has none."""
+"""Errors of fsync on a folder that mean that the file system does not support it."""
 
 
 class CheckpointFolder:
-    """The checkpoints in ``path``. ``name``: a format of the step, such as "step-{:09}"; ``marks``: files that complete one."""
+    """The checkpoints in ``path``. ``name``: format of the step, such as "step-{:09}"; ``marks``: files that complete one."""
 
     def __init__(self, path: Path, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
         self.path, self._name, self._marks = path, name, marks
@@ -48,13 +48,13 @@ class CheckpointFolder:
         return sorted(step for step, path in self._named() if self._is_complete(path))
 
     def holds(self, step: int | None) -> bool:
-        """Return whether the step has a complete checkpoint, after waiting for a file system that shows it late."""
+        """Return whether the step has a complete checkpoint, after up to LAG seconds of waiting; True for None."""
         return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
 
     def begin(self, step: int) -> Path:
-        """Return a new empty folder for the files of a checkpoint, once no other run writes here.
+        """Lock the folder against other runs, and return a new empty folder for the files of a checkpoint.
 
-        Deletes what killed runs left. Raises ValueError if another run writes here or the step is not after the newest one.
+        Delete what killed runs left. Raise ValueError if another run writes here or the step is not after the newest one.
         """
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
@@ -74,7 +74,7 @@ class CheckpointFolder:
     def commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
         """Complete a checkpoint: rename its folder, and write ``run`` into ``run.json`` last.
 
-        A file system that cannot rename folders gets a copy. Raises OSError if another run has taken over the folder meanwhile.
+        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the folder.
         """
         done = self.where(step)
         if self._lock is not None:
@@ -95,7 +95,7 @@ class CheckpointFolder:
         _names_to_disk(self.path)
 
     def delete_old(self, keep: int) -> str:
-        """Delete all but the newest ``keep`` checkpoints, and return what could not be deleted and why, "" for none."""
+        """Delete all but the newest ``keep`` checkpoints, and return the failures in words ("" if all are deleted)."""
         objections = []
         for step in self.steps()[:-keep]:
             path, going = self.where(step), self.path / f".{self.where(step).name}.deleted"
@@ -112,13 +112,13 @@ class CheckpointFolder:
         return "; ".join(objections)
 
     def release(self) -> None:
-        """Let another run write here."""
+        """Release the lock, so that another run may write here."""
         if self._lock is not None:
             self._lock.forget()
             self._lock = None
 
     def _named(self) -> list[tuple[int, Path]]:
-        """The folders that are called like a checkpoint, with their steps."""
+        """Return the folders with a checkpoint's name, each with its step."""
         before = self._name.split("{")[0]
         found = ((re.fullmatch(rf"{re.escape(before)}(\d+)", path.name), path) for path in self.path.glob(f"{before}*"))
         steps = ((int(match[1]), path) for match, path in found if match and len(match[1]) < 20)
@@ -129,7 +129,7 @@ class CheckpointFolder:
 
 
 def seen(path: Path, patience: float | None = None) -> bool:
-    """Return whether ``path`` exists, asking again for ``patience`` seconds, LAG for None."""
+    """Return whether ``path`` exists, polling for up to ``patience`` seconds (None: LAG)."""
     deadline, nap = time.monotonic() + (LAG if patience is None else patience), 0.01
     while not path.exists():
         if time.monotonic() > deadline:
@@ -140,16 +140,16 @@ def seen(path: Path, patience: float | None = None) -> bool:
 
 
 def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[Any]]:
-    """Return size and SHA-256 of files by their name within ``folder``; None: of all files in it."""
+    """Return [size, SHA-256] of files by their name within ``folder``. ``files``: these names, None for all files."""
     names = [file.relative_to(folder).as_posix() for file in _files(folder)] if files is None else files
     return {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
 
 
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
-    """Raise ValueError that names a file of a checkpoint that is missing, unexpected or not as it was saved.
+    """Raise ValueError if a file of a checkpoint is missing, unexpected or changed; the message names it.
 
-    Compares all sizes, and every ``parts``-th digest from the ``part``-th on, so that ranks share the reading. Files that end in
-    ``suffix`` must be among those saved; None: no matter. A checkpoint of an earlier version, without digests, passes.
+    Compare all sizes, and every ``parts``-th digest from the ``part``-th on, so that ranks share the reading. A file that ends in
+    ``suffix`` (None: any) is unexpected if it was not saved. A checkpoint of an earlier version, without digests, passes.
     """
     saved = run.get("files")
     if saved is None:
@@ -187,7 +187,7 @@ def _sha256(file: Path) -> str:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Write a file that is there whole or not at all; where files cannot be renamed, as the file system writes it."""
+    """Write a file atomically: write a temporary file, fsync, rename. Write in place if files cannot be renamed."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(text)
     to_disk(new)
@@ -200,7 +200,7 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def _names_to_disk(folder: Path) -> None:
-    """Wait until the names in a folder survive a loss of power, where the file system can do that."""
+    """Call fsync on a folder, so that its names survive a loss of power, if the file system supports it."""
     try:
         to_disk(folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the sizes, numbers and flags of a model must be."""
+"""Checks of the sizes, numbers and flags of a model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from ..problem.checks import check_dropout_rate, check_softcap
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""What weights may be kept in, and what may be computed in."""
+"""The dtypes that weights may have and that may be computed in."""
 
 LARGEST = 2**31 - 1
-"""The largest size: a matrix of two such has numbers that 64 bits still count."""
+"""The largest size: 64 bits can count the elements of a matrix of two such sizes."""
 
 DEEPEST = 10_000
-"""The most layers, for each is looked at when a config is made."""
+"""The most layers; a config checks each layer when it is made."""
 
 
 def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
-    """ValueError for a size that is no int from 1 to ``most``."""
+    """Raise ValueError if a size is not an int from 1 to ``most``."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
@@ -27,31 +27,31 @@ def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
 
 
 def check_flags(**flags: bool) -> None:
-    """ValueError for a flag that is neither True nor False."""
+    """Raise ValueError if a flag is neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
 
 
 def is_number(x: Any) -> bool:
-    """Whether ``x`` is an int or float that a finite float can hold; no bool."""
+    """Return whether ``x`` is an int or float, not a bool, in the range of finite floats."""
     return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def check_eps(eps: float) -> None:
-    """ValueError for an eps of RMSNorm that is no positive number."""
+    """Raise ValueError if the eps of RMSNorm is not a number above 0 and below 1."""
     if not is_number(eps) or not 0 < eps < 1:
         raise ValueError(f"eps of RMSNorm must be a number above 0 and below 1, got {eps!r}: 1e-6 is usual, Llama has 1e-5")
 
 
 def check_dtype(name: str, dtype: str) -> None:
-    """ValueError for what is not the name of a floating dtype."""
+    """Raise ValueError if ``dtype`` is not the name of a floating dtype."""
     if dtype not in DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, by name or as the framework's own dtype, got {dtype!r}")
 
 
 def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: float) -> None:
-    """ValueError for numbers outside their range: where the layer is made, and not only at its first call."""
+    """Raise ValueError if a number is outside its range, when the layer is made and not only at its first call."""
     check_softcap(softcap)
     check_dropout_rate(dropout_rate)
     for name, flag in (("sinks", sinks), ("alibi", alibi)):
@@ -62,9 +62,9 @@ def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: 
 
 
 def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """(kv_heads, head_dim), where None means as many as query heads and ``dim / heads``.
+    """Return (kv_heads, head_dim), with the defaults ``heads`` and ``dim / heads`` in place of None.
 
-    Raises ValueError where heads do not divide ``dim`` and no head_dim is given, and where kv_heads do not divide heads.
+    Raise ValueError if ``heads`` does not divide ``dim`` and head_dim is None, or if ``kv_heads`` does not divide ``heads``.
     """
     check_sizes(dim=dim, heads=heads)
     if head_dim is None:

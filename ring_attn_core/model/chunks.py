@@ -1,4 +1,4 @@
-"""What is computed in chunks of tokens, the loss and the MLP: how long a chunk is, and what is refused."""
+"""Chunks of tokens, in which the loss and the MLP are computed: their length and their checks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from typing import Any
 from ..mistakes import in_words, is_integer
 
 REDUCTIONS = ("mean", "sum")
-"""What becomes of the cross-entropies of all labels."""
+"""The reductions of the cross-entropies of all labels."""
 
 Shape = tuple[int, ...]
 
 
 def check_chunk(name: str, chunk: Any) -> None:
-    """ValueError for what counts no tokens."""
+    """Raise ValueError if ``chunk`` is not an int of at least 1."""
     if not is_integer(chunk) or chunk < 1:
         raise ValueError(f"{name} is a number of tokens, an int of at least 1, got {in_words(chunk)}")
 
 
 def even_chunk(tokens: int, chunk: int) -> int:
-    """The length of a chunk where ``tokens`` are cut into the fewest of at most ``chunk``: all are equal but for the last."""
+    """Return the length of chunks if ``tokens`` are cut into as few as possible, of at most ``chunk`` each.
+
+    All chunks have this length, except that the last may be shorter.
+    """
     chunks = max(-(-tokens // chunk), 1)
     return max(-(-tokens // chunks), 1)
 
 
 def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, reduction: Any) -> None:
-    """ValueError for shapes that do not fit, a chunk without tokens and an unknown reduction; ``head``: None for logits."""
+    """Raise ValueError if shapes do not fit, ``chunk`` is not an int of at least 1, or ``reduction`` is unknown.
+
+    ``head``: shape of the head's weight if ``logits`` is the shape of hidden states, else None.
+    """
     what = "logits" if head is None else "hidden states"
     if len(logits) < 2:
         raise ValueError(f"{what} must be [batch, tokens, {'vocab' if head is None else 'dim'}], got {list(logits)}")

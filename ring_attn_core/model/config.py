@@ -1,4 +1,4 @@
-"""What a model is, as frozen records: sizes and numbers, checked and with their defaults filled in. No weights, no devices."""
+"""The configs of models as frozen records: sizes and numbers, checked, with their defaults filled in."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What a RingAttention computes, under the names of its arguments.
+    """The config of a RingAttention, under the names of its arguments.
 
-    ``kv_heads`` None becomes ``heads``, ``head_dim`` None ``dim / heads``, and ``rotary`` None what ``rotary_base`` is short for.
-    ``param_dtype``: the name of a dtype. Raises ValueError for sizes that do not fit and numbers outside their range.
+    If ``kv_heads`` is None, it becomes ``heads``; ``head_dim`` becomes ``dim / heads``, and ``rotary`` becomes
+    ``Rotary(rotary_base)``, or stays None without a base. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do not
+    fit or a number is outside its range.
     """
 
     dim: int
@@ -59,18 +60,18 @@ class AttentionConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the values by name, as RingAttention takes them."""
+        """The values by name, as RingAttention takes them."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """What a RingTransformer computes, under the names of its arguments; the same in both frameworks, to JSON and back.
+    """The config of a RingTransformer, under the names of its arguments; the same in both frameworks and in JSON.
 
-    ``hidden`` None becomes ``hidden_size(dim)``, the rest as in :class:`AttentionConfig`. ``windows`` and ``rotaries``: one value
-    a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: tokens of a rank that the MLP takes at a time,
-    None for all. ``published``: what a published model says of itself and nothing here computes; two configs that differ in
-    nothing else are equal. Raises ValueError for sizes that do not fit and numbers outside their range.
+    If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are those of :class:`AttentionConfig`. ``windows`` and
+    ``rotaries``: one value a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: tokens of a rank that the
+    MLP takes at a time, None for all. ``published``: statements of a published model that the computation does not use; they
+    do not count in comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.
     """
 
     vocab: int
@@ -132,7 +133,7 @@ class TransformerConfig:
             self._attention(mask, of_layer)
 
     def attention(self, layer: int) -> AttentionConfig:
-        """Return what the attention of a layer, from 0, computes: they differ in their masks and rotary embeddings."""
+        """Return the config of the attention of a layer, from 0; layers differ in mask and rotary embedding."""
         return self._attention(layer_masks(self.mask, self.windows, self.depth)[layer], self._layer_rotaries()[layer])
 
     def _layer_rotaries(self) -> Sequence[Rotary | None]:
@@ -145,22 +146,25 @@ class TransformerConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the values by name, as RingTransformer takes them."""
+        """The values by name, as RingTransformer takes them."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def to_json(self) -> str:
-        """Return the record as JSON: an object with the fields above, and records in it with their ``type``."""
+        """Return the config as JSON: an object with the fields above; nested records have a ``type``."""
         return write_record(self)
 
     @classmethod
     def from_json(cls, text: str) -> TransformerConfig:
-        """Return the record that ``to_json`` wrote; fields that are left out have their defaults.
+        """Return the config that ``to_json`` wrote; fields that are left out have their defaults.
 
-        Raises ValueError for what is no JSON object, for a key that is no field, naming it, and for values that do not fit.
+        Raise ValueError if ``text`` is not a JSON object, a key is not a field (the message names it), or values do not fit.
         """
         return read_record(cls, text)
 
 
 def hidden_size(dim: int) -> int:
-    """8/3 of ``dim``, rounded up to a multiple of 64: three such matrices weigh as much as the two of a plain MLP of 4 dim."""
+    """Return 8/3 of ``dim``, rounded up to a multiple of 64.
+
+    Three matrices of this size have as many weights as the two of an MLP of size 4 ``dim`` without a gate.
+    """
     return -(-8 * dim // (3 * 64)) * 64

@@ -1,7 +1,7 @@
-"""What ranks, devices or processes hold of the same thing, compared by name: what ``check_ranks`` of both packages shares.
+"""Comparison of the replicas of named values on ranks, devices or processes, shared by ``check_ranks`` of both packages.
 
-An *entry* is a weight, a seed, an argument: something with a name. Whoever has it holds a *copy*, and tells of it what fits into
-a message: of an array its kind and a digest of its bytes, of a number or a text the value itself.
+A named value (an *entry*) is a weight, a seed or an argument. Each rank, device or process has a replica (a *copy*) of it. A copy
+is described by its kind and a digest of its bytes if it is an array, and by its value if it is a number or a text.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ..mistakes import in_words
 from ..runs import Band, Run
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_HOLDERS = 8, 4, 8
-"""How many entries that differ a message names, with how many contents of each, held by how many; it counts the rest."""
+"""The most differing entries in a message, contents of an entry, and holders of a content; the message counts the rest."""
 
 LONGEST = 48
-"""Characters of a value that stands in a message as it is."""
+"""The most characters of a value that a message quotes."""
 
 PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 
 class Copy(NamedTuple):
-    """What one ``holder``, such as ("rank", 2), has of an entry.
+    """A description of the replica of an entry on one ``holder``, such as ("rank", 2).
 
-    ``kind``: type, dtype and shape in words, the same in all copies. ``part``: which shard of an array that is cut on purpose, ""
-    where the copy is whole. ``content``: a value or a digest, the same in all copies of one part.
+    ``kind``: type, dtype and shape in words, which all copies must share. ``part``: the shard of an array that is sharded on
+    purpose, "" otherwise. ``content``: a value or a digest, which all copies of one part must share.
     """
 
     holder: tuple[str, int]
@@ -37,21 +37,21 @@ class Copy(NamedTuple):
 
 
 Table = Mapping[str, Sequence[Copy]]
-"""What one process knows: its copies of every entry, by the entry's name."""
+"""The copies of each entry on one process, by the entry's name."""
 
 
 def as_told(tables: Iterable[Any]) -> list[Table]:
-    """The tables that JSON has carried."""
+    """Return tables as Table, from their form in JSON."""
     copy = lambda holder, *rest: Copy((holder[0], holder[1]), *rest)
     return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
 
 
 class Unlike(ValueError):
-    """What only some ranks could do, or found otherwise than the others: it may pass where a file system is late."""
+    """An error of some ranks only, or a difference between ranks; it may go away if a file system shows changes late."""
 
 
 def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
-    """Raise Unlike if the texts that ranks found of ``what``, one a rank, are not all the same; ``holder``: such as "rank"."""
+    """Raise Unlike if the texts that ranks found of ``what``, one a rank, differ. ``holder``: such as "rank"."""
     if len(set(found)) > 1:
         others = [f"{holder} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
         listed = "; ".join(others[:MOST_HOLDERS])
@@ -62,7 +62,7 @@ def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
 
 
 def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The entries by name; ValueError where two have the same."""
+    """Return the entries by name. Raise ValueError if two have the same name."""
     found: dict[str, Any] = {}
     for name, value in entries:
         if name in found:
@@ -72,17 +72,20 @@ def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_plain(name: str, x: Any, arrays: str) -> None:
-    """ValueError for what is neither a number, a text, None, a band, a run nor numpy's; ``arrays``: what else is taken."""
+    """Raise ValueError if ``x`` is not a number, str, bool, None, mask, Run or numpy array.
+
+    ``arrays``: name, for the message, of the arrays that the caller accepts besides.
+    """
     if not isinstance(x, bool | int | float | str | Band | Run | None) and not (_is_numpy(x) and not x.dtype.hasobject):
         raise ValueError(f"{name} must be {arrays} or {PLAIN} to be compared between ranks, got {in_words(x)}")
 
 
 def plain_copy(holder: tuple[str, int], x: Any) -> Copy:
-    """The copy of what ``check_plain`` lets pass. Floats are compared by their bits, NaN too."""
+    """Return the copy of a value that passes ``check_plain``. NaNs are compared by their bits."""
     kind = type(x).__name__
     if _is_numpy(x):
         return Copy(holder, array_kind(kind, x.dtype, x.shape), array_content(x.tobytes(), x.item() if x.size == 1 else None))
-    text = hex(x) if isinstance(x, int) and x.bit_length() > 64 else repr(x)  # Python writes no decimals of very long ints
+    text = hex(x) if isinstance(x, int) and x.bit_length() > 64 else repr(x)  # Python refuses to write very long ints in decimal
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}... {digest(text.encode())}"
     elif x != x:
@@ -95,24 +98,25 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """The digest of an array's bytes; before it the ``value``, where it is one number."""
+    """Return the digest of an array's bytes, after the ``value`` if the array is one number."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 
 def digest(data: Any) -> str:
-    """64 bits that tell bytes, or what gives them (a buffer), from others."""
+    """Return a 64-bit digest of bytes or of a buffer, as text."""
     return "#" + blake2b(data, digest_size=8).hexdigest()
 
 
 def essence(table: Table) -> str:
-    """A digest of the entries without their holders: of tables that have it in common, one says whether any copies differ."""
+    """Return a digest of a table without its holders. If all tables have the same digest, it is enough to check one."""
     return digest(repr(sorted({(name, *copy[1:]) for name, copies in table.items() for copy in copies})).encode())
 
 
 def check_copies(tables: Sequence[Table], unit: str, remedy: str) -> None:
-    """ValueError that names every entry of which the copies differ, or that a table lacks, and who holds what.
+    """Raise ValueError if copies of an entry differ or a table lacks an entry.
 
-    ``tables``: of every ``unit``, "rank" or "process", in their order. The message is the same wherever the tables are.
+    The message names each such entry and the holders of each content; it is the same on all of them. ``tables``: one for each
+    ``unit`` ("rank" or "process"), in order.
     """
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:
@@ -123,14 +127,14 @@ def check_copies(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """In words, each entry that is not the same everywhere and who holds what; in the order of the first table's names."""
+    """Return in words each entry that differs and the holders of each content, in the order of the first table."""
     names = dict.fromkeys(name for table in tables for name in table)
     told = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in told.items() if text]
 
 
 def _difference(told: Sequence[Sequence[Copy] | None], unit: str) -> str:
-    """What differs between the copies of an entry, in words that follow its name; "" if nothing does."""
+    """Return the difference between the copies of an entry, in words that follow its name; "" if they are equal."""
     copies = [copy for each in told for copy in each or ()]
     kinds = _grouped((copy.kind, copy.holder) for copy in copies)
     absent = [(unit, i) for i, each in enumerate(told) if each is None]
@@ -146,7 +150,7 @@ def _difference(told: Sequence[Sequence[Copy] | None], unit: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """The holders of each content."""
+    """Return the holders of each content."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for content, holder in pairs:
         groups.setdefault(content, []).append(holder)
@@ -159,7 +163,7 @@ def _listed(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
 
 
 def holders(whose: Sequence[tuple[str, int]]) -> str:
-    """Such as "ranks 0, 1, 3"."""
+    """Return holders in words, such as "ranks 0, 1, 3"."""
     texts = []
     for unit in dict.fromkeys(unit for unit, _ in whose):
         numbers = [str(number) for each, number in whose if each == unit]
@@ -173,5 +177,5 @@ def _more(count: int, before: str) -> str:
 
 
 def _is_numpy(x: Any) -> bool:
-    """Whether it is an array or a scalar of numpy, which the core does not import."""
+    """Return whether ``x`` is an array or a scalar of numpy, without importing numpy."""
     return hasattr(x, "tobytes") and hasattr(getattr(x, "dtype", None), "hasobject")

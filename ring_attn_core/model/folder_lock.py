@@ -1,7 +1,8 @@
-"""A lock of a folder of checkpoints: one run at a time writes there.
+"""A lock of a folder of checkpoints, so that only one run at a time writes there.
 
-The system's lock on ``.lock`` ends with its process, however that ends. Some file systems have none, or one for each machine. So
-the file holds besides the token of the run that came last: a run that finds another token has lost the folder, and stops saving.
+The system's lock (flock) on ``.lock`` ends with its process, even if that is killed. Some file systems have no locks, or separate
+ones on each machine. So the file also holds the token of the run that locked it last. A run that finds another token has lost the
+folder and stops saving.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """The lock on a folder, held until ``forget`` or the end of the object; ValueError if another process holds it."""
+    """The lock on a folder, held until ``forget`` or the end of the object. Raise ValueError if another process holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
@@ -30,15 +31,15 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether ``forget`` has not been called."""
+        """True until ``forget`` is called."""
         return self._close.alive
 
     def forget(self) -> None:
-        """Close the file, as a forked process must: the system keeps a lock until every copy of its file is closed."""
+        """Close the file. A forked process must do so, because the lock lasts until all duplicates of the file are closed."""
         self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:
-        """Raise ``kind`` if another run has taken over the folder, where the system's lock did not keep it out."""
+        """Raise ``kind`` if another run has taken over the folder because the system's lock did not keep it out."""
         try:
             token, _, who = self._path.read_text(errors="replace").partition(" ")
         except OSError:
@@ -48,7 +49,7 @@ class FolderLock:
 
 
 _held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
-"""The locks of this process, by its id (a fork does not hold them) and the folder."""
+"""The locks of this process, by folder and process id, since a forked process does not hold them."""
 
 
 def _forget() -> None:

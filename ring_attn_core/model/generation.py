@@ -1,5 +1,7 @@
-"""A call of ``generate`` as one record: what is asked, what is refused of it, how prompts are cut into chunks and how much of a
-cache they take. Integers only, the same on every rank."""
+"""A call of ``generate`` as one record: its options with their checks, the chunks of its prompts, and the size of its cache.
+
+The values are integers that are the same on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from ..sampling import Sampling
 from .config import TransformerConfig
 
 SLOTS = 64
-"""A cache of a call has a multiple of so many slots a rank, for another call to be served by the same compiled step."""
+"""A call's cache has a multiple of this many slots a rank, so that other calls can reuse the same compiled step."""
 
 MOST = 2**30
-"""New tokens of a request at most."""
+"""The most new tokens of a request."""
 
 OnToken = Callable[[int, int], object]
 Progress = Callable[[int, int], object]
@@ -28,9 +30,10 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Generation:
-    """``prompts`` as tuples of ints, ``new``: the most new tokens of each of them, ``stop``: ids that end a request.
+    """A checked call of ``generate``.
 
-    ``chunk``: the most tokens of a prompt in one prefill, None for all. ``cache_dtype``: the name of the cache's dtype.
+    ``prompts``: token ids. ``new``: the most new tokens of each prompt. ``stop``: ids that end a request. ``chunk``: the most
+    tokens of a prompt in one prefill, None for all. ``cache_dtype``: the name of the cache's dtype.
     """
 
     config: TransformerConfig
@@ -43,9 +46,9 @@ class Generation:
 
     @classmethod
     def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
-        """Return the record of what a user passed; ValueError for what does not fit.
+        """Return the record of a call. Raise ValueError if an argument does not fit.
 
-        ``dtype``: in which the model computes. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
+        ``dtype``: the model's compute dtype. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
         """
         windows_of(config)
         rows = _rows(prompts)
@@ -70,35 +73,35 @@ class Generation:
 
     @property
     def lengths(self) -> list[int]:
-        """Return how many tokens every prompt has."""
+        """The number of tokens of each prompt."""
         return list(map(len, self.prompts))
 
     @property
     def total(self) -> int:
-        """Return how many tokens all prompts have."""
+        """The number of tokens of all prompts."""
         return sum(self.lengths)
 
     @property
     def ends(self) -> list[int]:
-        """Return how many tokens the cache has of every request when its last one is drawn, which is cached nowhere."""
+        """The most cached tokens of each request: all but its last token, which is never cached."""
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
-        """Where every chunk begins, and how many tokens of each prompt are in it."""
+        """Return the start of each chunk, and its number of tokens of each prompt."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
 
     def ids(self, start: int, tokens: int) -> list[list[int]]:
-        """The ids of all prompts from ``start`` on, [requests][tokens]; 0 where there is none."""
+        """Return the ids of all prompts from ``start`` on, [requests][tokens], padded with 0."""
         rows = (list(ids[start : start + tokens]) for ids in self.prompts)
         return [row + [0] * (tokens - len(row)) for row in rows]
 
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
-        """How large a cache the call needs: ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
+        """Return the ``capacity``, ``window`` and ``room`` for ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk. Where every layer has a window only what the widest sees is kept, if that is
-        less. A layout may leave more of a short prompt with one rank than with others, so the chunks are counted.
+        ``shards``: tokens of a rank in each chunk. If each layer has a window, the cache keeps only the widest one, if that takes
+        fewer slots. The slots of each rank are counted chunk by chunk, because a layout may share a short prompt unevenly.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
@@ -110,14 +113,14 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """How many slots the rank that holds most of a request needs for it."""
+        """Return the slots that a request needs on the rank that holds most of it."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
         return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what every rank must have in common, by name, as JSON carries it."""
+        """Return the values that must be equal on all ranks, by name, as JSON can hold them."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         drawn = self.sampling.choice
         sampling = {"temperature": drawn.temperature or 0.0, "top_k": drawn.top_k, "top_p": drawn.top_p}
@@ -127,7 +130,7 @@ class Generation:
 
 
 class Answers:
-    """The new tokens of every request so far; ``on_token(request, token)`` is called for each as it comes."""
+    """The new tokens of each request so far; calls ``on_token(request, token)`` for each new token."""
 
     def __init__(self, asked: Generation, on_token: OnToken | None) -> None:
         self._stop, self._new, self._on_token = frozenset(asked.stop), asked.new, on_token
@@ -135,7 +138,7 @@ class Answers:
         self._open = set(range(len(asked.prompts)))
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Take the next token of every request, and of those that have ended nothing. Returns whether all have ended."""
+        """Append the new token of each unfinished request. Return True when all are finished."""
         for request in sorted(self._open):
             token = tokens[request]
             self.tokens[request].append(token)
@@ -148,7 +151,10 @@ class Answers:
 
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
-    """How many tokens before itself a query of each layer sees, None for all; ValueError for a mask that sees others."""
+    """Return the number of tokens before itself that a query of each layer sees, None for all.
+
+    Raise ValueError if a layer's mask hides a token from itself or shows later tokens.
+    """
     masks = [config.attention(layer).mask for layer in range(config.depth)]
     for layer, mask in enumerate(masks):
         if mask.lo != 0 or (mask.hi is not None and mask.hi < 0):
@@ -160,7 +166,7 @@ def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
 
 
 def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
-    """ValueError for ids that a vocabulary does not have."""
+    """Raise ValueError if an id is not 0 to ``vocab - 1``. ``whose`` begins the message."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         strange = next(x for x in ids if not 0 <= x < vocab)
         raise ValueError(
@@ -169,13 +175,16 @@ def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
 
 
 def bucket(tokens: int) -> int:
-    """``tokens`` rounded up to one of eight sizes between powers of two, so that few programs are compiled: at most 1/8 more."""
+    """Return ``tokens`` rounded up by at most 1/8, to one of eight sizes between powers of two.
+
+    Few sizes mean that few programs are compiled.
+    """
     step = max(1, 2 ** (tokens.bit_length() - 4))
     return -(-tokens // step) * step
 
 
 def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
-    """Tokens of a rank in a chunk of so many tokens of each prompt."""
+    """Return a rank's tokens, padding included, in a chunk with ``lengths`` tokens of the prompts."""
     return padded_local(layout, ranks, max(lengths))
 
 
@@ -184,7 +193,7 @@ def _rounded(slots: int) -> int:
 
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
-    """The most new tokens of each prompt, of an int for all of them or one for each; ValueError for anything else."""
+    """Return the most new tokens of each prompt. Raise ValueError if ``new`` is not a valid int or one for each prompt."""
     new = _plain(new)
     several = isinstance(new, list | tuple)
     each = list(new) if several else [new] * prompts
@@ -200,7 +209,7 @@ def _most(new: Any, prompts: int) -> tuple[int, ...]:
 
 
 def _ids(stop: Any) -> tuple[int, ...]:
-    """The ids of ``stop`` in ascending order, of one of them or several; ValueError for anything else."""
+    """Return the ids of ``stop``, an id or several, in ascending order. Raise ValueError if it is anything else."""
     stop = _plain(stop)
     ids = [stop] if is_integer(stop) else stop
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | set | frozenset):
@@ -212,12 +221,12 @@ def _ids(stop: Any) -> tuple[int, ...]:
 
 
 def _plain(x: Any) -> Any:
-    """An array as lists or a number, all else as it is."""
+    """Return an array as nested lists or a number; return anything else unchanged."""
     return x.tolist() if hasattr(x, "tolist") else x
 
 
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
-    """Lists, tuples or arrays of ints as tuples; ValueError for anything else."""
+    """Return the prompts, lists, tuples or arrays of ints, as tuples. Raise ValueError if they are anything else."""
     some = [prompts] if isinstance(prompts, str | bytes) else prompts if isinstance(prompts, list | tuple) else []
     if any(isinstance(row, str | bytes) for row in some):
         raise ValueError(

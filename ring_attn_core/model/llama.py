@@ -1,6 +1,7 @@
-"""Configs of Hugging Face's Llama, Mistral, Qwen2 and Qwen3, and the TransformerConfig that computes the same.
+"""Conversion between configs of Hugging Face's Llama, Mistral, Qwen2 and Qwen3 and the TransformerConfig that computes the same.
 
-Theirs are dicts, as config.json holds them. What a model of ours cannot compute is refused by name, never left out.
+A Hugging Face config is a dict, as in config.json. A setting that our layers do not support raises an error that names it; it is
+never ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ Theirs = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """One of the architectures: the class in transformers, what it has, and what it takes for keys that a file leaves out."""
+    """An architecture: its class in transformers, its features, and its defaults for keys that a file leaves out."""
 
     architecture: str
     qk_norm: bool
     qkv_bias: bool
     biased: tuple[str, ...]
-    """Which of attention_bias, of q, k, v and o, and mlp_bias a config may set; other architectures read past them."""
+    """The subset of attention_bias (of q, k, v and o) and mlp_bias that the architecture reads."""
     defaults: Theirs
 
 
@@ -36,7 +37,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", False, True, (), {"num_key_value_heads": 32}),
     "qwen3": Family("Qwen3ForCausalLM", True, False, ("attention_bias",), {"num_key_value_heads": 32, "head_dim": 128}),
 }
-"""By the ``model_type`` of a config."""
+"""The architectures by the ``model_type`` of a config."""
 
 SIZES = {
     "vocab_size": "vocab",
@@ -45,21 +46,21 @@ SIZES = {
     "num_attention_heads": "heads",
     "intermediate_size": "hidden",
 }
-"""Sizes that every config must say, and what we call them."""
+"""Required sizes of a config, and our names of them."""
 
 FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""What a config must say, if it says anything, for our layers to compute the same."""
+"""Keys that must have these values, if they are present, for our layers to compute the same."""
 
 
 PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
-"""What is kept of a config though nothing here computes it."""
+"""Keys of a config that are kept although the computation does not use them."""
 
 LENGTH = 131072
-"""The longest sequence that other programs should allow, of a model that does not say."""
+"""The default longest sequence, in tokens, that other programs should allow."""
 
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "max_position_embeddings": (int, "an int"),
@@ -78,13 +79,13 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "eos_token_id": ((int, list), "an int or a list of ints"),
     "pad_token_id": (int, "an int"),
 }
-"""What a key holds, if it is there and not null."""
+"""The types of keys that are present and not null, and their names in messages."""
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
-    """Return the config of the model that ``theirs``, from a config.json, describes.
+    """Return our config of the model that ``theirs``, the contents of a config.json, describes.
 
-    Raises ValueError for another architecture and for what our layers do not compute, naming it.
+    Raise ValueError if the architecture is unknown or our layers do not support a setting; the message names it.
     """
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:
@@ -128,18 +129,18 @@ def config_of(theirs: Theirs) -> TransformerConfig:
 
 
 def _published(theirs: Theirs) -> Published | None:
-    """What the config says that nothing here computes; None where it says nothing."""
+    """Return the metadata of a config that the computation does not use; None if there is none of it."""
     said = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
     return Published(**said) if said else None
 
 
 def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
-    """Return how the names end that a file may hold besides weights: frequencies, and what a tied model has twice."""
+    """Return the endings of names to ignore in a file: rotary frequencies, and the head of a tied model."""
     return (".rotary_emb.inv_freq", "lm_head.weight") if config.tied else (".rotary_emb.inv_freq",)
 
 
 def _config_in(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a folder of Hugging Face's; ValueError that names its file."""
+    """Return the config of a Hugging Face folder. Raise ValueError, naming the file, as ``config_of`` does."""
     try:
         return config_of(held.config)
     except ValueError as error:
@@ -147,21 +148,21 @@ def _config_in(held: WeightFolder) -> TransformerConfig:
 
 
 THEIRS = Naming(_config_in, llama_name, ignored_names)
-"""The folders of Hugging Face."""
+"""The naming of Hugging Face's folders."""
 
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
-    """Return the config under which transformers computes the same.
+    """Return the config with which transformers computes the same.
 
-    ``length``: the longest sequence that it should allow; None is what the config says, or 131072. Raises
-    ValueError for what none of the four architectures computes, naming it.
+    ``length``: the longest sequence that transformers should allow, in tokens; None means the config's, or 131072. Raise
+    ValueError if none of the four architectures supports the config; the message names the settings.
     """
     windows = _checked_windows(config)
     if length is not None:
         check_sizes(length=length)
     kind = _kind(config, windows)
     published = config.published or Published()
-    sizes = {w + 1 for w in windows if w is not None}  # theirs count the token itself
+    sizes = {w + 1 for w in windows if w is not None}  # Hugging Face counts the token itself
     if len(sizes) > 1 or (kind == "mistral" and None in windows):
         raise ValueError(
             f"windows={windows} fit no {kind} model, which has one size of window{' in all layers' * (kind == 'mistral')}: keep "
@@ -189,14 +190,14 @@ def their_config(config: TransformerConfig, length: int | None = None) -> dict[s
         first = slides.index(True) if any(slides) else config.depth
         found |= {
             "use_sliding_window": any(slides),
-            "max_window_layers": first,  # releases before layer_types know this only
+            "max_window_layers": first,  # read by releases before layer_types
             "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
         }
     return found
 
 
 def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
-    """The architecture that has these norms, biases and windows; ValueError where none of the four has them together."""
+    """Return the architecture with these norms, biases and windows. Raise ValueError if none of the four has them all."""
     biases = config.qkv_bias, config.o_bias, config.mlp_bias
     if config.qk_norm:
         kind, known = "qwen3", biases in ((False, False, False), (True, True, False))
@@ -215,7 +216,7 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """One value a layer, or None where no layer has a window. ``first``: the layer from which on Qwen's have one."""
+    """Return the window of each layer, or None if no layer has one. ``first``: the first layer with a window in Qwen models."""
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):
         return None
@@ -230,7 +231,7 @@ def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -
 
 
 def _rotary(theirs: Theirs) -> Rotary:
-    """The rotary embedding, from ``rope_parameters`` or, of older releases, ``rope_scaling`` and ``rope_theta``."""
+    """Return the rotary embedding from ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` of older releases."""
     given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if any(isinstance(x, Mapping) for x in given.values()):
         raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(given)}")
@@ -254,7 +255,7 @@ def _rotary(theirs: Theirs) -> Rotary:
         return Rotary(base, Llama3(factor, low, high, original))  # type: ignore[arg-type]
     if kind == "yarn":
         scales = given.get("mscale"), given.get("mscale_all_dim")
-        mscale, mscale_all = scales if all(scales) else (None, None)  # what transformers makes of one alone
+        mscale, mscale_all = scales if all(scales) else (None, None)  # transformers ignores one alone
         factor = most / original if given.get("factor") is None else given["factor"]  # type: ignore[operator]
         fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
         attention, truncate = given.get("attention_factor"), given.get("truncate", True)
@@ -266,7 +267,7 @@ def _rotary(theirs: Theirs) -> Rotary:
 
 
 def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
-    """``rope_parameters``, and ``rope_theta`` with ``rope_scaling`` for older releases."""
+    """Return ``rope_parameters``, and ``rope_theta`` with ``rope_scaling`` for older releases."""
     assert rotary is not None, "a model without positions was refused"
     scaling = rotary.scaling
     if isinstance(scaling, Linear):
@@ -286,7 +287,7 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
 
 
 def _checked_windows(config: TransformerConfig) -> list[int | None]:
-    """The window of every layer; ValueError for a config that says what transformers does not compute."""
+    """Return the window of each layer. Raise ValueError if transformers does not support a setting of the config."""
     attention = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
     refused += ["mask"] * any(x.mask.lo != 0 for x in attention)

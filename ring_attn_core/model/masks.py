@@ -1,4 +1,4 @@
-"""What differs from layer to layer: the mask, and where the heads of a layer draw their dropout."""
+"""The settings that differ between layers: the mask, and the offset of dropout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..runs import Band
 
 
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
-    """The mask of every layer: the part of ``mask`` within the layer's window, all of it where that, or ``windows``, is None.
+    """Return the mask of each layer: ``mask`` limited to the layer's window, if that is not None.
 
-    Raises ValueError for what is no mask, for another number of windows than layers, and for one that is no int of at least 0.
+    Raise ValueError if ``mask`` is not a mask, there is not one window for each layer, or a window is not an int of at least 0.
     """
     check_mask(mask)
     if windows is None:
@@ -32,9 +32,9 @@ def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) ->
 
 
 def layer_offset(offset: Any, layer: int, heads: int) -> Any:
-    """``dropout_offset`` of a layer, which draws as if its heads stood behind those of the layers before it.
+    """Return the ``dropout_offset`` of a layer, whose heads are numbered after those of the layers before it.
 
-    What is no pair comes back as it is: ring_attention refuses it.
+    Return ``offset`` unchanged if it is not a pair, so that ring_attention refuses it.
     """
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         return offset

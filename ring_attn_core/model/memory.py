@@ -1,11 +1,12 @@
-"""How much memory training takes, at its peak, on every GPU and beside it on the host: a formula, each of its terms in words.
+"""Peak memory of training on each GPU, and on the host for it: a formula whose terms have explanations.
 
-Weights are kept in ``param_dtype`` and sharded over all GPUs (FSDP), as are their gradients and AdamW's two moments, in the same
-dtype. A block computes in ``compute_dtype`` with whole weights in that dtype. The peak is what stays and a step's worst moment.
+Weights in ``param_dtype`` are sharded over all GPUs (FSDP), as are their gradients and AdamW's two moments, in the same dtype. A
+block computes in ``compute_dtype`` with gathered weights in that dtype. The peak is the sum of all that stays in memory for the
+whole step and of the largest temporary use.
 
 Symbols    T tokens a GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B of them in a
            block, w bytes of param_dtype, c bytes of compute_dtype, 4 of float32
-Source     counted from what autograd of this library's PyTorch layers saves, which a test compares with the formula
+Source     counted from the tensors that autograd of this library's PyTorch layers saves; a test compares them with the formula
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from .config import TransformerConfig
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 STEP = 1024
-"""Tokens: ``longest`` is a multiple of this."""
+"""Tokens; the result of ``longest`` is a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What memory depends on besides the model.
+    """The settings of training that memory depends on besides the model.
 
-    ``gpus``: over how many everything is sharded, the sequence too. ``tokens``: of all batch rows of one GPU. ``activations``: as
-    RingTransformer's. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss take at once; None: all. ``reserve``: a
-    GPU's bytes for what is no tensor (CUDA's context, NCCL's buffers, workspaces, gaps between tensors). Raises ValueError for
-    counts below 1.
+    ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: of all batch rows of one GPU.
+    ``activations``: as in RingTransformer. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss take at once; None:
+    all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers, workspaces, gaps between
+    tensors). Raise ValueError if a count is below 1.
     """
 
     gpus: int
@@ -48,7 +49,7 @@ class Training:
 
 
 class Term(NamedTuple):
-    """``size`` bytes for ``what``, which ``words`` explain."""
+    """A term of the formula: its name ``what``, its ``size`` in bytes, and its explanation in ``words``."""
 
     what: str
     size: int
@@ -56,7 +57,7 @@ class Term(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a GPU holds all the time, what it holds at each moment of a step besides, and what the host holds for it."""
+    """The memory of a GPU for the whole step, its additional memory at each moment of the step, and the host's for it."""
 
     stays: tuple[Term, ...]
     moments: dict[str, tuple[Term, ...]]
@@ -64,22 +65,22 @@ class Memory(NamedTuple):
 
     @property
     def worst(self) -> str:
-        """Return the name of the moment that takes most."""
+        """The name of the moment that takes most memory."""
         return max(self.moments, key=lambda name: total(self.moments[name]))
 
     @property
     def peak(self) -> int:
-        """Return the bytes of a GPU at the worst moment."""
+        """The bytes of a GPU at the worst moment."""
         return total(self.stays) + total(self.moments[self.worst])
 
 
 def total(terms: Iterable[Term]) -> int:
-    """Return the bytes of some terms."""
+    """Return the sum of the terms, in bytes."""
     return sum(term.size for term in terms)
 
 
 def block_weights(config: TransformerConfig) -> int:
-    """Return how many numbers the weights of one block are."""
+    """Return the number of parameters of one block."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     biases = (q + 2 * kv) * config.qkv_bias + config.dim * config.o_bias + (2 * config.hidden + config.dim) * config.mlp_bias
     extras = biases + 2 * config.head_dim * config.qk_norm + config.heads * config.sinks
@@ -87,17 +88,17 @@ def block_weights(config: TransformerConfig) -> int:
 
 
 def weights(config: TransformerConfig) -> int:
-    """Return how many numbers all weights are."""
+    """Return the number of parameters of the model."""
     return config.depth * block_weights(config) + _ends(config) + config.dim
 
 
 def _ends(config: TransformerConfig) -> int:
-    """Weights of the embedding, and of the head where that is another."""
+    """Return the number of parameters of the embedding, and of the head if that is not tied."""
     return config.vocab * config.dim * (1 if config.tied else 2)
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return what a block keeps if its activations are computed again."""
+    """Return the activations that a block keeps if the others are recomputed."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),
@@ -107,9 +108,10 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
-    """Return what autograd saves of a block besides ``block_kept``: of every block, or of the one that is computed again.
+    """Return the activations that autograd saves in a block besides ``block_kept``.
 
-    Norms count as on a GPU, where they save their input; on a CPU PyTorch saves two float32 arrays in its place.
+    They exist for each block, or only for the one that is recomputed. Norms count as on a GPU, where they save their input; on a
+    CPU PyTorch saves two float32 arrays in its place.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4
@@ -130,12 +132,12 @@ def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = 
 
 
 def compute_bytes(config: TransformerConfig) -> int:
-    """Return the bytes of a number in activations."""
+    """Return the bytes of an element of activations."""
     return BYTES[config.compute_dtype or config.param_dtype]
 
 
 def peak_memory(config: TransformerConfig, training: Training) -> Memory:
-    """Return what training a model takes on every GPU and, for each of them, on the host."""
+    """Return the memory that training takes on each GPU and, for each GPU, on the host."""
     tokens, depth = training.tokens, config.depth
     kept, saved = block_kept(config, tokens), block_saved(config, tokens, training.mlp_chunk)
     stays, host = _weights(config, training), ()
@@ -161,11 +163,11 @@ def peak_memory(config: TransformerConfig, training: Training) -> Memory:
 
 
 OF_MLP = ("MLP", "MLP's input", "sum")
-"""What there is not yet when a block computes its attention, and no more when the backward comes to that."""
+"""Activations that do not exist yet in the forward of attention, and are freed before its backward."""
 
 
 def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
-    """What does not grow with the tokens."""
+    """Return the terms that do not grow with the tokens."""
     w, c, shared = BYTES[config.param_dtype], compute_bytes(config), -(-weights(config) // training.gpus)
     block, ends = block_weights(config), _ends(config)
     return (
@@ -225,9 +227,9 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the most tokens a GPU, a multiple of STEP, with a peak of at most ``memory`` bytes; 0 where not even STEP fit.
+    """Return the most tokens a GPU, a multiple of STEP, with a peak of at most ``memory`` bytes; 0 if STEP do not fit.
 
-    ``host``: bytes of host memory for each GPU; None: as much as it takes. ``training.tokens`` does not matter.
+    ``host``: bytes of host memory for each GPU; None: unlimited. ``training.tokens`` is not used.
     """
 
     def fits(steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""How far a run has come, as a checkpoint says it beside the arrays: what both packages write and compare."""
+"""The progress of a run, which checkpoints of both packages store beside the arrays, and its checks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .config import TransformerConfig
 from .weight_names import check_state
 
 MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
-"""What a resumed run may set anew: fields of a config that neither shape weights nor change what a trained model means."""
+"""Fields of a config that a resumed run may change: they affect neither weights nor the meaning of a trained model."""
 
 
 ITEMS = "(keys and values)"
-"""What stands in JSON for a dict whose keys are not all texts, such as the milestones of torch's MultiStepLR."""
+"""The key in JSON of a dict whose keys are not all texts, such as the milestones of torch's MultiStepLR."""
 
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]
@@ -24,7 +24,7 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class Progress(NamedTuple):
-    """Where a run is to go on: after ``step``, with the dataset resumed from ``data``; ``more`` is what was saved along."""
+    """The point from which a run resumes: after ``step``, with the dataset at ``data``, and the user's data ``more``."""
 
     step: int
     data: str | None
@@ -32,7 +32,10 @@ class Progress(NamedTuple):
 
 
 def described(progress: Progress, config: TransformerConfig | None) -> dict[str, Any]:
-    """Return what a checkpoint says of a run, as JSON carries it; ValueError for what is no step, no text or not JSON."""
+    """Return the description of a run in a checkpoint, as JSON can hold it.
+
+    Raise ValueError if ``step`` is not an int of at least 0, ``data`` not a text or None, or ``more`` not a dict for JSON.
+    """
     step, data, more = progress
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step must be an int of at least 0, how many steps the run has made, got {in_words(step)}")
@@ -50,7 +53,7 @@ def described(progress: Progress, config: TransformerConfig | None) -> dict[str,
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Progress:
     """Return the progress that ``described`` wrote, read from the file or folder ``where``.
 
-    Raises ValueError if a value is missing or not of its type, or if the model's config differs, naming the fields.
+    Raise ValueError if a value is missing or not of its type, or if the model's config differs; the message names the fields.
     """
     if not isinstance(found, dict):
         raise ValueError(
@@ -82,7 +85,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Pr
 
 
 def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
-    """Raise ValueError that names which arrays of a checkpoint are missing, unexpected, or of another shape or dtype."""
+    """Raise ValueError, naming the arrays, if some are missing, unexpected, or of another shape or dtype."""
     remedy = "Make the model and the optimizer as they were, or give this run another folder"
     mine, theirs = ({name: shape for name, (_, shape) in kinds.items()} for kinds in (expected, found))
     check_state(mine, theirs, f"what {where} holds", remedy, most=8)
@@ -93,7 +96,7 @@ def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
 
 
 def check_next(step: int, steps: list[int], folder: Path) -> None:
-    """ValueError for a step that does not come after those that have checkpoints."""
+    """Raise ValueError if ``step`` is not after all ``steps`` that have checkpoints."""
     if steps and step <= max(steps):
         raise ValueError(
             f"step {step} is not after step {max(steps)}, of which {folder} has a checkpoint: resume from it, delete it to go "
@@ -102,13 +105,13 @@ def check_next(step: int, steps: list[int], folder: Path) -> None:
 
 
 def check_keep(keep: int) -> None:
-    """ValueError for a number of checkpoints to keep that is no int of at least 1."""
+    """Raise ValueError if ``keep``, a number of checkpoints, is not an int of at least 1."""
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be an int of at least 1, how many checkpoints stay, got {in_words(keep)}")
 
 
 def _packed(x: Any) -> Any:
-    """Return what JSON carries as it is, keys that are numbers too; TypeError for keys that it cannot hold."""
+    """Return ``x`` in a form that survives JSON, also if keys are numbers. Raise TypeError if a key is anything else."""
     if isinstance(x, list | tuple):
         return [_packed(each) for each in x]
     if not isinstance(x, dict):
@@ -122,7 +125,7 @@ def _packed(x: Any) -> Any:
 
 
 def _unpacked(x: Any) -> Any:
-    """Return what ``_packed`` was given; tuples have become lists."""
+    """Return the value that ``_packed`` was given, with lists for tuples."""
     if isinstance(x, list):
         return [_unpacked(each) for each in x]
     if not isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""What a published model says of itself besides what it computes, kept so that it can be published again."""
+"""Metadata of a published model, kept so that the model can be published again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..mistakes import in_words
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a config of Hugging Face says for the programs that use a model, under their names; None: it does not say.
+    """Fields of a Hugging Face config for the programs that use a model, under their names there; None: not set.
 
-    ``max_position_embeddings``: the longest sequence, in tokens, that they should allow. ``bos_token_id``, ``eos_token_id``,
-    ``pad_token_id``: special ids, of ``eos_token_id`` one or several. Raises ValueError for what is no int.
+    ``max_position_embeddings``: the longest sequence, in tokens, that programs should allow. ``bos_token_id``,
+    ``eos_token_id`` (one or several), ``pad_token_id``: special ids. Raise ValueError if a value is not an int.
     """
 
     max_position_embeddings: int | None = None

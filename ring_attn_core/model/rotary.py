@@ -1,8 +1,8 @@
-"""Rotary position embeddings as frozen records, and what follows from one: inverse frequencies and the attention factor.
+"""Rotary position embeddings as frozen records, with their inverse frequencies and attention factor.
 
-Without a scaling the pair i of a head turns by ``base ** (-2 i / head_dim)`` radians a token (arXiv:2104.09864, section 3.4.2). A
-scaling stretches the positions of a trained model over a longer context. Each keeps a share of every frequency and divides the
-rest by ``factor``:
+Without a scaling, pair i of a head rotates by ``base ** (-2 i / head_dim)`` radians a token (arXiv:2104.09864, section 3.4.2). A
+scaling stretches the positions of a trained model over a longer context. Each scaling keeps a share of each frequency and divides
+the rest by ``factor``:
 
     f_i    = base ** (-2 i / head_dim)                                              0 <= i < head_dim / 2
     freq_i = f_i (kept_i + (1 - kept_i) / factor)
@@ -10,10 +10,10 @@ rest by ``factor``:
     Linear   kept_i = 0                                                             arXiv:2306.15595, equation 4
     NTK      kept_i = 1, with base * factor ** (head_dim / (head_dim - 2)) for base    arXiv:2309.00071, definition 1
     YaRN     kept_i = 1 - clamp((i - low) / (high - low)),                          arXiv:2309.00071, section 3.2
-             low and high the i that turn fast and slow times in original tokens    (the authors' code rounds them outwards)
+             low and high the i that rotate fast and slow times in original tokens  (the authors' code rounds them outwards)
     Llama3   kept_i = clamp((original f_i / 2 pi - low) / (high - low))             the released code of Llama 3.1
 
-with clamp(x) = min(max(x, 0), 1). Positions are not touched, so that any part of a sequence turns as in the whole.
+with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .checks import check_flags, check_sizes, is_number
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:
-    """ValueError for a field of a scaling that is no number of at least ``least``."""
+    """Raise ValueError if a field of a scaling is not a number of at least ``least``."""
     hold_numbers(record, names)
     for name in names:
         value = getattr(record, name)
@@ -38,7 +38,7 @@ def _check_numbers(record: Any, least: float, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Linear:
-    """Position interpolation (Chen et al., arXiv:2306.15595): every frequency is divided by ``factor``."""
+    """Position interpolation (Chen et al., arXiv:2306.15595): divides each frequency by ``factor``."""
 
     factor: float
 
@@ -48,10 +48,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class NTK:
-    """NTK-aware interpolation (arXiv:2309.00071, definition 1): a base ``factor ** (head_dim / (head_dim - 2))`` times as large.
+    """NTK-aware interpolation (arXiv:2309.00071, definition 1): multiplies the base by ``factor ** (head_dim / (head_dim - 2))``.
 
-    The slowest pair turns ``factor`` times more slowly, the fastest as before. Hugging Face's "dynamic" scaling by g is this one
-    at every length L beyond the original L0, with ``factor = g L / L0 - (g - 1)``; here the factor is fixed.
+    The slowest pair rotates ``factor`` times more slowly, the fastest as before. Hugging Face's "dynamic" scaling by g equals
+    this one at each length L beyond the original L0, with ``factor = g L / L0 - (g - 1)``; here the factor is fixed.
     """
 
     factor: float
@@ -62,13 +62,13 @@ class NTK:
 
 @dataclass(frozen=True)
 class YaRN:
-    """YaRN (Peng et al., arXiv:2309.00071): divides by ``factor`` what turns slowly, and makes attention sharper.
+    """YaRN (Peng et al., arXiv:2309.00071): divides low frequencies by ``factor``, and scales the scores up.
 
-    ``original``: tokens of the context that the model was trained for. Pairs that turn at least ``fast`` times in it keep their
-    frequency, those that turn at most ``slow`` times are divided by ``factor``, and between them the share falls linearly in i.
-    ``truncate``: those two i are rounded outwards, as in the authors' code. ``attention_factor`` multiplies cosines and sines, so
-    that its square multiplies every score; None: ``0.1 ln(factor) + 1`` (equation 22), and where ``mscale`` and ``mscale_all``
-    are given, as DeepSeek does, ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
+    ``original``: tokens of the context that the model was trained for. Pairs that rotate at least ``fast`` times in it keep their
+    frequency, frequencies of pairs that rotate at most ``slow`` times are divided by ``factor``, and between them the share falls
+    linearly in i. ``truncate``: round these two i outwards, as in the authors' code. ``attention_factor`` multiplies cosines and
+    sines, so its square multiplies each score; None: ``0.1 ln(factor) + 1`` (equation 22), or
+    ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)`` with ``mscale`` and ``mscale_all``, as in DeepSeek's models.
     """
 
     factor: float
@@ -96,10 +96,11 @@ class YaRN:
 
 @dataclass(frozen=True)
 class Llama3:
-    """The scaling of Llama 3.1 and later: as YaRN's, but between wavelengths, and without an attention factor.
+    """The scaling of Llama 3.1 and later: as YaRN, but linear in the frequency, and without an attention factor.
 
-    ``original``: tokens of the context that the model was trained for. Pairs that turn more than ``high`` times in it keep their
-    frequency, those that turn less than ``low`` times are divided by ``factor``, between them the share grows linearly in f_i.
+    ``original``: tokens of the context that the model was trained for. Pairs that rotate more than ``high`` times in it keep
+    their frequency, frequencies of pairs that rotate less than ``low`` times are divided by ``factor``, and between them the
+    share grows linearly in f_i.
     """
 
     factor: float
@@ -142,9 +143,9 @@ class Rotary:
 
 
 def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
-    """The record that ``rotary=`` and its short form ``rotary_base=`` stand for; None: no positions.
+    """Return the rotary embedding for ``rotary=`` and its short form ``rotary_base=``; None: no positions.
 
-    Raises ValueError where both are given and differ.
+    Raise ValueError if ``rotary`` is not a Rotary, or if ``base`` contradicts it.
     """
     if rotary is None:
         return None if base is None else Rotary(base)
@@ -156,9 +157,9 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 
 
 def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int) -> tuple[Rotary | None, ...] | None:
-    """The rotary embedding of every layer, a number being short for ``Rotary(base)``; None: all layers have the same.
+    """Return the rotary embedding of each layer; None if all layers have the same. A number means ``Rotary(number)``.
 
-    Raises ValueError for another number of values than layers, and for one that is no rotary embedding.
+    Raise ValueError if there is not one value for each layer, or a value is not a rotary embedding.
     """
     if rotaries is None:
         return None
@@ -172,7 +173,7 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:
-    """ValueError for an odd head_dim, which has no pairs to rotate, and for one too small for the scaling."""
+    """Raise ValueError if ``head_dim`` is odd, since pairs of features are rotated, or too small for the scaling."""
     check_sizes(head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(
@@ -184,9 +185,10 @@ def check_rotary(head_dim: int, rotary: Rotary) -> None:
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
-    """Radians a token by which every pair of features turns: ``freq_i`` above, as floats.
+    """Return the frequency of each pair of features (``freq_i`` above), as floats in radians a token.
 
-    ``pair``: an array that holds 0, 1, ... head_dim / 2 - 1 in float64, of any framework: frequencies come like it.
+    ``pair``: None, or an array of any framework that holds 0, 1, ... head_dim / 2 - 1 in float64; the frequencies are then such
+    an array.
     """
     if pair is None:
         return tuple(inverse_frequencies(rotary, head_dim, pair) for pair in range(head_dim // 2))
@@ -207,7 +209,7 @@ def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
 
 
 def attention_factor(rotary: Rotary) -> float:
-    """What cosines and sines are multiplied by: 1 but for YaRN."""
+    """Return the factor of cosines and sines: 1, except for YaRN."""
     scaling = rotary.scaling
     if not isinstance(scaling, YaRN):
         return 1.0
@@ -220,7 +222,7 @@ def attention_factor(rotary: Rotary) -> float:
 
 
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
-    """The i, fractions included, from which on a pair turns less than ``fast`` times, and less than ``slow`` times."""
+    """Return the indices i, possibly fractional, beyond which pairs rotate less than ``fast`` and ``slow`` times."""
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)
     if scaling.truncate:
@@ -230,5 +232,5 @@ def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
 
 
 def _clamped(x: Any) -> Any:
-    """``min(max(x, 0), 1)`` of a float and of an array of any framework, to the rounding of x."""
+    """Return ``min(max(x, 0), 1)``, up to rounding, of a float or an array of any framework."""
     return (abs(x) - abs(x - 1) + 1) / 2

@@ -1,4 +1,4 @@
-"""Published models by name: what ``ring-attn plan --model`` takes besides a file."""
+"""Published models by name, which ``ring-attn plan --model`` takes besides a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape(name: str) -> TransformerConfig:
-    """Return the config of a published model; ValueError, with all names, for one that is not here."""
+    """Return the config of a published model. Raise ValueError if the name is unknown; the message lists all names."""
     if name not in SHAPES:
         raise ValueError(f"no model is called {name!r}: choose one of {', '.join(SHAPES)}, or name a config.json")
     return TransformerConfig(**SHAPES[name])

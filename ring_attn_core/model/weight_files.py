@@ -1,7 +1,7 @@
-"""Weights as a folder of safetensors files: opening one of them as a whole, and finding every weight in it.
+"""Folders of weights in safetensors files: opening all files of one save, and locating each weight in them.
 
 The layout is Hugging Face's: ``config.json`` beside ``model.safetensors``, or beside ``model-00001-of-00002.safetensors`` and so
-on with ``model.safetensors.index.json``, which says which weight stands in which file.
+on with ``model.safetensors.index.json``, which maps each weight to its file.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ from .weight_names import check_state
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 SAVING, REPLACED = ".{}.saving", ".{}.replaced"
-"""What the folder ``{}`` is called while it is written, and while a new one takes its place."""
+"""Names of the folder ``{}`` while it is written, and of the old folder while a new one replaces it."""
 
 DTYPES = "F32", "BF16", "F16", "F64"
-"""What safetensors calls the dtypes that weights may be stored in."""
+"""safetensors' names of the dtypes that weights may be stored in."""
 
 SAMPLES = 256
-"""How many blocks of a file make its digest."""
+"""Number of blocks of a file in its digest."""
 
 TRIES = 5
-"""How often a folder is opened anew that another process replaces meanwhile."""
+"""The most attempts to open a folder that another process keeps replacing."""
 LOOKS = 10
 """Number of looks for a folder that a save may be renaming, 10 ms apart."""
 
 
 class WeightFile(NamedTuple):
-    """One open safetensors file."""
+    """An open safetensors file."""
 
     weights: Any
-    """What ``safe_open`` returns."""
+    """The result of ``safe_open``."""
     promised: set[str] | None
-    """The names that the index says it holds; None without an index."""
+    """The names of weights that the index lists for the file; None without an index."""
     file: BinaryIO
-    """The same file, open as long, to see whether it is written to."""
+    """The same file, kept open to detect writes to it."""
     identity: Identity
 
 
 class WeightFolder(NamedTuple):
-    """A folder of weights with all of its files open, so that they stay those of one save, whatever takes the folder's place."""
+    """A folder of weights with all files open, so that they stay those of one save even if the folder is replaced."""
 
     folder: Path
     config: dict[str, Any]
-    """What config.json holds."""
+    """The contents of config.json."""
     files: dict[Path, WeightFile]
 
     def check_unwritten(self) -> None:
-        """Raise ValueError, naming it, for a file that was written to in place since it was opened."""
+        """Raise ValueError, naming the file, if one was written to in place since it was opened."""
         for path, each in self.files.items():
             _check_unwritten(path, each.identity, each.file.fileno())
 
     def digest(self, config: TransformerConfig) -> str:
-        """Return a digest of ``config`` and of blocks all over the weights, another one for every save of a training."""
+        """Return a digest of ``config`` and of blocks spread over the weights, which tells saves of a training apart."""
         what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 class Naming(NamedTuple):
-    """How a kind of folder says what it holds: ``save_weights``'s own, or Hugging Face's."""
+    """The conventions of a kind of folder: that of ``save_weights``, or Hugging Face's."""
 
     config: Callable[[WeightFolder], TransformerConfig]
     renamed: Callable[[str], str]
-    """What the files call the weight of that name."""
+    """Maps our name of a weight to the name in the files."""
     ignored: Callable[[TransformerConfig], tuple[str, ...]]
-    """How the names end that the files may hold besides weights."""
+    """Returns the endings of names in the files to ignore."""
 
 
 @contextmanager
 def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
     """Open config.json and all weights of one save, for arrays of that framework on that device.
 
-    A save that takes the folder's place meanwhile changes nothing: what is open stays readable, and what was opened in part is
-    given up for the new one. Raises ValueError, naming the file, for what is missing, damaged or no regular file.
+    A save may replace the folder meanwhile: open files stay readable, and if only part was open, the new folder is opened
+    instead. Raise ValueError if a file is missing, damaged or not a regular file; the message names it.
     """
     for _ in range(TRIES):
         place = current(folder)
@@ -108,7 +108,7 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return the folder, or the one that a save killed between its two renames was about to replace.
+    """Return the folder or, if a save was killed between its two renames, the old folder that it was replacing.
 
     Look again for a moment if neither is there: saves of two processes in turn may hide both from one look.
     Raise ValueError if neither appears.
@@ -124,7 +124,10 @@ def current(folder: str | Path) -> Path:
 
 
 def resolved(folder: str | Path) -> Path:
-    """Return the path of a folder of weights without symbolic links; ValueError for what is no path of a folder with a name."""
+    """Return the path of a folder of weights with symbolic links resolved.
+
+    Raise ValueError if ``folder`` is not a path, its links form a circle, or it is the root.
+    """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
     try:
@@ -139,10 +142,10 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return where weights stand: for every file of the folder what to read from it, our name and the file's.
+    """Return the weights to read from each file of the folder, as a dict from our name to the name in the file.
 
-    ``expected``: shapes by our names; ``renamed``: what the files call a weight; ``ignored``: endings of the files' names that
-    are no weights. Raises ValueError for what is missing, unexpected, of another shape or quantised.
+    ``expected``: shapes by our names; ``renamed``: maps our name to that in the files; ``ignored``: endings of names in the files
+    to ignore. Raise ValueError if a weight is missing, unexpected, of another shape or quantised.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
@@ -176,7 +179,7 @@ def sources(
 
 @contextmanager
 def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[Any]:
-    """Open a safetensors file for arrays of that framework; ValueError where it is missing, truncated or of another kind."""
+    """Open a safetensors file for arrays of that framework. Raise ValueError if it is missing, truncated or of another kind."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(file)
@@ -194,7 +197,7 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
 
 
 def own_config(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a folder that save_weights wrote; ValueError for another one, or for a key that is none of ours."""
+    """Return the config of a folder that save_weights wrote. Raise ValueError if it is Hugging Face's or has an unknown key."""
     file = held.folder / CONFIG
     if "model_type" in held.config:
         raise ValueError(f"{file} is one of Hugging Face's, of a {held.config['model_type']} model: read it with load_llama")
@@ -205,11 +208,11 @@ def own_config(held: WeightFolder) -> TransformerConfig:
 
 
 OWN = Naming(own_config, lambda name: name, lambda config: ())
-"""The folders of ``save_weights``."""
+"""The naming of the folders of ``save_weights``."""
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk and survives a loss of power."""
+    """Call fsync on a file, or on a folder for its names, so that it survives a loss of power."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -218,7 +221,7 @@ def to_disk(path: Path) -> None:
 
 
 def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
-    """Open everything in a folder; ValueError where a text was written to meanwhile."""
+    """Open all files of a folder. Raise ValueError if config.json or the index was written to meanwhile."""
     texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
     config = read_json(place / CONFIG)
     files = {}
@@ -237,7 +240,7 @@ def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> Weigh
 
 
 def _is_at(place: Path, number: int) -> bool:
-    """Whether the open folder of that number still has its name."""
+    """Return whether ``place`` is still the open folder with file descriptor ``number``."""
     try:
         return os.path.samestat(os.stat(place), os.fstat(number))
     except FileNotFoundError:
@@ -245,7 +248,7 @@ def _is_at(place: Path, number: int) -> bool:
 
 
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
-    """ValueError where a file is another one by now, or has been written to; a rename or chmod of it does not count."""
+    """Raise ValueError if a file was replaced or written to. A rename or chmod of the file itself does not count."""
     try:
         now = identity(where)
     except OSError as error:
@@ -255,7 +258,7 @@ def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files of weights, and which weights each should hold; None: all that it does hold."""
+    """Return the files of weights, each with the weights that the index lists for it; None without an index."""
     if os.path.lexists(folder / WEIGHTS):
         return {folder / WEIGHTS: None}
     if not os.path.lexists(folder / INDEX):

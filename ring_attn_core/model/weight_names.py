@@ -1,4 +1,4 @@
-"""Names of weights: whether a state, weights by name, fits a module, and what Hugging Face's Llamas call each of ours."""
+"""Names of weights: the check that a state (weights by name) fits a module, and Hugging Face's names of Llama's weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ INSIDE = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""The same of the modules inside a block, which is ``blocks.0`` here and ``model.layers.0`` there."""
+"""Our and Hugging Face's names of modules inside a block, which is ``blocks.0`` here and ``model.layers.0`` there."""
 
 
 def llama_name(name: str) -> str:
-    """Return what Hugging Face calls a weight of a RingTransformer: ``model.layers.0.mlp.up_proj.weight``."""
+    """Return Hugging Face's name of a weight of a RingTransformer, such as ``model.layers.0.mlp.up_proj.weight``."""
     if name in OUTSIDE:
         return OUTSIDE[name]
     _, layer, inner = name.split(".", 2)
@@ -41,9 +41,9 @@ def llama_name(name: str) -> str:
 
 
 def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
-    """ValueError that lists every parameter that is missing, unexpected or of another shape.
+    """Raise ValueError if a parameter is missing, unexpected or of another shape; the message lists them.
 
-    ``what`` names the state in the message and ``remedy`` ends it; ``most``: how many parameters it lists, counting the rest.
+    ``what`` names the state in the message and ``remedy`` ends it; ``most``: the most problems that it lists, counting the rest.
     """
     problems = [f"{name} is missing" for name in expected if name not in got]
     problems += [f"{name} is unexpected" for name in got if name not in expected]

@@ -1,4 +1,7 @@
-"""Weights as a folder of safetensors files: replacing one whole or not at all, by one process at a time."""
+"""Saving weights as a folder of safetensors files, which replaces the previous folder atomically, one process at a time.
+
+A save writes to a temporary folder, calls fsync, sets the previous folder aside by a rename, and renames the new one.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from typing import Any
 from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolved, to_disk
 
 LOCK = ".{}.lock"
-"""The file beside the folder ``{}`` that a process locks while it saves there, and then deletes."""
+"""Name of the file beside the folder ``{}`` that a process locks while it saves there, and then deletes."""
 
 MOST_BYTES = 5 * 10**9
-"""Weights beyond this begin another file: a process that saves holds those of one file in host memory."""
+"""The most bytes of a file with several weights, because the saving process holds the weights of one file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
 """The dtypes that weights may have."""
 
 Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
-"""``save_file`` of safetensors for a framework: arrays by name, where to, and the header's texts."""
+"""The type of safetensors' ``save_file``: takes arrays by name, the path, and the header's metadata."""
 
 
 def check_savable(name: str, dtype: str, valued: bool) -> None:
-    """Raise ValueError if a weight has no values yet, or a dtype that no folder of weights may have."""
+    """Raise ValueError if a weight has no values yet, or a dtype that cannot be saved."""
     if not valued:
         raise ValueError(f"{name} has no values yet: initialise or load the model before it is saved")
     if dtype not in SAVED:
@@ -36,11 +39,11 @@ def check_savable(name: str, dtype: str, valued: bool) -> None:
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, beside ``folder``, that takes its place when the block ends: all of it or, after an error, nothing.
+    """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
 
-    A process that is killed in here leaves the previous folder whole, for ``current`` to find. One that comes while another
-    process saves there waits for it. Raises ValueError, before the block, for a folder that holds anything but weights, and
-    OSError, which says that nothing was lost, for one that cannot be written or renamed.
+    If the process is killed meanwhile, the previous folder stays complete, and ``current`` finds it. Wait while another process
+    saves there. Raise ValueError, before the block, if the folder holds anything but weights, and OSError, with the previous
+    folder intact, if writing or renaming fails.
     """
     from safetensors import SafetensorError
 
@@ -64,7 +67,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
                 to_disk(folder.parent)
                 rmtree(old, ignore_errors=True)
             except BaseException:
-                with suppress(OSError):  # what cannot be brought back stays where ``current`` finds it
+                with suppress(OSError):  # if this fails, ``current`` finds the old folder
                     _settle(folder, old)
                 rmtree(new, ignore_errors=True)
                 raise
@@ -74,9 +77,9 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process saves to the folder; the system lifts the lock of a process that ends.
+    """Lock the folder against saves of other processes, and delete the lock file in the end.
 
-    Where the file system has no locks, nobody waits.
+    Wait for the lock; the system lifts the lock of a process that ends. Do not wait if the file system has no locks.
     """
     if sys.platform == "win32":
         yield
@@ -89,7 +92,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             with suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(os.stat(path), os.fstat(number)):  # not what the one before has deleted
+            if path.exists() and os.path.samestat(os.stat(path), os.fstat(number)):  # else the process before has deleted it
                 break
             os.close(number)
         except BaseException:
@@ -103,15 +106,18 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the arrays into the empty ``folder``, in as many files as it takes; ``weights`` is read one file at a time."""
+    """Write the arrays into the empty ``folder``, in files of at most MOST_BYTES if they hold several weights.
+
+    Read ``weights`` one file at a time.
+    """
     files: list[list[str]] = []
     part: dict[str, Any] = {}
     total = 0
     temporary = lambda number: folder / f"{number}.part"
 
     def finish() -> None:
-        save_file(part, temporary(len(files)), {"format": "pt"})  # what transformers looks for; says nothing about the layout
-        temporary(len(files)).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it
+        save_file(part, temporary(len(files)), {"format": "pt"})  # transformers requires it; it does not affect the layout
+        temporary(len(files)).chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private
         files.append(list(part))
         part.clear()
 
@@ -133,7 +139,7 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
 
 
 def _check_replaceable(folder: Path) -> None:
-    """ValueError for what a save would destroy: a file, or a folder in which other things are kept."""
+    """Raise ValueError if a save would destroy a file, or a folder that holds anything but weights."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: weights are saved as a folder")
     ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS) or path.match("model-?????-of-?????.safetensors")
@@ -146,7 +152,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _settle(folder: Path, old: Path) -> None:
-    """Finish what an interrupted save began: bring back the folder that it set aside, or delete it once it is replaced."""
+    """Clean up after an interrupted save: restore the old folder, or delete it if the new one exists."""
     if not old.exists():
         return
     if folder.exists():
