@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """What ``shard_batch`` returns; every array is in layout order along dimension 1."""
+    """The result of ``shard_batch``; each array is in layout order along dimension 1."""
 
     ids: jax.Array
-    """int [batch, tokens]: token ids, 0 in padded slots."""
+    """Token ids, int [batch, tokens]; 0 in padded slots."""
     labels: jax.Array
-    """int [batch, tokens]: what each token should predict, ``ignore_index`` where there is nothing and in padded slots."""
+    """The label of each token, int [batch, tokens]; ``ignore_index`` for a token without a label and in padded slots."""
     positions: jax.Array
-    """int32 [batch, tokens]: for rotary embeddings; global, or counted from the first token of the document."""
+    """Positions for rotary embeddings, int32 [batch, tokens]; global, or counted from the first token of the document."""
     extents: jax.Array | None
-    """int32 [batch, tokens, 2]: what each query may see, its document; [0, 0) in padded slots. None without documents."""
+    """Extent of each query (its document), int32 [batch, tokens, 2]; [0, 0) in padded slots. None without documents."""
     key_mask: jax.Array | None
-    """bool [batch, tokens]: which keys may be attended, False in padded slots. None where none was given."""
+    """Keys that may be attended, bool [batch, tokens]; False in padded slots. None if no mask was passed."""
     length: int
-    """The true global number of tokens, for ``ring_attention(..., length=length)``."""
+    """Global number of tokens without padding, for ``ring_attention(..., length=length)``."""
 
 
 def shard_batch(
@@ -46,28 +46,28 @@ def shard_batch(
     ignore_index: int = -100,
     restart_positions: bool = False,
 ) -> Shard:
-    """Token ids [batch, length] of whole sequences -> the shard of ``rank``, or all shards in layout order where it is None.
+    """Return the shard of ``rank`` of token ids [batch, length], or all shards in layout order if ``rank`` is None.
 
-    ``labels`` [batch, length]: what each token should predict. None: the next token of the same document, found *before*
-    sharding, so that the label of a shard's last token is right. ``documents`` [batch, length]: the document of every token,
-    what :func:`document_extents` takes. ``key_mask`` [batch, length]: True where a key may be attended.
+    ``labels`` [batch, length]: the label of each token. None: the next token of the same document, found *before* sharding, so
+    that the label of a shard's last token is right. ``documents`` [batch, length]: the document of each token, as
+    :func:`document_extents` takes it. ``key_mask`` [batch, length]: True if a key may be attended.
 
-    A token of a negative document, or whose key_mask is False, is padding: it has no label, not even a given one, and no token
-    is to predict it; given labels of other tokens stay. ``restart_positions``: positions count from 0 in every document; tokens
-    of negative documents and padded slots keep their global position. They are [batch, tokens], since rows may differ, where
-    :func:`positions` returns [tokens].
+    A token of a negative document, or with key_mask False, is padding: it has no label, not even a passed one, and is not the
+    label of another token by default; passed labels of other tokens stay. ``restart_positions``: positions count from 0 in each
+    document; tokens of negative documents and padded slots keep their global position. They are [batch, tokens], since rows may
+    differ, but :func:`positions` returns [tokens].
 
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
 
-    Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
-    :func:`document_extents` refuses.
+    Raise ValueError if shapes or dtypes do not fit, if restart_positions comes without documents, or if :func:`document_extents`
+    refuses the documents.
     """
     if rank is not None:
         check_rank(rank, ranks)
     check_number("ignore_index", ignore_index)
     ids = whole(integers("ids", ids, "batch", "length"), 1)
-    owner, extents = jnp.zeros_like(ids), None  # the document of every token, negative where it is padding
+    owner, extents = jnp.zeros_like(ids), None  # the document of each token, negative for padding
     if documents is not None:
         owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
@@ -111,5 +111,5 @@ def _boolean(key_mask: Any) -> jax.Array:
 
 
 def _next(x: jax.Array, last: int) -> jax.Array:
-    """What stands after each token of ``x`` [batch, length], ``last`` after the last."""
+    """Return the successor of each token of ``x`` [batch, length] along the row; ``last`` follows the final token."""
     return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], last)], 1)

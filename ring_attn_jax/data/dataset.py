@@ -16,29 +16,31 @@ from .batch import Shard
 
 
 class SequenceShardedDataset:
-    """A folder of files as batches of packed documents: an iterable of :class:`Shard`, each the part of one rank.
+    """A folder of files as batches of packed documents: an iterable of :class:`Shard`, one rank's part of each batch.
 
-    A file is a document. Documents stand one after the other and are cut every ``length`` tokens; each piece attends only to
-    itself (``extents``). Shards are what ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of whole batches: labels
-    are shifted before the sharding, and the last token of a piece has none. But a rank reads only its own tokens, and one more at
-    the end of each of its runs; of ``"striped"`` shards, whose next tokens all lie on other ranks, twice its own.
+    A file is a document. Documents are concatenated and cut every ``length`` tokens; each span of a document attends only to
+    itself (``extents``). Shards equal those of ``shard_batch(ids, layout, ranks, rank, documents=...)`` on global batches: labels
+    are shifted before the sharding, and the last token of a span has none. A rank reads only its own tokens, plus one more at the
+    end of each of its runs; for ``"striped"`` shards, whose next tokens all lie on other ranks, twice its own.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a context, a multiple of what the ranks need. ``rank``: None for all shards side by side.
-    ``batch_size``: contexts of a batch. ``replicas``, ``replica``: how many data-parallel groups take other contexts, and which
-    this is. ``shuffle``: documents and contexts in an order of (seed, epoch). ``epochs``: None for no end. ``last``: "drop" the
-    tokens that fill no batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: which files, as pathlib's glob takes it;
-    hidden ones never. ``tokenizer``: a tokenizer.json of the package tokenizers. ``end``: an id to put after every text, 256 or
-    more without a tokenizer. ``cache``: where the tokens of texts are kept, ``.ring-attn`` in the folder unless given; who comes
-    first makes them, once. ``restart_positions``, ``ignore_index``: as in ``shard_batch``.
+    ``length``: tokens of a packed row, a multiple of what the ranks need. ``rank``: None for all shards side by side.
+    ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take different
+    rows, and the index of this one. ``shuffle``: order documents and rows by (seed, epoch). ``epochs``: None for no end.
+    ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: a glob of
+    pathlib that selects files; hidden files are never read. ``tokenizer``: a tokenizer.json of the package tokenizers. ``end``:
+    an id to put after each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts, by default
+    ``.ring-attn`` in ``folder``; the first process to need them writes them, once. ``restart_positions``, ``ignore_index``: as in
+    ``shard_batch``.
 
-    :meth:`grain` makes a dataset of grain of it, with its workers and its checkpoints. An iteration begins where ``resume`` says,
-    and at the beginning without it.
+    :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
+    passed to ``resume``, by default at the beginning.
 
-    What a batch holds follows from data, seed and number, not from ranks, layout or workers. So a run may be resumed with others.
+    The content of a batch follows from data, seed and batch number, not from ranks, layout or workers, so a run may be resumed
+    with others.
 
-    Raises ValueError for arguments that do not fit, data that are no text or no ids, files that are empty, vanished or changed,
-    and less data than a batch.
+    Raise ValueError if arguments do not fit, if data are neither text nor ids, if a file is empty, vanished or changed, or if
+    there is less data than a batch.
     """
 
     def __init__(
@@ -86,16 +88,16 @@ class SequenceShardedDataset:
         self._batches = Batches(settings)
 
     def __iter__(self) -> Iterator[Shard]:
-        """ids, labels and positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
+        """Yield shards: ids, labels and positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
         for arrays in self._batches.iterate():
             ids, labels, positions, extents = map(jnp.asarray, arrays)
             yield Shard(ids, labels, positions, extents, None, self._batches.settings.length)
 
     def grain(self) -> Any:
-        """A ``grain.MapDataset`` of the same shards as numpy arrays, from where ``resume`` says to the end of the last epoch.
+        """Return a ``grain.MapDataset`` of the same shards as NumPy arrays, from the resumed state to the end of the last epoch.
 
-        Whatever grain does with it, such as ``.to_iter_dataset()``, keeps a state of its own. Raises ModuleNotFoundError without
-        the package grain.
+        Datasets and iterators that grain derives from it, such as ``.to_iter_dataset()``, keep a state of their own. Raise
+        ModuleNotFoundError if the package grain is missing.
         """
         try:
             from grain import MapDataset  # type: ignore[import-not-found]  # optional
@@ -109,7 +111,7 @@ class SequenceShardedDataset:
 
     @property
     def batches(self) -> int:
-        """How many batches an epoch has."""
+        """Number of batches in an epoch."""
         return self._batches.index.batches
 
     @property
@@ -119,39 +121,40 @@ class SequenceShardedDataset:
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of tokens this process has read."""
+        """Number of bytes of tokens that this process has read."""
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Where the run stands, as JSON: after the batches that the latest iteration gave, or after ``batches`` of them.
+        """Return the state of the run as JSON: after the batches that the latest iteration gave, or after ``batches`` of them.
 
-        ``batches`` counts from the very beginning, over epochs and resumptions. ValueError for more than there are.
+        ``batches`` counts from the very beginning, over epochs and resumptions. Raise ValueError if it exceeds the number of
+        batches.
         """
         return self._batches.state(batches)
 
     def resume(self, state: str | Mapping[str, object]) -> None:
-        """Begin every later iteration where ``state`` stands, what :meth:`state` returned, as text or read by json.loads.
+        """Begin each later iteration at ``state``, a result of :meth:`state`, as text or parsed by json.loads.
 
-        ValueError for what is none, and for a state of other data, length, contexts a batch, seed, ``shuffle`` or ``last``.
+        Raise ValueError if it is not a state, or belongs to other data, length, batch size, seed, ``shuffle`` or ``last``.
         """
         self._batches.resume(state)
 
 
 class Source:
-    """What grain calls a random access data source: the shards from ``start`` on, by their numbers."""
+    """A random access data source for grain: the shards from batch ``start`` on, by number."""
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._batches, self._start = batches, start
 
     def __len__(self) -> int:
-        """How many shards there are; without an end as many as an int says."""
+        """Return the number of shards; sys.maxsize if epochs have no end."""
         end = self._batches.index.end
         return sys.maxsize if end is None else end - self._start
 
     def __getitem__(self, number: int) -> Shard:
-        """The shard of that number, in numpy."""
+        """Return shard ``number`` as NumPy arrays."""
         return Shard(*self._batches.arrays(self._start + int(number)), None, self._batches.settings.length)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        """What grain writes into its checkpoints, to know the data again."""
+        """Return the text that grain writes into its checkpoints to recognize the data."""
         return f"SequenceShardedDataset({self._batches.state(self._start)})"

@@ -1,12 +1,12 @@
-"""Extents: the one interval of key positions that each query may see, for what a band cannot say.
+"""Extents: one interval of visible key positions for each query, for masks that a band cannot express.
 
-Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens before 3 that see what came before:
+Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens before 3 causal tokens:
 
     ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Both are of whole sequences; ``to_layout(extents, layout, ranks)`` shards them, and its padding [0, 0) sees nothing.
+Both are of global sequences; ``to_layout(extents, layout, ranks)`` shards them, and its padding [0, 0) sees nothing.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def document_extents(
     cu_seqlens: Int[Array, " ends"] | None = None,
     length: int | None = None,
 ) -> Int[Array, "rows length 2"]:
-    """Packed documents: first and end (exclusive) position of every token's document, int32 [batch, length, 2].
+    """Return the first and end (exclusive) position of each token's document in packed sequences, int32 [batch, length, 2].
 
-    ``ids`` int [batch, length]: the document of every token, not decreasing along a row. Negative: a padding token, before,
-    between or after documents, never inside one; it sees nothing and nobody sees it, [0, 0).
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. Negative: a padding token, before,
+    between or after documents, never inside one; its extent is [0, 0), and no token sees it.
 
-    Or ``cu_seqlens`` int [documents + 1], 0 and then where each document ends -> [1, length, 2]. ``length``: positions in all,
-    the last entry unless given (under jit it must be); tokens beyond the last entry are padding.
+    Or ``cu_seqlens`` int [documents + 1], 0 and then the end of each document -> [1, length, 2]. ``length``: number of positions,
+    by default the last entry (required under jit); tokens beyond the last entry are padding.
 
-    Raises ValueError for shapes and dtypes, and for values that break these rules unless they are traced: under jit nobody can
-    look at them, and what comes out for wrong ones is not defined.
+    Raise ValueError if shapes, dtypes or values break these rules. Traced values cannot be checked: under jit the result for
+    wrong ones is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -54,10 +54,10 @@ def document_extents(
 
 
 def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array, "rows length 2"]:
-    """Prefix-LM: token p sees [0, max(prefix, p + 1)); for ``mask=full()``. int32 [batch, length, 2], batch 1 for an int.
+    """Return the extents of a prefix LM, int32 [batch, length, 2] for ``mask=full()``: token p sees [0, max(prefix, p + 1)).
 
-    ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
-    Raises ValueError unless 0 <= prefix <= length; a traced prefix cannot be checked.
+    ``prefix``: number of first tokens that each token may see, an int (then batch is 1) or int [batch]; ``length``: the length of
+    the sequences without padding. Raise ValueError unless 0 <= prefix <= length; a traced prefix cannot be checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -69,7 +69,9 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
 
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
-    """``x`` as int32 or int64; ValueError unless it holds integers that fit, with one dimension for each name in ``dims``."""
+    """Return ``x`` as int32 or int64. Raise ValueError unless it holds integers that fit, with one dimension per name in
+    ``dims``.
+    """
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
@@ -82,7 +84,7 @@ def integers(name: str, x: Any, *dims: str) -> jax.Array:
 
 
 def converted(name: str, x: Any) -> jax.Array:
-    """``x`` as an array; ValueError for what cannot be one."""
+    """Return ``x`` as an array. Raise ValueError if it cannot be one."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
@@ -90,12 +92,14 @@ def converted(name: str, x: Any) -> jax.Array:
 
 
 def on_host(x: Any) -> np.ndarray | None:
-    """The values of ``x``; None where nobody can look at them: traced, or partly on other processes."""
+    """Return the values of ``x``; None if this process cannot read them: traced, or partly on other processes."""
     return None if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) else np.asarray(x)
 
 
 def whole(x: jax.Array, dim: int) -> jax.Array:
-    """``x``, gathered along ``dim`` where an Explicit mesh axis shards it: its permutation would have no sharding of its own."""
+    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards it: a permutation along ``dim`` could not keep
+    that sharding.
+    """
     x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding
     if sharding.spec[dim] is None:

@@ -1,4 +1,4 @@
-"""Shards back to whole sequences on every rank, all tokens or one of them: the counterpart of ``shard_batch``."""
+"""All-gather of shards into global sequences, all tokens or one of them: the counterpart of ``shard_batch``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from .layout import from_layout, positions
 
 
 def gather(x: jax.Array, *, axis_name: str = "seq", layout: str = "zigzag", length: int | None = None) -> jax.Array:
-    """This rank's shard [batch, tokens, ...] -> the whole [batch, length, ...] in natural order, on every rank.
+    """All-gather the ranks' shards [batch, tokens, ...] into the global array [batch, length, ...] in natural order.
 
-    Inside ``jax.shard_map`` over ``axis_name``; whole arrays in layout order go back by :func:`from_layout`. ``length``: the true
-    global number of tokens; None: all that the shards hold.
+    Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``length``: the
+    global number of tokens without padding; None: all tokens that the shards hold.
 
-    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens. JAX knows that the whole
-    is the same on all ranks: what all compute alike from it, and return under ``out_specs=P()``, is counted once, as on one
-    device. Inside ``shard_map(check_vma=False)`` it does not, and that gradient is as many times one device's as there are ranks.
+    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens. JAX knows that the result
+    is the same on all ranks: anything that all ranks compute alike from it, and return under ``out_specs=P()``, is counted once,
+    as on one device. Inside ``shard_map(check_vma=False)`` it does not know, and the gradient is that of one device times the
+    number of ranks.
 
-    Raises ValueError for what is no shard of such a sequence, and outside a shard_map over the axis.
+    Raise ValueError if ``x`` is not a shard of such a sequence, or outside a shard_map over the axis.
     """
     ranks = _ranks("gather", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)
@@ -45,13 +46,13 @@ def gather_token(
     layout: str = "zigzag",
     length: int | None = None,
 ) -> jax.Array:
-    """One token of each row of what the ranks hold as shards [batch, tokens, ...] -> [batch, ...] on every rank.
+    """Return one token of each row of the shards [batch, tokens, ...], as [batch, ...] on each rank.
 
-    ``position``: its global position, from the end where it is negative, -1 for the last token; or integers [batch], one for
-    every row, from 0 on; of one that no rank holds the result is 0. Only this one token travels. The logits of the last token:
+    ``position``: its global position, from the end if negative, -1 for the last token; or integers [batch], one per row, counted
+    from 0; if no rank holds the position, the result is 0. Only this one token travels. The logits of the last token:
     ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``axis_name``, ``length``, the gradient, and what raises: as in :func:`gather`.
+    ``axis_name``, ``length``, the gradient, and the errors: as in :func:`gather`.
     """
     ranks = _ranks("gather_token", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)
