@@ -1,4 +1,7 @@
-"""What a backend is: three functions, which every step of the ring calls. Who they are is decided once, in ``arguments.py``."""
+"""The interface of a backend: three functions that each step of the ring calls.
+
+``arguments.py`` chooses the backend, once per call.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from .state import Cotangents, Gradients, State
 
 
 class Backend(Protocol):
-    """Whoever computes attention over the keys of one shard; hashable, since it is a constant of the traced program."""
+    """The computation of attention over the keys of one shard; hashable, since it is a constant of the traced program."""
 
     apart: ClassVar[bool]
-    """Whether k and v may stay two arrays where nothing travels."""
+    """True if k and v may stay two arrays when nothing travels."""
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Return ``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in.
+        """Return ``total`` (None: no keys yet) with the visible ones of ``keys`` merged in.
 
-        The state is float32 (float64 for float64); the ``last`` step gives out in q's dtype.
+        The state is float32 (float64 for float64); the ``last`` step returns out in q's dtype.
         """
         ...
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> Cotangents:
-        """Return what every step of the backward needs of the queries, from (out, lse) and (dout, dlse); once per backward.
+        """Return the backward inputs of the queries, from (out, lse) and (dout, dlse); called once per backward.
 
-        It is 0 for queries that see nothing: what reaches them, NaN too, concerns no key.
+        They are 0 for queries that see no key: cotangents of such queries, NaN included, must not reach any key.
         """
         ...
 
@@ -43,18 +46,21 @@ class Backend(Protocol):
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Return ``dq`` (None: nothing yet) with the part of these keys, and their dkv added to what ``arrived`` for them.
+        """Return ``dq`` (None: nothing yet) with the part of these keys added, and their dkv added to the result of ``arrived``.
 
-        Both are in the accumulation dtype, or in q's where nothing will be added any more.
+        Both are in the accumulation dtype, or in q's dtype if nothing more will be added.
         """
         ...
 
 
 def sink_gradient(score: Score, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
-    """Return [h] of ``-sum_bs exp(sink - lse) delta``, all [b s h]: a sink is a key whose value is 0. None without sinks."""
+    """Return the gradient of the sinks [h], ``-sum_bs exp(sink - lse) delta`` with lse and delta [b s h]; None without sinks.
+
+    A sink acts as a key whose value is 0.
+    """
     if score.sinks is None:
         return None
-    if lse.size == 0:  # zeros, made of the sinks: XLA (jax 0.10, 0.11) fails on a shard_map that uses only empty arrays
+    if lse.size == 0:  # zeros that depend on the sinks: XLA (jax 0.10, 0.11) fails on a shard_map of empty arrays only
         return jnp.where(score.sinks == 0, score.sinks, 0)
     p = jnp.where(lse == -jnp.inf, 0, jnp.exp(score.sinks.astype(lse.dtype)[None, None] - lse))
     return -jnp.sum(p * delta, (0, 1))

@@ -1,11 +1,11 @@
-"""Attention of given shards in plain jnp, tile by tile: for CPU and TPU, and the ground truth at any length.
+"""Attention over one shard of keys in plain jnp, tile by tile; runs on CPU and TPU, and is the ground truth at any length.
 
-    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      where i may see j, else -inf
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
-The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys
-seen so far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
+The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys seen so
+far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
@@ -34,7 +34,7 @@ from .tiles import Pair, Part, accumulation_dtype, dot, valid_queries
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend of this file."""
+    """The backend that computes in plain jnp, tile by tile."""
 
     apart: ClassVar[bool] = False
 
@@ -48,7 +48,7 @@ class Blockwise:
         (out, lse), (dout, dlse) = total, dtotal
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
-        # As a product: XLA's sum on a CPU sets aside five arrays of out's size and takes 35 times as long (jax 0.10.2).
+        # einsum, since XLA's sum on a CPU allocates five arrays of out's size and takes 35 times as long (jax 0.10.2)
         of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
         delta = of_out - dlse
         return Cotangents(q, dout, lse, delta, sink_gradient(score, lse, delta))
@@ -71,7 +71,7 @@ class Blockwise:
 
 
 def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
-    """The (out, lse) of no keys at all, in the accumulation dtype: out 0, lse the sink; without sinks and at padding -inf."""
+    """Return the initial (out, lse) in the accumulation dtype: out 0, lse the sink; without sinks and for padding -inf."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
@@ -81,9 +81,9 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
     return out, lse
 
 
-@jax.jit  # traced once for all the steps of a ring
+@jax.jit  # traced once for all steps of a ring
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
-    """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible."""
+    """Merge the visible ones of ``keys`` into ``total``, the (out, lse) over the keys seen so far."""
     if q.size == 0 or keys.kv.size == 0:
         return total
     part = Part.of(q, keys, rows, score)
@@ -113,10 +113,12 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 
 @jax.jit
 def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One pass over the tiles: (dq with these keys' part added, dkv of these keys from this rank's queries).
+    """Add the part of these keys to dq, and return it with dkv of these keys from this rank's queries.
 
-    p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
-    dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+        p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
+        dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+
+    Makes one pass over the tiles.
     """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)

@@ -1,10 +1,10 @@
-"""Attention of a few queries over the slots of one rank's cache: out and lse in one array [b n h e+1]; and the merge of several.
+"""Attention of a few queries over one rank's cache slots, and the merge of such results: (out, lse) as one array [b n h e+1].
 
-    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
-Precision  ``blockwise``: float32 throughout (float64 for float64 queries); the kernels' is said in the core's portable/decode.py
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from .launch import launch
 from .tiles import accumulation_dtype, dot
 
 CHUNK, CONVERTED = 2**24, 1024
-"""Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
+"""Number of scores in a chunk of slots; and number of slots in a chunk if k and v are widened.
+
+The widened copies then fit in CPU caches.
+"""
 
 FEW_ROWS = 128
-"""Up to so many queries times heads are multiplied with the keys of all kv heads at once: see ``_products``."""
+"""Largest number of queries times heads that is multiplied with the keys of all kv heads at once: see ``_products``."""
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call under their public names, None where not given."""
+    """The arrays of a call under their public names; None if not passed."""
 
     q: jax.Array
     k: jax.Array
@@ -45,7 +48,7 @@ class Arrays(NamedTuple):
 
 
 def by_kernels(arrays: Arrays, call: DecodeCall) -> jax.Array:
-    """The pairs [splits b n h e+1] of the splits of this rank's slots."""
+    """Return the pairs [splits b n h e+1] of the splits of this rank's slots, computed by the decode kernel."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     given = {
         "q": arrays.q,
@@ -65,7 +68,7 @@ def by_kernels(arrays: Arrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """The pair [b n h e+1] of those of all splits, or of so many ``ranks``."""
+    """Return the pair [b n h e+1] merged from the pairs of all splits, or of ``ranks`` ranks if that is not None."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -73,14 +76,14 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """out in q's dtype and lse of the pairs of all splits, or of so many ``ranks``, and of the sinks."""
+    """Return out in q's dtype and lse, merged from the pairs of all splits, or of ``ranks`` ranks, and the sinks."""
     given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), given)
     return out, lse
 
 
 def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """out and lse of pairs [s b n h e+1] and of the sinks, in the dtype of the pairs."""
+    """Merge pairs [s b n h e+1] and the sinks into out and lse, in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]
     top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks)
@@ -96,9 +99,9 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 
 
 def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
-    """The pair [b n h e+1] of this rank's slots in plain jnp, a chunk of slots at a time.
+    """Return the pair [b n h e+1] of this rank's slots, computed in plain jnp, one chunk of slots at a time.
 
-    What stands in slots that nobody sees is put aside only where it is not finite.
+    Values in slots that no query sees are replaced by 0 only if the product with them is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -129,27 +132,27 @@ def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
 
 
 def depths(arrays: Arrays) -> jax.Array:
-    """int32 [b n]: where each node of a tree stands in the sequence that it would continue, behind all its ancestors."""
+    """Return the position of each tree node in the sequence that it would continue, behind all its ancestors, int32 [b n]."""
     assert arrays.tree_mask is not None
     return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
 
 
 class _Seen(NamedTuple):
-    """bool [b n slots] who sees whom, and int32 [b n slots] lags."""
+    """The visibility mask, bool [b n slots], and the lags, int32 [b n slots]."""
 
     visible: jax.Array
     lag: jax.Array
 
 
 class _Score(NamedTuple):
-    """What else makes a score of a product."""
+    """The features of the score besides q . k."""
 
     alibi_slopes: jax.Array | None
     softcap: float | None
 
 
 class _State(NamedTuple):
-    """Of some slots, by rows [b g, n heads]: the greatest score, the sum of exp(s - top), and that of exp(s - top) v."""
+    """The online softmax of rows [b g, n heads] over some slots: row max, sum of exp(s - top), sum of exp(s - top) v."""
 
     top: jax.Array
     total: jax.Array
@@ -163,7 +166,7 @@ class _State(NamedTuple):
         return _State(top, self.total * mine + other.total * theirs, acc)
 
     def pair(self) -> jax.Array:
-        """out and lse in one array [b g, n heads, e+1]."""
+        """Return out and lse in one array [b g, n heads, e+1]."""
         nothing = self.total == 0
         total = jnp.where(nothing, 1, self.total)
         lse = jnp.where(nothing, -jnp.inf, self.top + jnp.log(total))
@@ -189,7 +192,7 @@ def _visible(arrays: Arrays, of_tree: jax.Array | None, window: int | None) -> _
 
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Seen, score: _Score) -> _State:
-    """The state of one chunk of slots: rows [b g, n heads, d], keys [b c g d], values [b c g e]."""
+    """Return the state of one chunk of slots: rows [b g, n heads, d], keys [b c g d], values [b c g e]."""
     (b, g, m, _), n = rows.shape, seen.visible.shape[1]
     s = _products(rows, keys)
     if score.softcap is not None:
@@ -208,10 +211,11 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Seen, sc
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-    """q . k [b g, n heads, c] of rows [b g, n heads, d] and keys [b c g d].
+    """Return q . k [b g, n heads, c] of rows [b g, n heads, d] and keys [b c g d].
 
-    A product by kv head would have XLA write k anew, head by head: ms of one core for 16,384 slots of 8 heads of 128 87, against
-    18 of these. So a few rows of all heads are one matrix [rows of all heads, g d] with 0 where a row is of another head.
+    With a batched product over kv heads XLA copies k head by head: 87 ms on one core for 16,384 slots of 8 heads of 128, against
+    18 ms for this one. So a few rows of all heads form one matrix [rows of all heads, g d], with 0 in the dimensions of other
+    heads.
     """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
@@ -222,7 +226,10 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
-    """p v [b g, n heads, e] of probabilities [b g, n heads, c] and values [b c g e]; like ``_products``."""
+    """Return p v [b g, n heads, e] of probabilities [b g, n heads, c] and values [b c g e].
+
+    A few rows of all heads form one product, as in ``_products``.
+    """
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:
         return dot("bgmc,bcge->bgme", p, values)

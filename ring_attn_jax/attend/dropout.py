@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, in JAX."""
+"""The dropout mask in JAX: Philox keys per batch row and head, and counters from global positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ring_attn_core.dropout import (
 
 
 class Draw(NamedTuple):
-    """What dropout draws by, each a 0-d uint32: both words of the seed, the global index of the first batch row and head."""
+    """The dropout state, each field a 0-d uint32: both words of the seed, the global index of the first batch row and head."""
 
     low: jax.Array
     high: jax.Array
@@ -31,7 +31,10 @@ class Draw(NamedTuple):
 
 
 def draw_of(seed: Any, offset: Any) -> Draw:
-    """The ``draw`` of a Score; ValueError for what is no 0-d integer. A seed that is one already stays as it is."""
+    """Return the dropout state of a seed and an offset; a seed that is a ``Draw`` already is returned as it is.
+
+    Raise ValueError if a number is not an int or a 0-d integer array.
+    """
     if isinstance(seed, Draw):
         return seed
     if not isinstance(offset, tuple | list) or len(offset) != 2:
@@ -46,7 +49,7 @@ def draw_of(seed: Any, offset: Any) -> Draw:
 
 
 def _words(x: Any) -> tuple[jax.Array, jax.Array]:
-    """The lower and the upper 32 bits, in uint32."""
+    """Return the lower and the upper 32 bits, in uint32."""
     if not isinstance(x, jax.Array):
         low, high = seed_words(int(x))
     elif x.dtype.itemsize == 8:
@@ -61,14 +64,17 @@ def _is_integer(x: Any) -> bool:
 
 
 def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
-    """uint32 [batch, heads]: the key by which dropout draws for each; once a call, for it is half of what drawing compiles to."""
+    """Return the Philox key of each batch row and head, uint32 [batch, heads].
+
+    Computed once per call, since it is half of the code that drawing compiles to.
+    """
     b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = draw.head + jnp.arange(heads, dtype=jnp.uint32)[None]
     return stream((draw.low, draw.high), b, h, multiply, jnp.uint32)
 
 
 def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
-    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
+    """Return the dropout mask, bool [batch, heads, queries, keys], True for kept, from global positions [queries] and [keys]."""
     word = lambda x: x.astype(jnp.uint32)
     (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
     words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply, jnp.uint32)
@@ -76,7 +82,7 @@ def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) ->
 
 
 def multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
-    """Upper and lower 32 bits of the product, by halves: there is no 64-bit integer without x64."""
+    """Return the upper and lower 32 bits of ``a * constant``, by 16-bit halves, since JAX has no 64-bit integers without x64."""
     low, high = a & 0xFFFF, a >> 16
     c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
     middle = high * c_low + (low * c_low >> 16)

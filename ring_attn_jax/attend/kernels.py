@@ -1,4 +1,4 @@
-"""The backend made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+"""The backend of GPU kernels: the arrays in the form that kernels take, and the launches of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from .state import Cotangents, Gradients, State
 
 @dataclass(frozen=True)
 class Kernels:
-    """``call``: what all launches have in common. ``blanks``: some query, padding included, may see nothing."""
+    """The backend of GPU kernels.
+
+    ``call``: the common data of all launches. ``blanks``: True if a query, padding included, may see no key.
+    """
 
     call: Call
     blanks: bool
@@ -45,7 +48,7 @@ class Kernels:
         if self.blanks:
             unseen = (lse == -jnp.inf)[..., None]
             q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
-            if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+            if score.sinks is not None:  # a query that sees only its sink has it as lse, and may hold NaN
                 q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
         arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
         lse2, delta = launch(portable.delta(self.call, str(out.dtype)), arrays)
@@ -85,7 +88,7 @@ class Kernels:
     def attend_dq(
         self, of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+        """Return ``dq`` (None: nothing yet) with the part of these keys added; in q's dtype at the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -95,7 +98,7 @@ class Kernels:
     def attend_dkv(
         self, of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool
     ) -> Gradients:
-        """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+        """Return the gradients of these keys from this rank's queries, added to ``arrived``; packed or unpacked like the keys."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
@@ -106,9 +109,10 @@ class Kernels:
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Float32 zeros that are made once ``x`` is there, and ``x``.
+    """Return float32 zeros that XLA allocates only after ``x``, and ``x``.
 
-    Zeros need nothing, so XLA would make those of all layers of a model at once, before the first backward, and hold them.
+    Zeros depend on nothing, so XLA would allocate those of all layers of a model at once, before the first backward, and hold
+    them.
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x

@@ -1,4 +1,4 @@
-"""What travels round the ring: keys and values in one array, and the key mask as bits."""
+"""The arrays that travel round the ring: keys and values in one array, and the key mask as bits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 
 class Keys(NamedTuple):
-    """``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, where nothing travels, and ``v`` [b t g e] apart.
+    """``kv`` [b t g d+e]: k, then v on the last dimension; or, if nothing travels, k alone and ``v`` [b t g e] unpacked.
 
-    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 says whether key j may be attended; None where all may.
+    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended; None if all may.
     """
 
     kv: jax.Array
@@ -20,7 +20,10 @@ class Keys(NamedTuple):
 
 
 def pack(k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, apart: bool = False) -> Keys:
-    """k [b t g d], v [b t g e], key_mask bool [b t]: keys that may not be attended become 0, whatever stands there."""
+    """Pack k [b t g d], v [b t g e] and key_mask bool [b t].
+
+    Masked keys and values become 0, even if they hold NaN.
+    """
     arrays = [k, v] if apart else [jnp.concatenate([k, v], -1)]
     bits = None
     if key_mask is not None:
@@ -30,7 +33,7 @@ def pack(k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, apart: b
 
 
 def unpack(keys: Keys) -> jax.Array | None:
-    """The key mask: bool [b t], None where every key may be attended."""
+    """Return the key mask, bool [b t]; None if each key may be attended."""
     if keys.bits is None:
         return None
     return jnp.unpackbits(keys.bits, axis=1, count=keys.kv.shape[1], bitorder="little").astype(bool)

@@ -1,4 +1,4 @@
-"""A Launch inside a JAX program: jaxlib's own custom call starts the compiled kernel, and XLA allocates or reuses its outputs."""
+"""A Launch inside a JAX program: jaxlib's Triton custom call starts the compiled kernel; XLA allocates or reuses its outputs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ from ..axes import axes_of
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
 _target = jax.make_user_context(None)
-"""The compute capability that is traced for, None: this host's. JAX's caches know it: a trace for one is not used for another."""
+"""The compute capability to trace for; None: that of this host.
+
+It is part of JAX's cache keys, so a trace for one capability is not reused for another.
+"""
 
 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """The outputs of a launch. ``arrays`` by name; one that an output overwrites is reused where nobody else needs it."""
+    """Return the outputs of a launch.
+
+    ``arrays`` by name; an array that an output overwrites is reused if nothing else needs it.
+    """
     arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in launch.written]
@@ -39,14 +45,14 @@ def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, 
 
 
 def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """``x`` varying over the mesh axes that its inputs vary over: shard_map takes a custom call's outputs for replicated."""
+    """Return ``x`` varying over the mesh axes of its inputs: shard_map takes a custom call's outputs for replicated."""
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 @lru_cache(maxsize=4096)
 def _opaque(launch: Launch, capability: int) -> bytes:
-    """What the custom call reads: the compiled kernel, its grid, and how each parameter is made."""
+    """Return the payload of the custom call: the compiled kernel, its grid, and the recipe of each parameter."""
     from jaxlib import gpu_triton
 
     kernel = compiled(launch, capability)
@@ -56,7 +62,7 @@ def _opaque(launch: Launch, capability: int) -> bytes:
     for name in kernel_function(launch.kernel).arg_names:
         if name in arguments:
             parameters += _parameters(gpu_triton, arguments[name], descriptors)
-    ttir = kernel.asm.get("ttir", "")  # a Gluon kernel has none
+    ttir = kernel.asm.get("ttir", "")  # missing for Gluon kernels
     binary = gpu_triton.TritonKernel(made.name, made.num_warps, made.num_ctas, made.shared, kernel.asm["ptx"], ttir, capability)
     call = gpu_triton.TritonKernelCall(binary, launch.grid, 1, 1, parameters)
     return zlib.compress(call.to_proto(launch.kernel, b""))
@@ -75,7 +81,7 @@ def _parameters(gpu_triton: Any, x: Any, descriptors: Iterator[Any]) -> list[Any
 
 @lru_cache
 def makes_descriptors() -> bool:
-    """Whether this jaxlib can make TMA descriptors (newer than 0.11.0 can)."""
+    """Return whether this jaxlib can make TMA descriptors (newer than 0.11.0 can)."""
     from jaxlib import gpu_triton
 
     return hasattr(gpu_triton, "create_tma_descriptor_parameter")
@@ -85,10 +91,10 @@ def makes_descriptors() -> bool:
 def compile_for(capability: int) -> Iterator[None]:
     """Trace and lower for an NVIDIA GPU of compute capability ``capability``, such as 90, on a host without one.
 
-    with compile_for(90):
-        jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
+        with compile_for(90):
+            jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
 
-    ValueError for a number that is no such capability, ImportError without jaxlib's CUDA plugin, which makes the calls.
+    Raise ValueError if the number is not a compute capability, ImportError without jaxlib's CUDA plugin, which makes the calls.
     """
     if not 50 <= capability < 200:
         raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")
@@ -102,7 +108,7 @@ def compile_for(capability: int) -> Iterator[None]:
 
 
 def capability() -> int:
-    """The compute capability of the NVIDIA GPU that is traced for, such as 90; 0 where there is none."""
+    """Return the compute capability of the NVIDIA GPU that is traced for, such as 90; 0 without one."""
     target = _target.value
     return _of_this_host() if target is None else target
 
@@ -117,5 +123,5 @@ def _of_this_host() -> int:
 
 @lru_cache
 def multiprocessors() -> int:
-    """How many multiprocessors this host's GPU has; 132, a Hopper GPU's, where there is none."""
+    """Return the number of multiprocessors of this host's GPU; without a GPU 132, as on a Hopper GPU."""
     return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

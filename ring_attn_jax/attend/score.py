@@ -1,4 +1,4 @@
-"""What makes a score of q . k besides q and k."""
+"""The parts of a score besides q and k; they stay with the queries."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from .dropout import Draw
 )
 @dataclass(frozen=True)
 class Score:
-    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` where query i may see key j; None: left out."""
+    """Everything that determines a score besides q and k; a field that is None has no effect.
+
+    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j.
+    """
 
     scale: float
     softcap: float | None
     dropout_rate: float
     extents: jax.Array | None = None
-    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    """First and end (exclusive) of the key positions that a query may see, int [b s 2]."""
     sinks: jax.Array | None = None
-    """[h]: logits in every softmax's denominator."""
+    """Logits in the denominator of each softmax, [h]."""
     alibi_slopes: jax.Array | None = None
-    """[h]: what ALiBi adds for each position that the key is ahead of the query."""
+    """ALiBi slopes [h]: added once for each position that the key is ahead of the query."""
     dropout_seed: Draw | None = None

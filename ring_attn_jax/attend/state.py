@@ -1,4 +1,4 @@
-"""What is carried from step to step."""
+"""The arrays that are carried from step to step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 import jax
 
 State = tuple[jax.Array, jax.Array]
-"""(out [b s h e], lse [b s h]) over the keys seen so far."""
+"""``(out [b s h e], lse [b s h])`` over the keys seen so far."""
 
 
 Gradients = jax.Array | tuple[jax.Array, ...]
-"""Of keys: dkv packed like k and v, or dk and dv where they are apart."""
+"""Gradients of keys: dkv, packed like k and v, or (dk, dv) if they are unpacked."""
 
 
 class Cotangents(NamedTuple):
-    """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
+    """The backward inputs of the queries: q [b s h d], dout [b s h e], and the row sums that the backend uses.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.
-    ``bounds``: of the extents of a kernel's query tiles.
+    ``bounds``: the bounds of the extents in each query tile of a kernel.
     """
 
     q: jax.Array

@@ -1,4 +1,4 @@
-"""The tiles of a call: which queries meet which keys, which of them see each other, and what their scores are.
+"""The tiles of a call: the pairs of query and key tiles to visit, their masks and their scores.
 
 Shapes as in blockwise.py.
 """
@@ -23,14 +23,14 @@ from .score import Score
 
 
 class BatchRows(NamedTuple):
-    """So many batch rows from the first on."""
+    """``count`` batch rows from ``first`` on."""
 
     first: jax.Array | int
     count: int
 
 
 class Tile(NamedTuple):
-    """Tokens ``index`` of a run (local indices), of which only those ``valid`` are this tile's to read as data."""
+    """Tokens ``index`` of a run (local indices), of which this tile reads only the ``valid`` ones as data."""
 
     run: jax.Array
     base: jax.Array
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     def of(
         cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: int, block: int, batch: BatchRows
     ) -> Tile:
-        """Tile number ``tile``, of ``block`` tokens, of a run of ``length`` tokens in a slot of ``slot`` tokens at ``base``."""
+        """Return tile ``tile``, of ``block`` tokens, of a run of ``length`` tokens in a slot of ``slot`` tokens at ``base``."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)
@@ -52,7 +52,10 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """[b n heads ...] -> [b groups heads/groups block ...] in the accumulation dtype, what is not valid as 0."""
+        """Return the tile of ``x`` [b n heads ...] as [b groups heads/groups block ...] in the accumulation dtype.
+
+        With ``valid_only`` the tokens that are not valid become 0.
+        """
         tile = self.tokens_of(x)
         tile = tile.astype(accumulation_dtype(x.dtype))
         if valid_only:
@@ -61,27 +64,27 @@ class Tile(NamedTuple):
         return jnp.moveaxis(tile, 1, 3)
 
     def tokens_of(self, x: jax.Array) -> jax.Array:
-        """[b n ...] -> [batch rows of the tile, block ...], as they stand."""
+        """Return the tile's slice of ``x`` [b n ...], [batch rows of the tile, block ...], unchanged."""
         return lax.dynamic_slice(x, self.start(x), (self.batch.count, self.index.size, *x.shape[2:]))
 
     def start(self, x: jax.Array) -> list[jax.Array]:
-        """The index of the tile's first element in ``x`` [b n ...], in one integer dtype, as dynamic slices want it."""
+        """Return the start indices of the tile in ``x`` [b n ...], all int32, since dynamic slices take one integer dtype."""
         return [jnp.int32(i) for i in (self.batch.first, self.base, *[0] * (x.ndim - 2))]
 
     def store(self, x: jax.Array, tile: jax.Array) -> jax.Array:
-        """``x`` with the tile written back."""
+        """Return ``x`` with the tile written back."""
         tile = jnp.moveaxis(tile, 3, 1)
         tile = tile.reshape(*tile.shape[:2], x.shape[2], *tile.shape[4:])
         return lax.dynamic_update_slice(x, tile, self.start(x))
 
     def add(self, x: jax.Array, tile: jax.Array) -> jax.Array:
-        """``x`` with the tile added."""
+        """Return ``x`` with the tile added."""
         return self.store(x, self.load(x, x.shape[2], valid_only=False) + tile)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a call works on; ``seen`` bool [b t] is the key mask, ``streams`` [b h] are the keys by which dropout draws."""
+    """The inputs of a call; ``seen`` bool [b t] is the key mask, ``streams`` uint32 [b h] are the Philox keys of dropout."""
 
     q: jax.Array
     kv: jax.Array
@@ -101,12 +104,12 @@ class Part:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Tokens in a slot of queries and of keys."""
+        """Number of tokens in a slot of queries and in a slot of keys."""
         return self.q.shape[1] // self.rows.shape[0], self.kv.shape[1] // self.rows.shape[1]
 
     @property
     def batch_rows(self) -> int:
-        """How many batch rows walk over the same tiles."""
+        """Number of batch rows that visit the same tiles."""
         return self.q.shape[0] if self.score.extents is None else 1
 
     @cached_property
@@ -118,7 +121,7 @@ class Part:
         return self.q.shape[0] // self.batch_rows * self.rows.shape[0] * -(-self.slots[0] // self.blocks[0])
 
     def query_tile(self, index: jax.Array) -> Tile:
-        index = jnp.asarray(index, jnp.int32)  # 64 bits of a loop's counter under x64 go with no row
+        index = jnp.asarray(index, jnp.int32)  # a loop's counter has 64 bits under x64, and rows are int32
         tiles = -(-self.slots[0] // self.blocks[0])
         batch, run, tile = index // (tiles * self.rows.shape[0]), index // tiles % self.rows.shape[0], index % tiles
         row = self.row(run, 0)
@@ -128,7 +131,7 @@ class Part:
         return Row(*jnp.unstack(self.rows[q_run, k_run]))
 
     def over_keys(self, queries: Tile, key_tile, state):  # type: ignore[no-untyped-def]
-        """Thread ``state`` through ``key_tile(pair, state)`` for every key tile of which the queries see something."""
+        """Fold ``state`` through ``key_tile(pair, state)`` for each key tile within the band and the extents of the queries."""
         block_k = self.blocks[1]
 
         def key_run(k_run: jax.Array, state):  # type: ignore[no-untyped-def]
@@ -146,7 +149,7 @@ class Part:
         return lax.fori_loop(0, self.rows.shape[1], key_run, state)
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[jax.Array | int, jax.Array]:
-        """First and end of the keys of a run, in local indices, between the least and the greatest position that they see."""
+        """Return the first and end key of a run, in local indices, that lie within the hull of the queries' extents."""
         if self.score.extents is None:
             return 0, row.k_len
         first, end = self.extents(queries)
@@ -157,7 +160,7 @@ class Part:
         return begin, end
 
     def extents(self, queries: Tile) -> tuple[jax.Array, jax.Array]:
-        """First and end [1 block_q] of what the queries may see, int32 and not negative."""
+        """Return the first and end [1 block_q] of the queries' extents, int32 and not negative."""
         assert self.score.extents is not None
         extents = jnp.maximum(queries.tokens_of(self.score.extents), 0)
         if extents.dtype.itemsize >= 4:
@@ -168,7 +171,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tile of queries and a tile of keys: their scores, and what befalls them."""
+    """Scores of one (query tile, key tile) pair, with masking and dropout."""
 
     part: Part
     queries: Tile
@@ -176,18 +179,21 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[jax.Array, jax.Array]:
-        """The k and the v of the tile [b g block_k d or e]; 0 for keys that no query of the tile sees, whatever stands there."""
+        """Return k and v of the tile [b g block_k d or e].
+
+        Keys that no query of the tile sees are 0, even if they hold NaN.
+        """
         tile = self.keys.load(self.part.kv, self.part.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
         d = self.part.q.shape[-1]
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
-        """A tile [b g r block_q width], 0 for queries that see no key of the tile, whatever stands there."""
+        """Return a tile [b g r block_q width] with 0 for queries that see no key of the tile, even if they hold NaN."""
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """(scores [b g r block_q block_k] before anything is hidden, the tanh in them under softcap)."""
+        """Return the scores [b g r block_q block_k] before masking, and their tanh under softcap, else None."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
         if self.part.score.softcap is not None:
             tanh = jnp.tanh(scores / self.part.score.softcap)
@@ -199,14 +205,14 @@ class Pair:
         return scores, tanh
 
     def drop(self, p: jax.Array) -> jax.Array:
-        """``z_ij p_ij``: 0 where dropout does not keep it, else scaled up."""
+        """Return ``z_ij p_ij``: 0 for dropped probabilities, the others scaled up."""
         if self.kept is None:
             return p
         return jnp.where(self.kept.reshape(p.shape), p * rescale(self.part.score.dropout_rate), 0)
 
     @cached_property
     def kept(self) -> jax.Array | None:
-        """bool [b h block_q block_k], None without dropout."""
+        """The dropout mask, bool [b h block_q block_k], True for kept; None without dropout."""
         if self.part.streams is None:
             return None
         mine = lax.dynamic_slice_in_dim(self.part.streams, *self.queries.batch)
@@ -214,7 +220,7 @@ class Pair:
 
     @cached_property
     def visible(self) -> jax.Array:
-        """bool [b or 1, 1, 1, block_q, block_k]: which keys each query sees, among the tokens that are these tiles' own."""
+        """The mask, bool [b or 1, 1, 1, block_q, block_k]: True if the query sees the key and both are valid in their tiles."""
         lag = self.queries.index[:, None] - self.keys.index[None]
         visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[:, None] & self.keys.valid[None]
         visible = visible[None]
@@ -228,24 +234,27 @@ class Pair:
 
     @property
     def q_pos(self) -> jax.Array:
-        """int32 [block_q]: global positions."""
+        """Global positions of the queries, int32 [block_q]."""
         return self.row.q_start + self.row.stride * self.queries.index
 
     @property
     def k_pos(self) -> jax.Array:
-        """int32 [block_k]: global positions."""
+        """Global positions of the keys, int32 [block_k]."""
         return self.row.k_start + self.row.stride * self.keys.index
 
 
 def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
-    """bool [tokens]: which slots of the query shard are no padding."""
+    """Return the slots of the query shard that hold tokens, bool [tokens], False for padding."""
     row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
 
 
 def zero_unless(seen: jax.Array, tile: jax.Array) -> jax.Array:
-    """``tile`` with 0 where it is not ``seen``. Most tiles are seen in whole: a branch spares them the pass, 5 % of the time."""
+    """Return ``tile``, with 0 for elements that are not ``seen``.
+
+    Most tiles are fully visible: a branch skips the pass for them, which saves 5 % of the time.
+    """
     return lax.cond(seen.all(), lambda: tile, lambda: jnp.where(seen, tile, 0))
 
 
@@ -254,5 +263,5 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """float64 for float64, float32 for everything else."""
+    """Return float64 for float64, float32 for any other dtype."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

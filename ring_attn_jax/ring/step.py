@@ -1,4 +1,4 @@
-"""The contract between the loop and a strategy: who circulates the keys, and what a step of it offers."""
+"""The interface between the loop and a strategy: a ring of ranks, and a step with the keys to compute on."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """The ranks that share a sequence: what each of them holds and sees, where they are, and how keys travel between them."""
+    """The ranks that share a sequence: their plan, their mesh axis, and the strategy by which keys travel between them."""
 
     plan: RingPlan
     axis: str
     strategy: str = "ring"
-    """A name in the table of ``strategies``."""
+    """A name in ``strategies.STRATEGIES``."""
 
 
 class Step(Protocol):
-    """One step of a strategy: the keys to compute on now. The next ones may already be on their way."""
+    """One step of a strategy: the keys to compute on now. The next keys may already be in transit."""
 
     keys: Keys
     rows: jax.Array
-    """What this rank may see of them, by pairs of runs."""
+    """A ``Row`` for each pair of runs, int32 [q_runs, k_runs, fields]: the part of ``keys`` that this rank may see."""
     last: bool
 
     def settle(self, state: T) -> T:
@@ -36,13 +36,13 @@ class Step(Protocol):
         ...
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` from the ranks that they have passed; None where there are none yet."""
+        """Return the gradients of ``keys`` from the ranks that they have passed; None at the first step."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``: what arrived and this rank's part."""
+        """Send on the gradients of ``keys``: the sum of the received gradients and this rank's part."""
         ...
 
     def home(self) -> Gradients:
-        """Return, after the last step, the gradients of this rank's own keys from every rank that saw them."""
+        """Return, after the last step, the gradients of this rank's own keys, summed over the ranks that saw them."""
         ...

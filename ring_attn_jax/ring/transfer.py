@@ -1,4 +1,4 @@
-"""Arrays on their way: one ppermute."""
+"""Transfers between the ranks of a ring: one ppermute."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ T = TypeVar("T")
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
-    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after: an array, or several."""
+    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward; return that of the rank ``hop`` before this one."""
     return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in range(ranks)])

@@ -1,6 +1,6 @@
-"""How keys travel, by name: ``strategy(keys, ring)`` yields a ``Step`` for every shard of keys that this rank sees.
+"""Strategies by name: ``strategy(keys, ring)`` yields a ``Step`` for each shard of keys that this rank sees.
 
-What a ``Step`` must offer is in ``ring/step.py``; CONTRIBUTING.md says how to add a strategy.
+``ring/step.py`` holds the interface of a ``Step``; CONTRIBUTING.md says how to add a strategy.
 """
 
 from .ring import circulate

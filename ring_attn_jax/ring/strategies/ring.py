@@ -1,7 +1,7 @@
-"""Keys go round the ring and their gradients home: one ppermute per hop, in flight during the compute.
+"""The ring strategy: keys go round the ring and their gradients go home, one ppermute per hop, overlapped with the compute.
 
 In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, and the gradients of k and v
-with them, up to the rank that owns them. Whatever belongs to the queries (q, out, lse, dout, dq) stays on its rank.
+with them, up to the rank that owns them. The arrays of the queries (q, out, lse, dout, dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..transfer import send
 
 
 def circulate(keys: Keys, ring: Ring) -> Iterator[Hop]:
-    """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
+    """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
     hops = (*ring.plan.hops, 0)
     travelling = None
     for shift, hop in zip(ring.plan.shifts, hops, strict=True):
@@ -44,31 +44,31 @@ class Hop:
         self._axis, self._ranks = ring.axis, ring.plan.ranks
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the next keys: XLA may not start the next step before both are there.
+        """Return ``state``, tied to the next keys by an optimization barrier: XLA may not start the next step before it has both.
 
-        Without the tie it hoists every hop to the front, where memory grows with the ranks and nothing overlaps.
+        Without the barrier XLA hoists all hops to the front; then memory grows with the number of ranks and nothing overlaps.
         """
         if not self.last:
             state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
         return state
 
     def arrived(self) -> jax.Array | None:
-        """The gradients of ``keys`` from the ranks that they have passed; None at the first step."""
+        """Return the gradients of ``keys`` from the ranks that they have passed; None at the first step."""
         assert not isinstance(self.travelling, tuple), "what travels is packed"
         return self.travelling
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``, what arrived and this rank's part; after the last step, home."""
+        """Send on the gradients of ``keys``, the received ones and this rank's part; after the last step, send them home."""
         self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
 
     def home(self) -> Gradients:
-        """The gradients of this rank's own k/v, from every rank that saw them."""
+        """Return the gradients of this rank's own k and v, summed over the ranks that saw them."""
         assert self.last and self.travelling is not None
         return self.travelling
 
 
 def rows(ring: Ring, shift: int) -> jax.Array:
-    """int32 [q_runs, k_runs, fields]: what this rank may see at ``shift``, as data, since the rank is traced."""
+    """Return the rows of this rank at ``shift``, int32 [q_runs, k_runs, fields]: as data, since the rank is traced."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
     k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
@@ -77,5 +77,5 @@ def rows(ring: Ring, shift: int) -> jax.Array:
 
 
 def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
-    """int32 [4, runs]: base, length, start and stride of the runs of a traced rank."""
+    """Return base, length, start and stride of the runs of a traced rank, int32 [4, runs]."""
     return jnp.asarray(table, dtype=jnp.int32)[rank].T
