@@ -1,4 +1,4 @@
-"""Exact ring attention for JAX: attention over sequences that no single device can hold."""
+"""Exact ring attention for JAX: attention over sequences that do not fit on a single device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,12 +7,12 @@ from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
-from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
+from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide flax's Linear
 
 from .api import ring_attention
-from .attend import launch as launch  # launch.compile_for lowers for a GPU that is not there
+from .attend import launch as launch  # launch.compile_for lowers for a GPU that this host lacks
 from .block import attend_block, merge
-from .data.batch import Shard as Shard  # by name only, as in the other package, where import * would hide another Shard
+from .data.batch import Shard as Shard  # by name only, as in the PyTorch package, where import * would hide its Shard
 from .data.batch import shard_batch
 from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
@@ -119,12 +119,12 @@ _NEEDS_FLAX = {
 
 
 def __dir__() -> list[str]:
-    """Return every public name, those too that are imported when they are asked for."""
+    """Return all public names, including those that are imported on first access."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """The layers, imported when they are asked for: attention itself does not need flax."""
+    """Import a public name that needs flax on first access: attention itself does not need flax."""
     if name not in _NEEDS_FLAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""The public call: its signature, and what is checked at trace time."""
+"""The public call ``ring_attention``: its signature and its checks at trace time."""
 
 from __future__ import annotations
 
@@ -46,52 +46,52 @@ def ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of this rank's queries over the keys of every rank of the ring, forward and backward.
+    """Compute exact attention of this rank's queries over the keys of all ranks of the ring, forward and backward.
 
         s_ij  = scale q_i . k_j                                     for the keys j that query i may see
         lse_i = log sum_j exp(s_ij)
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Query i may see key j where ``mask``, ``extents`` and ``key_mask`` all let it. The softmax is computed blockwise with (out,
+    Query i may see key j if ``mask``, ``extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
     lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
     online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
-    Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
+    Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the global sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
         k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
             kv_heads)``.
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
-        layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
+        layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``.
-        key_mask: bool ``[batch, kv_local]``, sharded like k, True where a key may be attended; any pattern.
-        scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
+        key_mask: bool ``[batch, kv_local]``, sharded like k, True if a key may be attended; any pattern.
+        scale: the factor of q . k; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
         sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
         alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
             arXiv:2108.12409, section 3).
-        dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
-            scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
-            ranks and layout, and in PyTorch, the same. None: nothing is dropped, and a dropout_seed is refused.
-        dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
-        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too, or mapped
-            by ``jax.vmap``, under which every row draws alike.
-        length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
-            None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
+        dropout_rate: the share of probabilities to drop, 0 to below 1, rounded to a multiple of 2^-16; the others are scaled by
+            ``1 / (1 - rate)``. The mask depends on (seed, batch row, head, q_pos, k_pos) only, all global: it is the same for any
+            ranks and layout, and in PyTorch. None: no dropout, and a dropout_seed is refused.
+        dropout_seed: an int or a 0-d integer array, the same on each rank and different at each step.
+        dropout_offset: the global index of the first batch row and of the first head, if these are sharded too, or mapped by
+            ``jax.vmap``, under which all rows get the same mask.
+        length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
+            None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
+        backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as
-            all of these always do.
+            they do with each of these backends anyway.
         return_lse: also return lse.
 
-    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
-    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf (or its sink), zero gradients.
+    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
+    in float32, natural log, differentiable. A query that sees no key: out 0, lse -inf (or its sink), zero gradients.
 
-    Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative. out and lse carry
-    the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring runs once.
-    Inside ``jax.shard_map(check_vma=False)`` the gradients of shards are right; those of replicated arrays, sinks too, are each
-    rank's part, as JAX leaves them there: psum them, or leave check_vma at its default.
+    Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode. out
+    and lse carry the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring
+    runs once. Inside ``jax.shard_map(check_vma=False)`` the gradients of shards are right; those of replicated arrays, sinks too,
+    are each rank's part, as JAX leaves them: psum them, or leave check_vma at its default.
     """
     options = Options(
         layout=layout,
@@ -111,9 +111,9 @@ def ring_attention(
 
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """``ring_attention`` of a record: (out, lse)."""
+    """Compute (out, lse) as ``ring_attention`` does, with its options as one record."""
     prepared = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
-    if not q.size:  # of nothing nothing is dropped; XLA fails on a shard_map that uses only empty arrays
+    if not q.size:  # no dropout without elements; XLA fails on a shard_map of empty arrays only
         arrays = arrays._replace(dropout_seed=None)
     (inputs,) = vary_alike((axis_name,), Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays)))
     return attention_of(inputs, prepared.ring(axis_name), prepared.backend)

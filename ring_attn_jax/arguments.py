@@ -1,4 +1,4 @@
-"""From what a user passes to a Problem, or a clear error."""
+"""From the arguments of a user to a checked Problem with its plan, score and backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None where not given; ``dropout_seed`` as ``draw_of`` makes it."""
+    """The optional arrays of a call under their public names, None if not passed; ``dropout_seed`` as ``draw_of`` returns it."""
 
     extents: jax.Array | None = None
     key_mask: jax.Array | None = None
@@ -37,12 +37,12 @@ class Arrays(NamedTuple):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return those that were given, by name."""
+        """The arrays that were passed, by name."""
         return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
 
 
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """The call as plain data; ValueError for what is no array."""
+    """Return the call as plain data. Raise ValueError if an argument is not an array."""
     given = arrays.given
     of_seed = (Given("dropout_seed", (), "uint32"),) if given.pop("dropout_seed", None) is not None else ()
     return Problem(
@@ -60,7 +60,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
 
 
 class Prepared(NamedTuple):
-    """A problem that passed every check: its plan, its score without the arrays, who computes it, and how keys travel."""
+    """A problem that passed all checks: its plan, its score without arrays, its backend and its strategy."""
 
     plan: RingPlan
     score: Score
@@ -80,9 +80,9 @@ class Prepared(NamedTuple):
 
 
 def checked(problem: Problem, *, anywhere: bool) -> Prepared:
-    """What a problem needs to run, checked, and its kernels compiled.
+    """Check a problem, choose its backend, and compile its kernels.
 
-    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it.
+    ``anywhere``: the problem is a block at arbitrary positions instead of those of the plan.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

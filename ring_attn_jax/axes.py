@@ -1,4 +1,4 @@
-"""Questions about arrays and axes that only JAX asks: inside shard_map or not, and over which mesh axes a value varies."""
+"""JAX's own checks of arrays and axes: inside shard_map or not, and the mesh axes over which a value varies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Trees = TypeVarTuple("Trees")
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """NotImplementedError for several axes, ValueError for what is no name."""
+    """Raise NotImplementedError for several axes, and ValueError unless ``axis_name`` is a string."""
     if isinstance(axis_name, tuple | list):
         raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
     if not isinstance(axis_name, str):
@@ -28,7 +28,10 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 
 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
-    """How many ranks the mesh axis has; ValueError outside a shard_map over it, which says what to write ``instead``."""
+    """Return the number of ranks of the mesh axis.
+
+    Raise ValueError outside a shard_map over it, with ``instead`` as advice.
+    """
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)
@@ -42,7 +45,8 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     """Return the names of the arrays' dtypes.
 
-    Raise ValueError for what is not an array, for float64 that JAX would cut to float32, and for symbolic sizes but the batch.
+    Raise ValueError if one is not an array, is float64 that JAX would cut to float32, or has a symbolic size other than the
+    batch.
     """
     for name, array in zip("qkv", (q, k, v), strict=True):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -58,7 +62,7 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
 
 
 def described(arrays: dict[str, Any]) -> tuple[Given, ...]:
-    """What there is to check about the optional arrays, None where not given; ValueError for what is no array."""
+    """Return the checkable facts of the optional arrays that were passed. Raise ValueError if one is not an array."""
     given = {name: x for name, x in arrays.items() if x is not None}
     for name, x in given.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -67,7 +71,7 @@ def described(arrays: dict[str, Any]) -> tuple[Given, ...]:
 
 
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
-    """The arrays, each varying over every mesh axis that any of them varies over, and over ``axes``.
+    """Return the arrays, each varying over ``axes`` and each mesh axis that any of them varies over.
 
     Done before the custom_vjp, so that the gradient of an array that is replicated over an axis is summed over it. A no-op under
     ``check_vma=False``.
@@ -78,13 +82,13 @@ def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
 
 
 def axes_of(x: Any) -> frozenset[str]:
-    """The mesh axes that ``x`` varies over (jax 0.10 and 0.12 keep them in different places)."""
+    """Return the mesh axes that ``x`` varies over (jax 0.10 and 0.12 keep them in different places)."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
 def checks_are_off(axis_name: str) -> bool:
-    """Whether the shard_map over the axis was made with ``check_vma=False``: then not even a rank's index varies over it."""
+    """Return whether the shard_map over the axis has ``check_vma=False``: then not even a rank's index varies over it."""
     return axis_name not in axes_of(lax.axis_index(axis_name))
 
 
@@ -98,22 +102,22 @@ def mapped_over_mesh() -> bool:
 
 
 def sharded_like(x: Any) -> PartitionSpec:
-    """How ``x`` is sharded over the Explicit mesh axes, a name or None for each of its dimensions."""
+    """Return the sharding of ``x`` over the Explicit mesh axes, a name or None for each of its dimensions."""
     return jax.typeof(x).sharding.spec
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """The axes of the mesh that are Explicit here: inside a shard_map those that it left alone."""
+    """Return the Explicit axes of the mesh in this context: inside a shard_map those that it does not make manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    """``function`` where XLA shards over the mesh axes that are Explicit outside; ``out_specs``: over which its results come out.
+    """Return ``function`` with the mesh axes that are Explicit outside made Auto inside; ``out_specs`` shards its results.
 
-    A partially manual shard_map leaves Explicit axes in the types of its arrays, and loops that carry zeros of their own refuse
-    to exchange them for arrays of such a type. Without Explicit axes it is ``function`` itself. Jitted, since a shard_map
-    outside jit evaluates one operation at a time on the mesh as it is outside.
+    A partially manual shard_map leaves Explicit axes in the types of its arrays, and a loop that carries zeros it made itself
+    refuses to exchange them for arrays of such a type. Without Explicit axes it returns ``function`` itself. The result is
+    jitted, since a shard_map outside jit evaluates one operation at a time on the mesh of the caller.
     """
     explicit = explicit_axes()
     if not explicit:

@@ -1,4 +1,4 @@
-"""One block of attention and the exact merge of two: what a ring is made of, for whoever builds something else of it."""
+"""Attention over one block of keys and the exact merge of two results: the parts of a ring, for other algorithms too."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def attend_block(
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     backend: str = "auto",
 ) -> tuple[Float[Array, "batch queries heads v_dim"], Float[Array, "batch queries heads"]]:
-    """Attention of a block of queries over a block of keys, both anywhere in a longer sequence: a pair for :func:`merge`.
+    """Compute attention of a block of queries over a block of keys of a longer sequence; return a pair for :func:`merge`.
 
     ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
-    in float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
+    in float32 (float64 for float64), both differentiable. A query that sees no key: out 0, lse -inf.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a
-    block holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be traced.
+    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens of a
+    block beyond its run's length are padding. None: from 0 on, all tokens. Start and length may be traced.
 
-    The other arguments are those of ``ring_attention``, arrays those of the block. A sink is the block ``(0, sink)``: merge it in
-    once.
+    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the block ``(0, sink)``: merge it
+    in once.
 
-    Raises ValueError for inputs that do not fit. No second derivative.
+    Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
     rate = rate_of(dropout_rate, dropout_seed)
     options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
@@ -71,7 +71,7 @@ def attend_block(
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
-    if not q.size:  # of nothing nothing is dropped
+    if not q.size:  # no dropout without elements
         arrays = arrays._replace(dropout_seed=None)
     inputs, rows = vary_alike((), Inputs(q, k, v, key_mask, prepared.scored(arrays)), rows)
     (inputs,) = reverse_only(inputs)
@@ -79,17 +79,17 @@ def attend_block(
 
 
 def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
-    """The (out, lse) over the keys of two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B; differentiable.
+    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B into the (out, lse) over all; differentiable.
 
-    Or of all pairs of one list, ``merge([a, b, c])``, in their order.
+    Or merge all pairs of one list, ``merge([a, b, c])``, in their order.
 
-    Exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
+    The result is exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
         lse = log(Z_A + Z_B) = log(exp(lse_A) + exp(lse_B))
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
+    A side that saw no key, out 0 and lse -inf, has no effect. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))
@@ -103,7 +103,7 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
 
 
 def _int32(x: Any) -> Any:
-    """A traced number in the dtype of rows; an int as it is."""
+    """Return a traced number in the dtype of rows, and an int unchanged."""
     return x if isinstance(x, int) else jnp.asarray(x, jnp.int32)
 
 

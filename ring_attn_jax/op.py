@@ -1,4 +1,4 @@
-"""The ring as a function with a derivative of its own."""
+"""The ring as a ``jax.custom_vjp`` function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ LSE_NAME = "ring_attn_lse"
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None, and those that the score has."""
+    """The arrays of a call, together with those of its score.
+
+    Shapes: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -36,7 +39,7 @@ class Inputs(NamedTuple):
 
     @property
     def gradients(self) -> Inputs:
-        """Return the tree of their gradients, with none in it yet."""
+        """The tree of the gradients, with None in each place."""
         return Inputs(*(None,) * 4, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
 
 
@@ -52,7 +55,7 @@ def _attention(inputs: Inputs, ring: Ring, backend: Backend) -> State:
 
 
 def round_the_ring(inputs: Inputs, ring: Ring, backend: Backend, total: State | None = None) -> State:
-    """out and lse of this rank's queries, without a derivative; ``total``: as the loop takes it."""
+    """Return out and lse of this rank's queries, without a derivative; the loop continues from ``total``."""
 
     def forward(inputs: Inputs, total: State | None) -> State:
         return loop.forward(inputs.q, _keys(inputs, ring, backend), inputs.score, ring, backend, total)
@@ -100,7 +103,7 @@ def refuse_forward_mode(*_: Any) -> Any:
 
 
 _tangent = Primitive("ring_attn_tangent")
-"""The identity of a tangent, which reverse mode transposes and nobody can compute: that would be forward mode.
+"""The identity of a tangent: reverse mode transposes it, and evaluating it, which forward mode would do, raises.
 
 Without it JAX says that jvp cannot be applied to a custom_vjp function, which names neither ring_attention nor what to do.
 """
@@ -120,7 +123,7 @@ _reverse_only.defjvp(lambda primals, tangents: (_reverse_only(primals[0]), _tang
 
 
 def reverse_only(*trees: *Trees) -> tuple[*Trees]:
-    """Return the arrays, such that forward-mode derivatives of them raise NotImplementedError in words."""
+    """Return the arrays, tied to an identity whose forward-mode derivative raises NotImplementedError in words."""
     return jax.tree.map(lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, trees)
 
 

@@ -1,4 +1,4 @@
-"""Ring attention of globally sharded arrays: the shard_map round ``ring_attention``, built for the mesh."""
+"""Ring attention of globally sharded arrays: a shard_map around ``ring_attention``, built for the mesh."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def sharded_ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """:func:`ring_attention` on whole arrays in layout order: q [batch, tokens, heads, head_dim], k, v [batch, tokens,
-    kv_heads, ...].
+    """Compute :func:`ring_attention` on global arrays in layout order.
 
-    Tokens are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over mesh axes
-    that are not named everything is replicated. Key heads go over ``head_axis`` too, except a single one (multi-query), which
-    every member holds. All mesh axes are manual inside, so that nothing is gathered. Other arguments are ring_attention's, arrays
-    whole too: extents [batch, tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. Dropout
-    keeps what it would keep on one device: every shard's offsets are filled in, and dropout_offset is added to them.
+    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
+    ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
+    go over ``head_axis`` too, except a single one (multi-query), which each member holds. All mesh axes are manual inside, so
+    nothing is gathered. Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2] and key_mask
+    [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each shard's
+    offsets are filled in, and dropout_offset is added to them.
 
     Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
-    before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be an axis of the mesh that
-    the call does not name. Arrays that are sharded otherwise are resharded, and outside jit those that lie on other devices than
-    the mesh's are copied there; what a jit is called with must lie on the mesh, or be bound to no device. Raises ValueError for
-    an axis that the mesh does not have and for sizes that do not divide, TypeError for an unknown keyword.
+    before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis that the
+    call does not name. Arrays that are sharded otherwise are resharded, and outside jit arrays on devices outside the mesh are
+    copied to it; the arguments of a jit must lie on the mesh, or be bound to no device. Raise ValueError if the mesh lacks an
+    axis or sizes do not divide, TypeError for an unknown keyword.
     """
     options = Options(
         layout=layout,
@@ -92,7 +92,7 @@ def sharded_ring_attention(
 
 
 class Where(NamedTuple):
-    """Over which mesh axes tokens, batch rows and heads are sharded."""
+    """The mesh axes over which tokens, batch rows and heads are sharded."""
 
     mesh: Mesh | AbstractMesh
     axis_name: str
@@ -101,7 +101,7 @@ class Where(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> Where:
-        """Return the record; ValueError for what is no mesh and for axes that it does not have or that are named twice."""
+        """Return the record. Raise ValueError if ``mesh`` is not a mesh, lacks an axis, or an axis is named twice."""
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
         check_axis_name(axis_name)
@@ -119,7 +119,7 @@ class Where(NamedTuple):
         return self.mesh.shape[self.axis_name]
 
     def specs(self, kv_heads: int) -> dict[str, PartitionSpec]:
-        """Return how each array is sharded, by name; a single key head is everybody's."""
+        """Return the sharding of each array by name; a single key head is replicated."""
         batch = self.batch_axes or None
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
@@ -128,7 +128,7 @@ class Where(NamedTuple):
 
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Where, return_lse: bool = False) -> Any:
-    """``sharded_ring_attention`` of records."""
+    """Compute ``sharded_ring_attention`` from records."""
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
     given, specs = arrays._replace(dropout_seed=None).given, where.specs(k.shape[2])
@@ -148,7 +148,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Whe
 def _compiled(
     where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
-    """The program, made once: outside jit, a new function at every call would be compiled anew."""
+    """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
     def on_shards(given: dict[str, Any]) -> Any:
         q, k, v = (given.pop(name) for name in "qkv")
@@ -166,21 +166,22 @@ def _compiled(
 def program(on_shards: Any, where: Where, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
     """Return the jitted shard_map of a function of the shards, which returns out, or with ``return_lse`` (out, lse).
 
-    ``mapped``: inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
-    others, and its check of which axes an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is off.
-    It decides nothing here: the gradients of replicated arrays are summed where the shard_map ends, with the check or without.
+    ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
+    others, and its check of the axes that an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is
+    off. The result does not depend on it: the gradients of replicated arrays are summed where the shard_map ends, with the check
+    or without.
     """
     out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
     return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
-    """The global index of this shard's first row or head, of which each shard has ``local``."""
+    """Return the global index of this shard's first row or head; each shard has ``local`` of them."""
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
 def _check_extents(extents: Any, keys: int, options: Options, where: Where) -> None:
-    """ValueError for values that are wrong, where this process can see them: not inside jit, nor those of other hosts."""
+    """Raise ValueError if values are wrong that this process can read: not inside jit, nor those of other hosts."""
     values = on_host(jnp.asarray(extents))
     if values is None:
         return
@@ -191,9 +192,9 @@ def _check_extents(extents: Any, keys: int, options: Options, where: Where) -> N
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x`` on the devices of the mesh: copied there where it lies on others, and its Explicit axes sharded as ``spec``.
+    """Return ``x`` on the devices of the mesh, with its Explicit axes sharded as ``spec``; copy it if it lies on others.
 
-    Inside jit nobody knows where an array lies, and JAX refuses one that is on other devices than the mesh's.
+    Inside jit the devices of an array are unknown, and JAX refuses an array on devices outside the mesh.
     """
     x = jnp.asarray(x)
     try:
@@ -206,7 +207,7 @@ def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """``x`` sharded as ``spec`` says over the Explicit axes of the mesh; XLA shards it over the Auto ones."""
+    """Return ``x`` sharded as ``spec`` over the Explicit axes of the mesh; XLA shards it over the Auto ones."""
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
@@ -217,7 +218,7 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: Where) -> None:
-    """ValueError for arrays that are not 4-dimensional, or that the members of the mesh cannot share equally."""
+    """Raise ValueError if an array is not 4-dimensional, or the members of the mesh cannot share it equally."""
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
