@@ -1,4 +1,4 @@
-"""Keys and values of growing sequences, sharded over the ring by position: filled by prefill, then a step at a time."""
+"""Keys and values of growing sequences, sharded over the ring by position: filled by prefill, then step by step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .step import Held, Step, appended, prefilled
 
 
 class Part(NamedTuple):
-    """What this rank has of a layer: k [b t g d], v [b t g e], int32 [b t] where each stands (-1: nothing), scales [g] of fp8.
+    """This rank's part of a layer, with fields named as ``tree_attention_decode`` takes them.
 
-    Named as ``tree_attention_decode`` takes them.
+    Shapes: k [b t g d], v [b t g e], positions int32 [b t] of the tokens in the slots (-1: empty), scales [g] of float8.
     """
 
     k: jax.Array
@@ -39,14 +39,14 @@ class Part(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class KVCache(Requests):
-    """The k and v of every layer of some requests, of which each rank of a ring holds a part; see ``docs/cache.md``.
+    """The k and v of each layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
 
     Made by :meth:`make`; a pytree. Arrays of a rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
-    int32 [batch, slots], the position of the token in every slot, -1 where there is none; outside of ``jax.shard_map`` those of
-    all ranks side by side. The same on every rank: ``counts`` int32 [batch, ranks], how many slots of each rank a request has
-    used; ``lengths`` int32 [batch], its tokens; ``reached``, the most that were ever written of it; ``owners`` int16 [batch,
-    tokens], the rank of each position, modulo their number; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads],
-    0 until they are known.
+    int32 [batch, slots], the position of the token in each slot, -1 for an empty slot; outside of ``jax.shard_map`` those of all
+    ranks side by side. The same on each rank: ``counts`` int32 [batch, ranks], the number of slots of each rank that a request
+    has used; ``lengths`` int32 [batch], its tokens; ``reached``, the largest length ever written; ``owners`` int16 [batch,
+    tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and ``v_scale`` float32 [layers,
+    kv_heads], 0 until they are known.
 
     A step of new tokens is, inside ``jax.shard_map`` with ``cache.specs`` as its specs,
 
@@ -56,9 +56,9 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    and everything but ``append`` changes the cache at once: a step that ends before ``advance`` has changed nothing that anybody
-    sees. Every method returns a new cache; jit with the old one donated writes in place. What is done between steps
-    (:meth:`rollback`, :meth:`fork`, ...) works inside and outside of shard_map.
+    All methods but ``append`` take effect at once: a step that ends before ``advance`` has changed nothing visible. Each method
+    returns a new cache; jit with the old one donated writes in place. The operations between steps (:meth:`rollback`,
+    :meth:`fork`, ...) work inside and outside of shard_map.
     """
 
     @classmethod
@@ -77,21 +77,20 @@ class KVCache(Requests):
         axis_name: str = "seq",
         mesh: Mesh | None = None,
     ) -> KVCache:
-        """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
+        """Return an empty cache for ``batch`` requests of at most ``capacity`` tokens each, over all ranks together.
 
-        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the one in
-        which the config computes, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", in which
-        numbers are kept divided by a scale of every head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by
-        default the least power of two that holds what is written first, by a step that advances; larger ones are cut to the
-        largest.
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the compute
+        dtype of the config, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", which stores
+        numbers divided by a scale per head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], by default the least
+        power of two that holds the values of the first step that advances; later values beyond the range are clipped.
 
-        ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
-        request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
-        ``window``): the most tokens of a step, and how far a request may go back. ``page``: let the cache grow, in pages of so
-        many tokens a rank (:meth:`reserve`). ``mesh``: whole arrays, sharded over its axis ``axis_name``; None, inside
-        ``jax.shard_map`` over that axis: this rank's.
+        ``window``: queries see keys up to this many positions before them, and a rank keeps its newest ``capacity`` tokens of a
+        request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default ``window``):
+        the largest number of tokens in a step, and the rollback limit. ``page``: let the cache grow, in pages of this many tokens
+        per rank (:meth:`reserve`). ``mesh``: global arrays, sharded over its axis ``axis_name``; None, inside ``jax.shard_map``
+        over that axis: this rank's arrays.
 
-        Raises ValueError for what does not fit.
+        Raise ValueError if an argument does not fit.
         """
         if mesh is not None and axis_name not in mesh.shape:
             raise ValueError(f"axis_name={axis_name!r} is no axis of the mesh, which has {', '.join(map(repr, mesh.shape))}")
@@ -109,11 +108,11 @@ class KVCache(Requests):
         return jax.device_put(cache, jax.tree.map(partial(NamedSharding, mesh), cache.specs))
 
     def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> Step:
-        """Where ``tokens`` more tokens of every request go, whose q, k and v every rank computes alike.
+        """Return the step of ``tokens`` more tokens of each request, with q, k and v that all ranks compute alike.
 
-        ``valid`` bool [requests, tokens], the same on every rank: which of them are tokens; None: all. ``rows``: of which
-        requests, an int or several; None: all. Raises ValueError for what does not fit; whether there is room nobody sees here,
-        and a token without any is lost: ask :meth:`check_room` before, outside of jit.
+        ``valid`` bool [requests, tokens], the same on each rank: True for tokens; None: all. ``rows``: the requests, an int or
+        several; None: all. Raise ValueError if an argument does not fit. Room is not checked here, and a token without room is
+        lost: call :meth:`check_room` before, outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)
@@ -133,15 +132,15 @@ class KVCache(Requests):
         rows: Rows | None = None,
         fresh: bool = False,
     ) -> Step:
-        """Where a chunk of every request goes, of which each rank has a shard of ``tokens`` tokens in ``layout``.
+        """Return the step of a chunk of each request, of which each rank has a shard of ``tokens`` tokens in ``layout``.
 
-        It continues what the cache has of the request. ``lengths``: how many tokens of the chunk are the request's, ints, one for
-        each or one for all, or int32 [requests], the same on every rank; the rest is padding at its end. None: all. ``rows``: of
-        which requests; None: all. ``fresh``: they are empty, so that nothing is asked of the cache; nobody looks whether they
-        are. With a window the chunk is as long as its longest of the ints, or as all that the shards hold where ``lengths`` is an
-        array, and must fit into the cache's room unless it is ``fresh``.
+        The chunk continues the cached tokens of its request. ``lengths``: number of tokens of the chunk that belong to the
+        request, ints, one for each or one for all, or int32 [requests], the same on each rank; the rest is padding at its end.
+        None: all. ``rows``: the requests; None: all. ``fresh``: the requests are empty, so that the cache is not read; this is
+        not checked. With a window the length of the chunk (the largest of the ints, or all that the shards hold if ``lengths`` is
+        an array) must fit into the cache's room unless it is ``fresh``.
 
-        Raises ValueError for what does not fit; whether there is room, :meth:`check_room` sees, before and outside of jit.
+        Raise ValueError if an argument does not fit. :meth:`check_room` checks for room, before and outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         batch, most = self.spec.batch if of is None else len(of), tokens * self.spec.ranks
@@ -166,9 +165,9 @@ class KVCache(Requests):
         return Step(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
 
     def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: Step) -> KVCache:
-        """Write the new tokens' k [requests, tokens, kv_heads, head_dim] and v of a layer; each rank writes what it holds.
+        """Write k [requests, tokens, kv_heads, head_dim] and v of the new tokens into a layer; each rank writes its own.
 
-        Raises ValueError for other shapes and dtypes.
+        Raise ValueError if shapes or dtypes do not fit.
         """
         checks.check_layer(self.spec, layer)
         checks.check_new(self.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
@@ -186,7 +185,7 @@ class KVCache(Requests):
         return replace(self, **arrays)
 
     def advance(self, step: Step) -> KVCache:
-        """Make the new tokens of a step the cache's, once every layer has been written."""
+        """Make the new tokens of a step part of the cache, after each layer has been written."""
         into = step.into
         changed = {"positions": step.k_positions, "counts": step.counts, "lengths": step.lengths}
         if step.rows is not None:
@@ -195,7 +194,7 @@ class KVCache(Requests):
         return replace(self, owners=owners, **changed)
 
     def part(self, layer: int | jax.Array, step: Step | None = None) -> Part:
-        """Return what this rank has of a layer, with the tokens of ``step`` and of its requests, as attention takes it."""
+        """Return this rank's part of a layer, with the tokens of ``step`` and for its requests only, as attention takes it."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))
@@ -208,8 +207,8 @@ class KVCache(Requests):
 
 
 def _name(dtype: Any) -> Any:
-    """The name of a dtype; of what is none, what was passed."""
-    if dtype is None:  # of which jnp.dtype makes float64
+    """Return the name of a dtype, or the argument itself if it is not a dtype."""
+    if dtype is None:  # jnp.dtype(None) is float64
         return None
     try:
         return str(jnp.dtype(dtype))
@@ -218,7 +217,7 @@ def _name(dtype: Any) -> Any:
 
 
 def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
-    """k, v, positions, counts, lengths, reached, owners of no token; sharded ones of so many ranks."""
+    """Return k, v, positions, counts, lengths, reached and owners of an empty cache with the slots of ``ranks`` ranks."""
     sizes, slots = spec.sizes, spec.slots * ranks
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [jnp.zeros(shape, spec.dtype) for shape in heads]

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache that is spread over the ranks."""
+"""Attention of a few new tokens over a cache that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -43,55 +43,54 @@ def tree_attention_decode(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of a few queries, which all ranks hold, over a cache of which every rank holds a part; for inference.
+    """Compute exact attention of a few queries, the same on all ranks, over a cache that is sharded over the ranks.
 
-        s_ij  = scale q_i . k_j                           where 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
+        s_ij  = scale q_i . k_j                           if 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and every rank
-    merges them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of :func:`merge`). So
-    all ranks get the same bits.
+    For inference. Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and
+    each rank merges them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of
+    :func:`merge`). So all ranks get the same bits.
 
     Arguments (those of ``ring_attention`` mean the same here):
-        q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
+        q: ``[batch, queries, heads, head_dim]``, the same on each rank; bfloat16, float16, float32 or float64.
         k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
             dtype or both in float8_e4m3fn.
-        q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees nothing.
-        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in
-            it, NaN too, matters nowhere. The requests of a batch may be of different lengths.
-        axis_name: the ring: call this inside ``jax.shard_map`` over a mesh with that axis, of one device where there is but one.
+        q_positions: integers ``[batch, queries]`` below 2^31, the same on each rank; -1: a query that sees no key.
+        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and its content,
+            NaN too, has no effect. The requests of a batch may be of different lengths.
+        axis_name: the ring: call this inside ``jax.shard_map`` over a mesh with that axis, a mesh of one device if alone.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
-            tokens, whose keys lie in the cache already, node j where k_pos is ``p + j`` with ``p = q_positions[:, 0]``, and
-            ``q_positions`` are p, p + 1, ... Node i sees node j where ``tree_mask[:, i, j]``: itself and its ancestors; and it
-            sees all that lies before p. So tokens that exclude each other have slots of their own. How deep a node is, and so
-            which position its window and ALiBi count from, is how many nodes it sees besides itself; rotating q and k by that
-            depth is the caller's matter.
-        window: a query sees itself and so many positions before it; None: all.
+            tokens, whose keys are in the cache already, node j in the slot with k_pos ``p + j`` and ``p = q_positions[:, 0]``,
+            and ``q_positions`` are p, p + 1, ... Node i sees node j if ``tree_mask[:, i, j]``: itself and its ancestors; and it
+            sees all keys before p. So alternative tokens have slots of their own. The depth of a node, from which its window
+            and ALiBi count, is the number of nodes it sees besides itself; rotating q and k by that depth is up to the caller.
+        window: a query sees itself and this many positions before it; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, for k and v of float8_e4m3fn: the true ones are ``k k_scale`` and ``v v_scale``.
-        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (everywhere).
+        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (any device).
         return_lse: also return lse.
 
     Returns ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
-    float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees nothing: out 0, lse -inf (or its
+    float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key: out 0, lse -inf (or its
     sink).
 
-    Raises ValueError for inputs that do not fit, outside a shard_map over the axis, and where it is differentiated. Values are
-    looked at nowhere: with ``tree_mask``, q_positions must be what is said there.
+    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values are not
+    checked: with ``tree_mask``, q_positions must be as described there.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
     arrays = Arrays(q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
     problem = _problem(arrays, (window, scale, softcap, backend))
     problem.check()
-    (own,) = vary_alike((axis_name,), arrays._replace(sinks=None))  # the sinks meet what is the same on all ranks again
+    (own,) = vary_alike((axis_name,), arrays._replace(sinks=None))  # sinks join after the gather, and stay replicated
     out, lse = _decode(problem, runnable_decode(problem), (axis_name, ranks), own._replace(sinks=sinks))
     return (out, lse) if return_lse else out
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """``ring``: its axis and how many ranks it has."""
+    """Compute (out, lse) of a checked problem; ``ring``: the name of its axis and its number of ranks."""
     axis_name, ranks = ring
 
     def attend(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -114,9 +113,9 @@ def _(*_: Any) -> Any:
 
 
 def as_int32(name: str, positions: Any) -> Any:
-    """Return positions of another integer dtype as int32, what is not an integer array as it is.
+    """Return positions of another integer dtype as int32, and anything that is not an integer array unchanged.
 
-    Raise ValueError for a position that int32 does not hold, where its value is known.
+    Raise ValueError if a known position exceeds int32.
     """
     dtype = str(getattr(positions, "dtype", ""))
     if dtype not in INTEGERS or dtype == "int32":
@@ -131,7 +130,7 @@ def as_int32(name: str, positions: Any) -> Any:
 
 
 def _problem(arrays: Arrays, options: tuple[Any, Any, Any, Any]) -> Decode:
-    """``options``: window, scale, softcap and backend."""
+    """Return the call as plain data; ``options``: window, scale, softcap and backend."""
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):

@@ -1,4 +1,4 @@
-"""New tokens and prompts through a RingTransformer, its keys and values in a cache that is spread over the ring."""
+"""New tokens and prompts through a RingTransformer, with keys and values in a cache that is sharded over the ring."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, int, dict[str, Any]], jax.Array]
-"""Attention of q, k, v of a layer, whose number and features follow."""
+"""Attention over q, k, v of a layer; its other arguments are the layer's number and features."""
 
 
 def decode_step(
@@ -43,17 +43,17 @@ def decode_step(
     *,
     valid: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[Float[Array, "batch tokens vocab"], KVCache]:
-    """The logits of a few more tokens of every request, which continue what the cache has of it, and the cache with them.
+    """Return the logits of a few more tokens of each request, which continue its cached tokens, and the cache with them.
 
-    ``model``: a RingTransformer; one without ``mesh`` is called inside ``jax.shard_map`` over its axis, ids the same on every
-    rank, and the logits are too. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or float8,
-    without a window or with one that is as wide as the widest of the layers. ``valid``: which of them are tokens; of others,
+    ``model``: a RingTransformer; one without ``mesh`` is called inside ``jax.shard_map`` over its axis, with ids that are the
+    same on each rank, as are the logits. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or
+    float8, without a window or with one that is as wide as the widest of the layers. ``valid``: True for tokens; for the others,
     anywhere in a row, the logits mean nothing, and the cache takes none of them. All ranks compute the same logits, each with its
     part of the cache; dropout is off. Call it inside jax.jit, with the cache donated.
 
-    What the model gives at these positions for the whole sequence, to the rounding of another order of sums. Raises ValueError
-    for what does not fit: another cache, masks that are neither causal nor a window before the token, weights that are split
-    over devices, ids outside the vocabulary (traced ones give NaN). Whether there is room, ``cache.check_room`` sees before.
+    The logits are those of the model at these positions for the whole sequence, up to rounding in another order of sums. Raise
+    ValueError if an argument does not fit: another cache, masks that are neither causal nor a window before the token, weights
+    that are split over devices, ids outside the vocabulary (traced ones give NaN). ``cache.check_room`` checks for room, before.
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -67,20 +67,20 @@ def prefill_prompts(
     *,
     fresh: bool = False,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """The logits of the last token of a chunk of every request, on every rank, and the cache with the chunk.
+    """Return the logits of the last token of a chunk of each request, on each rank, and the cache with the chunk.
 
-    ``ids``: the chunk in natural order, whole and the same on every rank, which shards it in the model's layout. It continues
-    what the cache has of each request, so a prompt may come in several. ``lengths``: how many tokens of it are the request's, the
-    rest is padding at the end; None: all. Logits of a request that gets none mean nothing. ``fresh``: as in
-    ``KVCache.prefill_step``.
+    ``ids``: the chunk in natural order, global and the same on each rank, which shards it in the model's layout. It continues the
+    cached tokens of each request, so a prompt may come in several chunks. ``lengths``: number of tokens of it that belong to the
+    request, the rest is padding at the end; None: all. The logits of a request without tokens in the chunk mean nothing.
+    ``fresh``: as in ``KVCache.prefill_step``.
 
-    Raises what :func:`decode_step` raises, and for a model with ALiBi without ``fresh``.
+    Raise ValueError as :func:`decode_step` does, and if a model with ALiBi comes without ``fresh``.
     """
     _check(model, ids, cache)
     given = ids.shape[1] if lengths is None else lengths
     known = isinstance(given, int | list | tuple)
     if known or on_host(given) is not None:
-        told = given if known else on_host(given).tolist()  # type: ignore[union-attr]  # looked at just now
+        told = given if known else on_host(given).tolist()  # type: ignore[union-attr]  # read just above
         checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
 
     def prompted(model: Any, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
@@ -92,7 +92,7 @@ def prefill_prompts(
 
 
 def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
-    """``function(model, cache, new)``, of a model with a mesh inside a shard_map over it; ``new`` is the same on every rank."""
+    """Call ``function(model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
     from flax import nnx
 
     if not isinstance(model.where, Where):
@@ -109,7 +109,7 @@ def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tupl
 
 
 def inside_shard_map(model: Any, axis_name: str) -> Any:
-    """The model as one that was made without a mesh: its layers take what a rank has. Changes it."""
+    """Turn a model with a mesh into one without, whose layers take a rank's shards; changes the model."""
     model.where = axis_name
     for block in model.blocks:
         block.attention.where = axis_name
@@ -118,7 +118,7 @@ def inside_shard_map(model: Any, axis_name: str) -> Any:
 
 
 def decoded(model: Any, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
-    """``decode_step`` inside shard_map; ``new``: the ids, and which of them are tokens."""
+    """Run ``decode_step`` inside shard_map; ``new``: the ids, and the mask of tokens or None."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 
@@ -135,11 +135,11 @@ def decoded(model: Any, cache: KVCache, new: tuple[jax.Array, jax.Array | None])
 
 
 def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool) -> tuple[jax.Array, KVCache]:
-    """[batch, dim]: the last block's output for the last token of each request, 0 where it has none; inside shard_map."""
+    """Return the last block's output for the last token of each request, [batch, dim], 0 without one; call inside shard_map."""
     options, axis = model.blocks[0].attention.options, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(options.layout, ranks, ids.shape[1])
-    lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # beyond it stands padding
+    lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # tokens beyond are padding
     step = cache.prefill_step(local, options.layout, lengths, fresh=fresh)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
@@ -156,7 +156,7 @@ def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fr
 
 
 def _through(model: Any, ids: jax.Array, step: Step, attend: Attend) -> jax.Array:
-    """The blocks' output [b s dim] for the tokens ``ids`` [b s] at the step's positions."""
+    """Return the blocks' output [b s dim] for token ids [b s] at the step's positions."""
     weight = model.embed.embedding[...]
     x = weight.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     x = x.astype(model.compute_dtype or weight.dtype)
@@ -170,7 +170,7 @@ def _through(model: Any, ids: jax.Array, step: Step, attend: Attend) -> jax.Arra
 
 
 def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
-    """What else the layer's attention is, as ``prefill`` and ``tree_attention_decode`` take it."""
+    """Return the other features of the layer's attention, as ``prefill`` and ``tree_attention_decode`` take them."""
     config = attention.config
     return {
         "window": config.mask.hi,
@@ -182,18 +182,18 @@ def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
 
 
 def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
-    """[..., vocab] of the last block's output [..., dim]."""
+    """Return the logits [..., vocab] of the last block's output [..., dim]."""
     x = model.norm(hidden)
     return x @ model.head_weight.T.astype(x.dtype)
 
 
 def computes_in(model: Any) -> str:
-    """The name of the dtype of a model's activations, whatever its weights have been cast to."""
+    """Return the name of the dtype of a model's activations, in whichever dtype its weights are."""
     return str(model.compute_dtype or model.embed.embedding[...].dtype)
 
 
 def check_model(model: Any, traced: bool = False) -> None:
-    """ValueError for what is no RingTransformer, cannot be decoded with, or stands inside jit and is not to be ``traced``."""
+    """Raise ValueError unless ``model`` is a RingTransformer that can decode, outside of jit unless it may be ``traced``."""
     from flax import nnx
 
     if not isinstance(getattr(model, "config", None), TransformerConfig):

@@ -1,4 +1,4 @@
-"""Text from prompts: prefill in chunks, then a step for every new token."""
+"""Text from prompts: prefill in chunks, then one step per new token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stepper import Placed, Stepper
 def generated(
     model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of`` but the model's, by name."""
+    """Return the new tokens of ``RingTransformer.generate``; ``arguments``: those of ``Generation.of`` beside the model's."""
     check_model(model)
     asked = Generation.of(model.config, computes_in(model), **arguments)
     for name, function in (("on_token", on_token), ("progress", progress)):
@@ -38,23 +38,23 @@ def generated(
 
 
 def _chunks(asked: Generation) -> list[tuple[int, list[int], int]]:
-    """Where every chunk begins, how many tokens of each prompt are in it, and how many it has with padding."""
+    """Return the start of each chunk, the number of tokens of each prompt in it, and its size with padding."""
     return [(start, lengths, bucket(max(lengths))) for start, lengths in asked.chunks()]
 
 
 def _prefilled(placed: Placed, cache: KVCache, asked: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
-    """The hidden states of the prompts' last tokens, and their keys in the cache."""
+    """Return the hidden states of the prompts' last tokens, and the cache with the prompts' keys."""
     dtype = asked.config.compute_dtype or asked.config.param_dtype
     hidden, done = placed.put(np.zeros((len(asked.prompts), asked.config.dim), dtype)), 0
     for start, lengths, tokens in _chunks(asked):
         ids = np.asarray(asked.ids(start, tokens), np.int32)
         ends = np.asarray([start < n <= start + max(lengths) for n in asked.lengths])
         chunk = placed.put((ids, np.asarray(lengths, np.int32), ends))
-        equal = tokens if set(lengths) == {tokens} else None  # one of another length would be compiled for itself
+        equal = tokens if set(lengths) == {tokens} else None  # each other length would need a compilation
         hidden, cache = placed.compiled.prefill(placed.weights, cache, hidden, chunk, fresh=not start, equal=equal)
         done += sum(lengths)
         if progress is not None:
-            hidden.block_until_ready()  # or it would say what has been asked for, and not what has been done
+            hidden.block_until_ready()  # else progress would count dispatched work as done
             progress(done, asked.total)
     return hidden, cache
 
@@ -73,7 +73,7 @@ def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> 
 
 
 def _agree(asked: Generation) -> None:
-    """ValueError in every process of a program where they were asked for different things."""
+    """Raise ValueError in each process of a program if their arguments differ."""
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils

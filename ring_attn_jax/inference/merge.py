@@ -1,4 +1,4 @@
-"""What ranks have found over their own keys, merged into what all keys together would have given."""
+"""The merge of the ranks' results over their own keys into the result over all keys, by one all-gather."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..axes import axes_of, check_axis_name
 
 
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
-    """The (out, lse) over the keys of all ranks, of the pair (out [b s h e], lse [b s h]) that each has over its own.
+    """Merge the ranks' pairs (out [b s h e], lse [b s h]) over their own keys into the (out, lse) over all keys.
 
-    What :func:`merge` makes of a list with the pairs of all ranks, on every rank and with the same bits: one collective carries
+    The result is that of :func:`merge` on a list of all ranks' pairs, on each rank and with the same bits: one collective carries
     out and lse, in float32 (float64), packed in one array, and they are merged in the order of the ranks. The lse is a natural
-    logarithm; a rank that saw nothing has out 0 and lse -inf, and changes nothing.
+    logarithm; a rank that saw no key has out 0 and lse -inf, and has no effect.
 
-    Inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Returns float32
-    (float64), whatever dtype out has.
+    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Returns float32
+    (float64), in whichever dtype out is.
 
-    For inference: not differentiable. Raises ValueError for what is no such pair, outside a shard_map over the axis, and where it
-    is differentiated.
+    For inference: not differentiable. Raise ValueError if the argument is not such a pair, outside a shard_map over the axis, or
+    if the result is differentiated.
     """
     check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     ranks_of("merge_ring", axis_name)
@@ -48,13 +48,13 @@ def _(axis_name: str, *_: Any) -> Any:
 
 
 def gather_pairs(pair: jax.Array, axis_name: str) -> jax.Array:
-    """The packed pairs [ranks, ...] of all ranks, in their order."""
+    """All-gather the packed pairs [ranks, ...] of all ranks, in their order."""
     varying = pair if axis_name in axes_of(pair) else lax.pcast(pair, (axis_name,), to="varying")
     return lax.all_gather(varying, axis_name, to="invarying")
 
 
 def refuse_gradients(call: str) -> None:
-    """ValueError for whoever differentiates what has no gradient."""
+    """Raise the ValueError of a call that has no gradient."""
     raise ValueError(
         f"{call} is for inference and has no gradient: pass jax.lax.stop_gradient(x) of what it is given. For training there are "
         "ring_attention, attend_block and merge"
@@ -62,7 +62,7 @@ def refuse_gradients(call: str) -> None:
 
 
 def ranks_of(call: str, axis_name: Any) -> int:
-    """How many ranks the mesh axis has; ValueError outside a shard_map over it."""
+    """Return the number of ranks of the mesh axis. Raise ValueError outside a shard_map over it."""
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)

@@ -1,4 +1,4 @@
-"""Attention of a chunk of prompts: round the ring among itself, and over what the cache has of its requests already."""
+"""Attention of a chunk of prompts: over the chunk by the ring, and over the cached keys of its requests."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def prefill(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> tuple[jax.Array, KVCache]:
-    """Causal attention of this rank's shard of a chunk over the chunk and the cache, into which k and v of the layer go.
+    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and write its k and v.
 
-    ``step``: what ``cache.prefill_step(tokens, layout, lengths)`` gave; q, k, v are of the tokens at ``step.positions``. A chunk
-    continues what the cache has of each request, so the chunks of a prompt one after another give what the whole prompt gives,
-    exactly but for float8, in which earlier chunks have been rounded. k and v stay on the rank that has them. The ring computes
-    the chunk's attention among itself. What is cached does not travel: the chunk's q, short beside the cache, is gathered, every
-    rank attends to what it holds, and the (out, lse) go back to the ranks of their queries, which merge them in rank order.
+    ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
+    chunk continues the cached tokens of each request, so the chunks of a prompt one after another give the result of the whole
+    prompt, exactly except in float8, which has rounded earlier chunks. k and v stay on their rank. The ring computes attention
+    within the chunk. Cached keys do not travel: the chunk's q, short beside the cache, is all-gathered, each rank attends to its
+    own slots, and the (out, lse) go back by all-to-all to the ranks of their queries, which merge them in rank order.
 
-    ``window``: a query sees the keys up to so many positions before it; None: the cache's. The rest as in ``ring_attention``.
+    ``window``: a query sees the keys up to this many positions before it; None: the cache's. The rest as in ``ring_attention``.
 
-    Returns out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as
-    ``cache.append`` does. Raises ValueError at trace time for what does not fit. For inference: no gradients.
+    Returns out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
+    ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: no gradients.
     """
     window = checks.check_window(cache.spec, window)
     if step.layout is None:
@@ -78,10 +78,10 @@ def prefill(
     new = k, v
     if not step.fresh:
         total = _over_cached(q, cache, layer, step, options)
-        total, new = lax.optimization_barrier((total, new))  # so that the layer is written after it was read, in place
+        total, new = lax.optimization_barrier((total, new))  # read the layer before it is written, in place
         total = total if sinks is None else _with_sinks(total, sinks)
     written = cache.append(layer, new[0], new[1], step)
-    arrays = arrays if step.fresh else arrays._replace(sinks=None)  # they count once: with the chunk, or with what is cached
+    arrays = arrays if step.fresh else arrays._replace(sinks=None)  # count once: with the chunk, or with the cached keys
     inputs = Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays))
     inputs, total = vary_alike((cache.axis_name,), inputs, total)
     out, _ = round_the_ring(inputs, prepared.ring(cache.axis_name), prepared.backend, total)
@@ -91,7 +91,7 @@ def prefill(
 
 
 def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: Step, options: Options) -> State:
-    """(out, lse) in float32 of this rank's queries over what all ranks had cached before the step."""
+    """Return (out, lse) in float32 of this rank's queries over the keys that all ranks had cached before the step."""
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)
@@ -112,7 +112,7 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: Step, options: 
 
 
 def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """k, v of this rank in order of position, and int32 [b, queries, 2]: which of them each query of all ranks sees."""
+    """Return this rank's k and v in order of position, and the extents of all ranks' queries over them, int32 [b, queries, 2]."""
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
@@ -120,7 +120,7 @@ def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tup
     if spec.window is None:
         end = count
         positions = jnp.where(slot < count, positions, jnp.iinfo(jnp.int32).max)
-    else:  # the next slot has the oldest token, and empty ones come before all others
+    else:  # the next slot has the oldest token; empty slots come first
         end = jnp.full_like(count, spec.slots)
         oldest_first = (count + slot) % spec.slots
         rows = jnp.arange(len(count))[:, None]
@@ -136,13 +136,13 @@ def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tup
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """The first of the increasing ``positions`` [b, slots] that is at least ``lowest`` [b, queries]."""
+    """Return the index of the first of the increasing ``positions`` [b, slots] that is at least ``lowest`` [b, queries]."""
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
 def _merged(out: jax.Array, lse: jax.Array) -> State:
-    """The pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, added in rank order."""
+    """Merge the pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, in rank order."""
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp(lse - top[None])
@@ -154,7 +154,7 @@ def _merged(out: jax.Array, lse: jax.Array) -> State:
 
 
 def _with_sinks(total: State, sinks: jax.Array) -> State:
-    """The pair with one more key of value 0 and score ``sinks`` [h]."""
+    """Return the pair with one more key of value 0 and score ``sinks`` [h]."""
     out, lse = total
     whole = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, None])
     return out * jnp.exp(lse - whole)[..., None], whole

@@ -1,4 +1,4 @@
-"""What a cache's requests are, and what may be done with them between steps."""
+"""The requests of a cache: their arrays, and the operations on them between steps."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Requests:
 
     @property
     def specs(self) -> Self:
-        """Return how every array is sharded, as a cache: for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
+        """The sharding of each array, as a cache: for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
         same, keys = PartitionSpec(), PartitionSpec(None, None, self.axis_name)
         sharded = {"k": keys, "v": keys, "positions": PartitionSpec(None, self.axis_name)}
         return replace(self, **{name: sharded.get(name, same) for name in DATA})
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """ValueError unless every request may have ``tokens`` more, or a chunk of so many sharded in ``layout``.
+        """Raise ValueError unless each request has room for ``tokens`` more, or for a chunk of that length sharded in ``layout``.
 
-        Outside of jit, before a step: it reads how many slots are in use, and so waits for the step before.
+        Call it outside of jit, before a step: it reads the number of slots in use, and so waits for the previous step.
         """
         more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
@@ -67,10 +67,10 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Let the cache grow, by whole pages, until every request may have ``tokens`` more; outside of jit.
+        """Grow the cache, by whole pages, until each request has room for ``tokens`` more; call outside of jit.
 
-        The arrays are of another size then, so what was compiled for the cache is compiled anew. Raises ValueError for a cache
-        that was not made with ``page``.
+        The arrays change their size, so the programs of the cache are compiled anew. Raise ValueError if the cache was made
+        without ``page``.
         """
         spec = checks.grown(self.spec, self._read("reserve", self.counts), tokens)
         more = spec.slots - self.spec.slots
@@ -78,7 +78,7 @@ class Requests:
             return self
 
         def longer(x: jax.Array, dim: int, value: int) -> jax.Array:
-            parts = x.shape[dim] // self.spec.slots  # of all ranks, or of this one
+            parts = x.shape[dim] // self.spec.slots  # the number of ranks whose slots x holds: all or one
             apart = x.reshape(*x.shape[:dim], parts, self.spec.slots, *x.shape[dim + 1 :])
             padded = jnp.pad(apart, [(0, more if i == dim + 1 else 0) for i in range(apart.ndim)], constant_values=value)
             return jax.device_put(padded.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]), x.sharding)
@@ -88,10 +88,10 @@ class Requests:
         return replace(self, **arrays, owners=jax.device_put(owners, self.owners.sharding), spec=spec)
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Let every request end after its first ``lengths`` tokens, ints or int32 [batch], the same on every rank.
+        """Cut each request after its first ``lengths`` tokens, ints or int32 [batch], the same on each rank.
 
-        One that is not that long stays as it is. With a window a request goes back at most ``room`` tokens from the longest that
-        it has been: ValueError outside of jit where one goes further; nobody looks at values that are traced.
+        A shorter request is unchanged. With a window a request goes back at most ``room`` tokens from its largest length so far:
+        raise ValueError outside of jit if one goes further; traced values are not checked.
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
@@ -109,7 +109,7 @@ class Requests:
         keep = jnp.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
         slot = jnp.arange(spec.remembered, dtype=jnp.int32)[None]
-        position = last - (last - slot) % spec.remembered  # the newest that is noted there
+        position = last - (last - slot) % spec.remembered  # the newest position recorded in that entry
         removed = (position >= keep[:, None]) & (position >= 0)
         owned = self.owners[:, :, None] == jnp.arange(spec.ranks, dtype=jnp.int16)[None, None]
         counts = self.counts - (owned & removed[..., None]).sum(1, dtype=jnp.int32)
@@ -117,7 +117,7 @@ class Requests:
         return replace(self, positions=positions, counts=counts, lengths=keep)
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests; None: all of them, and scales that were not given are taken from what is written next."""
+        """Empty these requests; None: all, and then scales that were not passed are recomputed from the next values written."""
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
         arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
@@ -126,12 +126,12 @@ class Requests:
         return replace(self, **arrays)
 
     def evict(self, rows: Rows) -> Self:
-        """Empty these requests, and put 0 in place of their keys and values: nothing of them remains in memory."""
+        """Empty these requests and overwrite their keys and values with 0, so that nothing of them remains in memory."""
         of = self._rows(rows)
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
+        """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before any is written."""
         given = checks.check_fork(source, target, self.spec.batch)
         sources, targets = (jnp.asarray(x, jnp.int32) for x in given)
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("positions", "counts", "lengths", "reached", "owners")}
@@ -140,7 +140,7 @@ class Requests:
         return replace(self, k=copied(self.k), v=copied(self.v), **arrays)
 
     def _rows(self, rows: Rows | range) -> jax.Array:
-        """bool [batch]: whether a request is one of ``rows``."""
+        """Return a mask of the requests in ``rows``, bool [batch]."""
         named = checks.check_rows("rows", rows, self.spec.batch)
         return jnp.asarray([row in named for row in range(self.spec.batch)])
 
@@ -154,5 +154,5 @@ class Requests:
 
 
 def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
-    """``x`` with ``value`` for the requests along ``axis`` that are named; a scatter would ask how its result is sharded."""
+    """Return ``x`` with ``value`` for the masked requests along ``axis``; a scatter would need the sharding of its result."""
     return jnp.where(rows.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)]), jnp.asarray(value, x.dtype), x)

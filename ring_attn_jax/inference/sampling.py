@@ -1,4 +1,4 @@
-"""The next token of each request, drawn from its logits on the device."""
+"""The next token of each request, drawn from its logits on the device by the Gumbel-max trick."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def sample(
     requests: Int[Array, " batch"] | Sequence[int] | None = None,
     positions: Int[Array, " batch"] | Sequence[int] | None = None,
 ) -> Int[Array, " batch"]:
-    """The next token of each request, int32 [batch], drawn from its logits as ``RingTransformer.generate`` draws it.
+    """Return the next token of each request, int32 [batch], drawn from its logits as ``RingTransformer.generate`` draws it.
 
-    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. What is drawn is a function of the logits, the
-    seed, ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, how many tokens of each are cached:
-    ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, whatever
-    else is in the batch. At temperature 0, the default, the most probable token needs neither. Of both their low 32 bits count.
-    NaN among the logits gives some token, and no error. Logits, requests and positions may be traced.
+    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. The token is a function of the logits, the seed,
+    ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, the number of cached tokens of each:
+    ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, with any
+    other requests in the batch. At temperature 0, the default, the most probable token needs neither. Only the low 32 bits of
+    both count. NaN among the logits gives some token, without an error. Logits, requests and positions may be traced.
 
-    Raises ValueError for other shapes and dtypes, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, and
-    above it without ``positions``.
+    Raise ValueError if shapes or dtypes do not fit, a number is outside its range, ``top_k`` or ``top_p`` comes at temperature 0,
+    or ``positions`` is missing above it.
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):
@@ -49,7 +49,7 @@ def sample(
 
 
 def _numbers(given: Any, logits: jax.Array) -> jax.Array:
-    """[batch]; None: 0, 1, ..."""
+    """Return the numbers as an array [batch]; None: 0, 1, ..."""
     if given is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(given, list | tuple) and not any(isinstance(x, Tracer) for x in given):
@@ -58,9 +58,9 @@ def _numbers(given: Any, logits: jax.Array) -> jax.Array:
 
 
 def drawn(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax.Array) -> jax.Array:
-    """int32 [b]: the tokens of ``requests`` [b] at ``positions`` [b], of logits [b vocab], as ``choice`` says.
+    """Draw the tokens of ``requests`` [b] at ``positions`` [b] from logits [b vocab], int32 [b], with the parameters ``choice``.
 
-    What :mod:`ring_attn_core.sampling` describes, in float32 (float64 for float64).
+    Implements :mod:`ring_attn_core.sampling` in float32 (float64 for float64).
     """
     if choice.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
@@ -81,7 +81,7 @@ def drawn(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax
 
 
 def gumbel(choice: Choice, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """[b n]: the noise of each of ``tokens`` [b n], -log of exponential numbers that come from 32 random bits each."""
+    """Return Gumbel noise for each of ``tokens`` [b n]: -log of exponential numbers from 32 random bits each."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
     seed = jnp.asarray(choice.low, jnp.uint32), jnp.asarray(choice.high, jnp.uint32)

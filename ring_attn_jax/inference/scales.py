@@ -1,4 +1,4 @@
-"""Keys and values in float8 e4m3: numbers divided by a scale of every head, beyond the largest one cut."""
+"""Keys and values in float8 e4m3: numbers divided by a scale per head, and clipped to the largest one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
-    """float32 [layers, kv_heads] of k and v, 0 where none was given; ValueError for other shapes, and where only one was."""
+    """Return the scales of k and v, float32 [layers, kv_heads], 0 if none was passed.
+
+    Raise ValueError if a shape does not fit, or only one of them was passed.
+    """
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
@@ -38,10 +41,10 @@ def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: Step, axis_name: str
 ) -> list[jax.Array]:
-    """The scales [kv_heads] of a layer, those that are 0 by what a step writes first, of all ranks: powers of two that hold it.
+    """Return the scales [kv_heads] of a layer; a scale of 0 becomes the least power of two that holds the step's values.
 
-    Others stay, unless the cache holds ``nothing``, a bool: a step that stopped has left them. With a power of two the numbers
-    that were kept come back in the other dtypes without a rounding.
+    The maximum is over all ranks. Other scales stay, unless the cache holds ``nothing``, a bool: then an unfinished step has left
+    them. With a power of two the stored numbers convert to the other dtypes without a rounding.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
@@ -53,10 +56,10 @@ def of_first(
 
 
 def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
+    """Return x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
     return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
 
 
 def restored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    """x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` where it has one."""
+    """Return x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` unless that is None."""
     return x if scale is None else (x.astype(jnp.float32) * scale[None, None, :, None]).astype(dtype)

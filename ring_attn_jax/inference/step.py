@@ -1,4 +1,4 @@
-"""Where the new tokens of a step go in a sharded cache: computed once on the device, used by every layer."""
+"""The destination of a step's new tokens in a sharded cache: computed once on the device, used by each layer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class Step:
-    """New tokens of some requests, and what the cache is once they are in it; ``KVCache.advance`` makes it so.
+    """New tokens of some requests, and the state of the cache once they are in it; ``KVCache.advance`` adopts it.
 
-    ``positions`` int32 [requests, tokens]: where the tokens stand whose q, k and v this rank computes, for the rotary embedding
-    and as ``q_positions``; -1 for what is no token. ``k_positions`` int32 [requests, slots]: of every slot, the new tokens
-    included. Without a ``layout`` every rank computes the same ``tokens`` tokens; with one they are its shard of a chunk of
+    ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
+    embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: those of all slots, the new tokens
+    included. Without a ``layout`` all ranks compute the same ``tokens`` tokens; with one they are its shard of a chunk of
     ``length`` tokens, of which request i has ``chunk[i]``.
     """
 
@@ -33,37 +33,37 @@ class Step:
     layout: str | None
     length: int
     fresh: bool
-    """Whether no request of the step has a token in the cache."""
+    """True if none of the requests has a token in the cache."""
     ragged: bool
-    """Whether some request may have fewer tokens of the chunk than ``length``."""
+    """True if a request may have fewer tokens of the chunk than ``length``."""
     rows: tuple[int, ...] | None
     """The requests of the cache; None: all of them."""
     before: jax.Array
-    """int32 [requests]: how long they are before the step."""
+    """Lengths of the requests before the step, int32 [requests]."""
     lengths: jax.Array
-    """int32 [requests]: and after it."""
+    """Lengths of the requests after the step, int32 [requests]."""
     chunk: jax.Array
-    """int32 [requests]: how many tokens each of them gets."""
+    """Number of new tokens of each request, int32 [requests]."""
     counts: jax.Array
-    """int32 [requests, ranks]: how many slots of every rank are in use after it."""
+    """Number of slots in use on each rank after the step, int32 [requests, ranks]."""
     slots: jax.Array
-    """int32 [requests, writes]: where this rank writes; beyond the slots for what others hold."""
+    """Slots that this rank writes, int32 [requests, writes]; an index beyond the slots for tokens of other ranks."""
     source: jax.Array | None
-    """int32 [requests, writes]: which of ``tokens`` is written there; None: the same one."""
+    """Index within ``tokens`` of each written token, int32 [requests, writes]; None: the same index."""
     owner_slots: jax.Array
     owners: jax.Array
-    """int16 [requests, remembered]: the rank of every new token, and where the cache notes it."""
+    """The rank of each new token, int16 [requests, remembered]; ``owner_slots`` are the entries of the cache that record it."""
 
     @property
     def into(self) -> jax.Array:
-        """Return int32 [requests, 1]: which requests of the cache they are."""
+        """The requests' indices in the cache, int32 [requests, 1]."""
         rows = jnp.arange(len(self.chunk)) if self.rows is None else jnp.asarray(self.rows)
         return rows.astype(jnp.int32)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What the cache has of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
+    """The cached data of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: jax.Array
     counts: jax.Array
@@ -73,7 +73,7 @@ class Held:
 
 
 def appended(held: Held, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
-    """The arrays of a step of ``tokens`` tokens that are the same on every rank, of which ``valid`` [b, tokens] are some."""
+    """Return the arrays of a step of ``tokens`` tokens that are the same on each rank; ``valid`` [b, tokens] marks real ones."""
     spec, batch = held.spec, len(held.lengths)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     if valid is None:
@@ -110,14 +110,14 @@ def appended(held: Held, tokens: int, valid: jax.Array | None) -> dict[str, Any]
 
 
 def prefilled(held: Held, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
-    """The arrays of a step of shards of ``local`` tokens in ``layout``, of which request i has the first ``chunk[i]``."""
+    """Return the arrays of a step of shards of ``local`` tokens in ``layout``; request i has the first ``chunk[i]`` tokens."""
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
     mine = of_rank[held.rank]
     more = (of_rank[None] < chunk[:, None, None]).sum(-1, dtype=jnp.int32)
     own = more[:, held.rank, None]
     writes = min(local, spec.slots)
-    index = own - writes + jnp.arange(writes, dtype=jnp.int32)[None]  # the last ones, where a window keeps no more
+    index = own - writes + jnp.arange(writes, dtype=jnp.int32)[None]  # the newest ones, if a window keeps no more
     source = jnp.maximum(index, 0)
     level = held.counts[:, held.rank, None] + index
     return {
@@ -132,20 +132,23 @@ def prefilled(held: Held, chunk: jax.Array, layout: str, local: int) -> dict[str
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """int32 [ranks, local]: the place of every token in a chunk; int16 [tokens]: the rank of every place."""
+    """Return the place of each token in a chunk, int32 [ranks, local], and the rank of each place, int16 [tokens]."""
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
 def _written(held: Held, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-    """Where this rank writes, and the positions of its slots after that; what is not ``here`` goes beyond the slots, nowhere."""
+    """Return the slots that this rank writes, and the positions of its slots after that.
+
+    Writes that are not ``here`` get an index beyond the slots, and scatter drops them.
+    """
     slots = jnp.where(here, level % held.spec.slots, held.spec.slots)
     row = jnp.arange(len(slots))[:, None]
     return {"slots": slots, "k_positions": held.positions.at[row, slots].set(position.astype(jnp.int32), mode="drop")}
 
 
 def _noted(held: Held, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
-    """Where the cache notes the ranks ``of_token`` [b, tokens], of as many of the last ones as it remembers."""
+    """Return the ranks ``of_token`` [b, tokens] of the newest tokens, and the entries of the cache that record them."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)
     token = chunk[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""The step of generation, made once: every request's newest token goes in, its next one comes out, all of it on the device."""
+"""The decode loop: a step, compiled once, takes each request's newest token and returns its next one, all on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME = PartitionSpec()
 
 
 class Placed(NamedTuple):
-    """A model whose weights lie on every device of a mesh: compiled programs, and the arrays that they take."""
+    """A model with its weights on each device of a mesh: compiled programs, and the arrays that they take."""
 
     mesh: Mesh
     axis_name: str
@@ -32,7 +32,10 @@ class Placed(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Placed:
-        """Return the record; a model without a mesh is a ring of one on its device. ValueError for a mesh without devices."""
+        """Return the record; a model without a mesh becomes a ring of one on its device.
+
+        Raise ValueError if the model's mesh has no devices.
+        """
         from flax import nnx
 
         graph, state = nnx.split(model)
@@ -48,7 +51,7 @@ class Placed(NamedTuple):
         return cls(mesh, axis_name, programs(graph, tree, mesh, axis_name), weights)
 
     def put(self, x: Any) -> Any:
-        """The arrays of a tree on every device."""
+        """Return the arrays of a tree, replicated on all devices."""
         return jax.device_put(x, NamedSharding(self.mesh, SAME))
 
 
@@ -58,7 +61,11 @@ def _alone(axis_name: str, device: Any) -> Mesh:
 
 
 class Programs(NamedTuple):
-    """``prefill(weights, cache, hidden, ids, lengths, ends, fresh=, equal=)``, ``first(...)`` and ``step(...)``, jitted."""
+    """The jitted programs of a model.
+
+    ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` with ``chunk`` = (ids, lengths, ends), ``first(...)`` and
+    ``step(...)``.
+    """
 
     prefill: Callable[..., Any]
     first: Callable[..., Any]
@@ -67,7 +74,7 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
-    """The programs of a model: kept, so that another call of the same sizes compiles nothing."""
+    """Return the programs of a model, cached, so that another call of the same sizes compiles nothing."""
     from flax import nnx
 
     def model_of(weights: Sequence[jax.Array]) -> Any:
@@ -75,7 +82,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """``chunk``: ids, lengths and which requests end in it; ``equal``: the length of all of them, if it is one."""
+        """Prefill a chunk: ids, lengths, and a mask of the requests that end in it. ``equal``: their common length, or None."""
 
         def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
             hidden, (ids, lengths, ends) = given
@@ -107,7 +114,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
 
 
 def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
-    """``on_rank(weights, cache, given)`` -> (what is the same on all ranks, cache), on whole arrays."""
+    """Return ``on_rank(weights, cache, given)`` -> (replicated result, cache), mapped over the mesh, for global arrays."""
     return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 
@@ -116,14 +123,20 @@ def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
 
 
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """bool [requests]: whose newest token is the last; ``ends``: the stop ids, and ``Generation.ends``."""
+    """Return a mask of the requests that end with their newest token, bool [requests].
+
+    ``ends``: the stop ids, and ``Generation.ends``.
+    """
     stop, lengths = ends
     return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)
 
 
 class Stepper:
-    """``cache``, and ``newest``: int32 [requests], the newest tokens, and bool [requests], which requests have ended, by a
-    stop id or with all their tokens."""
+    """The state of the decode loop: the cache, and each request's newest token.
+
+    ``newest``: the newest tokens, int32 [requests], and a mask of the finished requests, bool [requests], by a stop id or with
+    all their tokens.
+    """
 
     def __init__(self, placed: Placed, cache: KVCache, asked: Generation) -> None:
         self._placed, self.cache = placed, cache
@@ -135,19 +148,19 @@ class Stepper:
         self._choice, self._ends = placed.put(choice), placed.put(ends)
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
-        """Whether the host looks at tokens while the device computes the next ones."""
+        """True if the host reads tokens while the device computes the next ones."""
 
     def begin(self, hidden: jax.Array) -> None:
-        """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts."""
+        """Draw the first new tokens from the last hidden states [requests, dim] of the prompts."""
         self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._choice, self._ends)
 
     def step(self) -> None:
-        """Put the newest token of every request that goes on into the cache, and draw the next one."""
+        """Append the newest token of each unfinished request to the cache, and draw the next one."""
         given = self._placed.weights, self.cache, self.newest, self._choice, self._ends
         self.newest, self.cache = self._placed.compiled.step(*given)
 
     def read(self) -> Read:
-        """Have the newest tokens sent to the host; what is returned waits for them."""
+        """Start to copy the newest tokens to the host; the returned function waits for them."""
         tokens = self.newest[0]
         tokens.copy_to_host_async()
         return lambda: np.asarray(tokens).tolist()
