@@ -1,4 +1,4 @@
-"""Dilated attention: a ring over the tokens that each pattern keeps, and the patterns weighted by their denominators."""
+"""Dilated attention: one ring over the tokens that each pattern keeps, and the merge of the patterns by their denominators."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def dilated_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
+    """Compute dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
-    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment,
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. In each segment,
     with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
     other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
 
-    A key that two patterns show counts twice. Each pattern is one exact ring attention over the tokens it keeps, in which ranks
-    that share no segment exchange nothing.
+    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens it keeps, in
+    which ranks that share no segment exchange nothing.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
@@ -62,20 +62,20 @@ def dilated_attention(
         segments: lengths in tokens, strictly increasing; they need not divide the sequence, and may be longer.
         dilations: one for each segment, which it divides.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_dilated_attention``.
-        mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
+        mixing: "softmax": each head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
             alone.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
-        key_mask: bool ``[batch, s]``, True where a key may be attended.
+        key_mask: bool ``[batch, s]``, True if a key may be attended.
         scale, softcap, strategy, backend, deterministic: as in ``ring_attention``.
-        length: true global number of tokens; what the shards hold beyond is padding, never seen, out 0. None: all of them.
+        length: global number of tokens without padding; the tokens beyond are padding, never seen, out 0. None: all tokens.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
-    natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
+    natural log, differentiable. A token that all patterns leave out, or that sees no key: out 0, lse -inf, zero gradients.
 
-    Raises ValueError at trace time: segments and dilations that are not equally many, segments that do not increase, a dilation
-    that does not divide its segment, more patterns than heads under mixing "heads", q and k of other lengths, and what
-    ``ring_attention`` refuses.
+    Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, a dilation does not
+    divide its segment, mixing "heads" has more patterns than heads, q and k differ in length, or ``ring_attention`` refuses an
+    argument.
     """
     options = Options(
         layout="contiguous",
@@ -100,7 +100,7 @@ def attend(
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """``dilated_attention`` of records: (out, lse)."""
+    """Compute (out, lse) as ``dilated_attention`` does, from records."""
     lanes = lanes_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
@@ -119,7 +119,7 @@ def _parts(lanes: tuple[Lanes, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(lanes: Lanes, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
-    """The extents and the key mask of the lanes, where they need them."""
+    """Return the extents and the key mask of the folded batch; None if not needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes

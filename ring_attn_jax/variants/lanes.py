@@ -1,11 +1,11 @@
-"""A shard as the lanes of its patterns and back, with gradients: pure rearrangement, no gather and no scatter.
+"""A shard as the folded batches (lanes) of its patterns and back, with gradients: pure rearrangement, no gather or scatter.
 
-``Lanes`` in the core says where a token goes. ``folded`` makes the lanes of an array, ``mixed`` brings the results of all
-patterns together, each weighted by its softmax's denominator Z_i = exp(lse_i):
+``Lanes`` in the core maps tokens to slots. ``folded`` makes the lanes of an array, ``mixed`` merges the results of all patterns,
+each weighted by its softmax's denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Gradients of an array are summed over patterns in float32, in the order of the patterns, and so are the outs.
+The gradients of an array are summed over patterns in float32, in the order of the patterns, and so are the outs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """A shard [b s h d] -> for each place its lanes [b * classes, slots, heads of a class, d], differentiable."""
+    """Return for each place the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d]; differentiable."""
     return _fold(x, rank, places)
 
 
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[Lanes, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The outs and lses of the patterns' lanes -> out [b s h e] in their dtype, lse [b s h]; differentiable.
+    """Merge the outs and lses of the patterns' lanes into out [b s h e] in their dtype and lse [b s h]; differentiable.
 
-    A token that no pattern shows anything: out 0, lse -inf, zero gradients.
+    A token that sees no key in any pattern: out 0, lse -inf, zero gradients.
     """
     return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in lanes))
 
@@ -79,13 +79,13 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
-    """dout_i = alpha_i dout, dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 where a pattern sees nothing."""
+    """Return dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 if a pattern sees no key."""
     (outs, lses), rank = residuals
     dout, dlse = cotangents
     lses, heads = [lse[..., None] for lse in lses], _heads(places)
     sums = _sums(lses, rank, places)
     alphas = [_weight(lse_i, sums, place, rank) for lse_i, place in zip(lses, places, strict=True)]
-    douts = [  # what sees nothing may have NaN for a cotangent
+    douts = [  # a query that sees no key may have NaN as its cotangent
         jnp.where(lse_i > -jnp.inf, alpha * fold(dout, place, rank).astype(alpha.dtype), 0)
         for lse_i, alpha, place in zip(lses, alphas, places, strict=True)
     ]
@@ -103,12 +103,12 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _heads(places: Places) -> int:
-    """Heads of the whole, which the last pattern's end with."""
+    """Return the number of heads of the shard, the end of the last pattern's heads."""
     return places[-1][1].end
 
 
 def _sums(lses: Sequence[jax.Array], rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
-    """The largest lse_i [b s h 1], and all Z_i over the Z of that one."""
+    """Return the largest lse_i [b s h 1], and the sum of all Z_i over the Z of that one."""
     heads = _heads(places)
     top = reduce(jnp.maximum, (unfold(x, place, rank, heads, -jnp.inf) for x, place in zip(lses, places, strict=True)))
     parts = (_exp(x, fold(top, place, rank)) for x, place in zip(lses, places, strict=True))
@@ -120,16 +120,16 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
-    """alpha_i, 0 where a pattern sees nothing.
+    """Return alpha_i, 0 if a pattern sees no key.
 
-    lse itself would not do: where scores are huge, its rounding changes the weights.
+    It is not computed from lse: if scores are huge, the rounding of lse changes the weights.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """A shard [b s h d] -> its lanes [b * classes, slots, heads of a class, d]; slots and heads that there are not: 0."""
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d]; missing tokens and heads are 0."""
     lanes, part = place
     x = x[:, :, part.first : part.end]
     if part.repeat > 1:
@@ -148,9 +148,9 @@ def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
 
 
 def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
-    """Lanes -> the shard [b s heads d] that they were folded from, with ``fill`` where no lane holds anything.
+    """Return the shard [b s heads d] that lanes were folded from, with ``fill`` for elements that no lane holds.
 
-    Where ``fold`` repeats a head, the sum of what became of it.
+    If ``fold`` repeats a head, its copies are summed.
     """
     lanes, part = place
     rows, slots, n, d = x.shape
@@ -174,5 +174,5 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(part: Part) -> jax.Array:
-    """bool, against [b slots spread together heads spread d]: a class holds the heads of its own offset."""
+    """Return the mask that keeps the heads of a class's own offset, bool, against [b slots spread together heads spread d]."""
     return jnp.eye(part.spread, dtype=bool)[:, None, None, :, None]

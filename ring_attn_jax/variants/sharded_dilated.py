@@ -1,4 +1,4 @@
-"""Dilated attention of globally sharded arrays: the shard_map round ``dilated_attention``, built for the mesh."""
+"""Dilated attention of globally sharded arrays: a shard_map around ``dilated_attention``, built for the mesh."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def sharded_dilated_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """:func:`dilated_attention` on whole arrays in the natural order of tokens, sharded as :func:`sharded_ring_attention` says.
+    """Compute :func:`dilated_attention` on global arrays in natural order, sharded as in :func:`sharded_ring_attention`.
 
-    Offsets and groups of heads count the heads of the whole array: over ``head_axis`` every member must hold a multiple of each
-    dilation, and ``mixing`` must be "softmax", so that all members keep the same tokens. ValueError otherwise.
+    Offsets and head groups count the heads of the global array: over ``head_axis`` each member must hold a multiple of each
+    dilation, and ``mixing`` must be "softmax", so that all members keep the same tokens. Raise ValueError otherwise.
     """
     where, patterns = Where.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(
@@ -91,7 +91,7 @@ def _compiled(
     return_lse: bool,
     mapped: bool,
 ) -> Any:
-    """The program, made once."""
+    """Return the compiled program, cached."""
 
     def on_shards(given: dict[str, Any]) -> Any:
         q, k, v = (given[name] for name in "qkv")

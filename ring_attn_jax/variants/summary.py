@@ -1,8 +1,9 @@
-"""Summary attention over a ring: approximate, exact within a window, blocks of tokens beyond it seen as a few summaries.
+"""Summary attention over a ring: approximate; exact within a window, with older blocks of tokens pooled into a few summaries.
 
-Two parts, which :func:`merge` joins. Near: the ring of ``ring_attention`` under a window; extents cut it to whole blocks. Far: a
-rank pools what it holds of each block by ``attend_block``, whose queries are the pool, so that a block on several ranks is merged
-from pairs (out, lse) as rings are. One all-gather takes these parts to all ranks, and their queries attend to the summaries.
+Two parts, which :func:`merge` joins. Local: the ring of ``ring_attention`` under a window; extents cut it to whole blocks.
+Compressed: a rank pools its tokens of each block by ``attend_block``, with the pool as queries, so that a block on several ranks
+is merged from pairs (out, lse), as rings are. One all-gather takes these pairs to all ranks, whose queries attend to the
+summaries.
 """
 
 from __future__ import annotations
@@ -54,37 +55,37 @@ def summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Approximate causal attention: exact to the last tokens, and to every block of tokens before them as a few summaries.
+    """Compute approximate causal attention: exact over the last tokens, plus a few pooled summaries of each block before them.
 
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
         s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
 
-    with one softmax over both. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
-    so is ``pooling="mean"`` with ``summaries=block``. A window beside gathered, pooled blocks is what several language models
-    train; here only summaries travel beyond the hops of the window.
+    with one softmax over both. Each earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
+    so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window plus gathered, pooled
+    blocks; here only summaries travel beyond the hops of the window.
 
-    Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the whole sequence):
+    Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
-        pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
+        pool: ``[summaries, kv_heads, head_dim]``, learned, the same on each rank; zeros give the mean of the block. It is
             cast to k's dtype. JAX sums its gradient over the ranks; inside ``shard_map(check_vma=False)`` it is a rank's part.
-        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than they are.
-        summaries: how many summaries stand for a block.
-        window: how many tokens before it a query sees exactly, at the least: what it sees begins where a block does.
+        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than shards.
+        summaries: number of summaries of a block.
+        window: smallest number of tokens before it that a query sees exactly; the exact part begins at the start of a block.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
-        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. The others take no part in the pooling. A summary
-            then stands for its block's true keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and one
-            without a key is not seen. This weight is one more column of the summaries' values.
+        key_mask: bool ``[batch, seq_local]``, True if a key may be attended. Masked keys take no part in the pooling. A summary
+            then stands for its block's unmasked keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and
+            a summary without a key is not seen. This weight is one more column of the summaries' values.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
-            comes before a summary's logarithm is added.
+            applies before a summary's logarithm is added.
 
-    Returns what ring_attention returns. The parts of summaries travel in float32 (float64 of float64), in one all-gather, for a
-    block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. What travels is counted by
-    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
+    Returns the results of ring_attention. The parts of summaries travel in float32 (float64 of float64), in one all-gather, since
+    a block on several ranks is merged from them; the summaries themselves are rounded to k's dtype.
+    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes that travel.
 
-    Raises ValueError at trace time for inputs that do not fit, and what to do about it. No second derivative.
+    Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode.
     """
     options = SummaryOptions(
         block=block,
@@ -126,10 +127,11 @@ def sharded_summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """:func:`summary_attention`, which is approximate, on whole arrays in contiguous layout (the natural order, padded).
+    """Compute :func:`summary_attention`, which is approximate, on global arrays in contiguous layout (natural order, padded).
 
-    The mesh, its axes, and how arrays are sharded over them: as in :func:`sharded_ring_attention`; pool over ``head_axis`` as k's
-    heads are. Other arguments are summary_attention's, arrays whole too. Raises ValueError for what either of the two refuses.
+    The mesh, its axes, and the sharding of arrays: as in :func:`sharded_ring_attention`; pool is sharded over ``head_axis`` like
+    k's heads. Other arguments are those of summary_attention, with global arrays. Raise ValueError if either of the two refuses
+    an argument.
     """
     options = SummaryOptions(
         block=block,
@@ -160,7 +162,7 @@ class Inputs(NamedTuple):
 class Summaries(NamedTuple):
     """k [b n g d] and v [b n g e] of all summaries, those of a block side by side, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: which part of the tokens that a summary is pooled from are true keys.
+    ``share`` [b n], with a key mask: the unmasked share of the tokens that a summary is pooled from.
     """
 
     k: jax.Array
@@ -169,7 +171,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: Inputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """``summary_attention`` of records: (out, lse)."""
+    """Compute (out, lse) as ``summary_attention`` does, from records."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
     first, seen = _seen(plan, lax.axis_index(axis_name))
@@ -183,14 +185,17 @@ def attention_with_summaries(inputs: Inputs, options: SummaryOptions, axis_name:
 
 
 def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First and end (exclusive) of the tokens that every query of this rank sees, int32 [s]; padding sees none, of blocks too."""
+    """Return the first and end (exclusive) token that each query of this rank sees, int32 [s].
+
+    Padding has [0, 0), so it sees no block either.
+    """
     positions = rank * plan.local + jnp.arange(plan.local, dtype=jnp.int32)
     true = positions < plan.length
     return jnp.where(true, plan.first(positions), 0), jnp.where(true, positions + 1, 0)
 
 
 def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan) -> tuple[jax.Array, jax.Array]:
-    """The pair (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    """Return the pair (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
     attend = partial(
@@ -214,7 +219,7 @@ def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan
 
 
 def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
-    """The summaries of all blocks, from the parts that every rank has made."""
+    """Return the summaries of all blocks, merged from all ranks' parts."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
     m, slots, wide = plan.options.summaries, plan.slots, accumulation_dtype(k.dtype)
@@ -230,7 +235,7 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
         key_mask=key_mask,
         backend=plan.options.backend,
     )
-    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # apart, since Hopper's kernels take no values wider than keys
+    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # two calls, since Hopper's kernels take no values wider than keys
     parts = [of_k, of_v, lse[..., None]]
     if key_mask is not None:
         before = jnp.pad(jnp.cumsum(key_mask, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -254,7 +259,7 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
 
 
 def _checked(inputs: Inputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """The plan of the call; ValueError for what is no array and for arrays that do not fit."""
+    """Return the plan of the call. Raise ValueError if an argument is not an array or does not fit."""
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
     (of_pool,) = described({"pool": pool}) or (None,)
@@ -262,7 +267,7 @@ def _checked(inputs: Inputs, options: SummaryOptions, ranks: int) -> SummaryPlan
 
 
 def sharded(inputs: Inputs, options: SummaryOptions, where: Where, return_lse: bool = False) -> Any:
-    """``sharded_summary_attention`` of records."""
+    """Compute ``sharded_summary_attention`` from records."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
@@ -280,7 +285,7 @@ def sharded(inputs: Inputs, options: SummaryOptions, where: Where, return_lse: b
 def _compiled(
     where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
 ) -> Any:
-    """The program, made once: outside jit, a new function at every call would be compiled anew."""
+    """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
     def on_shards(given: dict[str, jax.Array]) -> Any:
         inputs = Inputs(given["q"], given["k"], given["v"], given.get("pool"), given.get("key_mask"))
