@@ -1,7 +1,6 @@
-"""Blocks that keep their input and attention's (out, lse) alone; their backward computes the rest again, without the ring.
+"""Rematerialized blocks: the backward recomputes all but their input and attention's (out, lse), without the ring.
 
-jax.checkpoint computes it again. What is here is its policy, by the names that these arrays carry: they stay on the device, or
-wait in host memory.
+A policy of jax.checkpoint names these arrays: they stay on the device, or are offloaded to host memory.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from ..op import LSE_NAME, OUT_NAME
 
 INPUT_NAME = "ring_attn_block_input"
 HOST = "pinned_host"
-"""The kind of memory that arrays wait in."""
+"""The memory kind of offloaded arrays."""
 
 Module = TypeVar("Module", bound=nnx.Module)
 Caller = Callable[..., jax.Array]
-"""Takes a function of a block and of its input, and these, and calls it; keeps as little as was asked for."""
+"""A function that applies its first argument, a function of a block and its input, under a policy of saved activations."""
 
 
 def caller(activations: str) -> Caller | None:
-    """Return what calls the blocks; None where they keep all.
+    """Return the function that calls the blocks; None if they save all activations.
 
-    ``activations``: "keep", "recompute" or "offload"; ValueError for anything else, and for "offload" on devices without HOST.
+    ``activations``: "keep", "recompute" or "offload". Raise ValueError if it is another value, or is "offload" on devices without
+    HOST.
     """
     check_activations(activations)
     if activations == "keep":

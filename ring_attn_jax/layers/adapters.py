@@ -38,26 +38,26 @@ def attention_fn(
 ) -> Callable[..., jax.Array]:
     """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
 
-    Such a module then takes and returns whole arrays [batch..., tokens, features] as before, and its attention is
-    :func:`sharded_ring_attention` over the axes of ``mesh``, whose arguments these are. ``layout``: the order that the tokens of
-    the arrays stand in. "contiguous" is the natural order, of any length; arrays in another one come from ``to_layout``.
-    ``mask``: a band that all calls keep to, such as ``causal()``, in global positions whatever the layout.
+    Such a module then takes and returns global arrays [batch..., tokens, features] as before, and its attention is
+    :func:`sharded_ring_attention` over the axes of ``mesh``, whose arguments these are. ``layout``: the order of the tokens in
+    the arrays. "contiguous" is the natural order, of any length; arrays in another layout come from ``to_layout``. ``mask``: a
+    band that applies to all calls, such as ``causal()``, in global positions in any layout.
 
-    The function has every argument that the modules of flax 0.12.2 to 0.12.12 pass:
+    The function has all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
         - ``is_causal``: as ``mask=causal()``, in global positions.
         - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows,
-          documents, whatever is the same for all heads and, apart from keys that are hidden from everybody, one interval of keys
-          for each query. Any other is refused; under jit, where nobody can look, such a query gets NaN. A query that sees
-          no key gets 0, where flax takes the mean of all values.
-        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, of other probabilities than flax would drop, the same
-          ones on any mesh. ``broadcast_dropout=True``, flax's default, is refused where there is dropout.
+          documents, or any mask that is the same for all heads and, apart from keys that are hidden from all queries, one
+          interval of keys for each query. Any other is refused; under jit, where values are unknown, such a query gets NaN. A
+          query that sees no key gets 0, but flax takes the mean of all values.
+        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, with another mask than flax would draw, the same on any
+          mesh. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted, since products
           are exact and the softmax is float32 anyway.
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 
-    Raises ValueError for what is refused, for axes that the mesh does not have, and what sharded_ring_attention raises; so a
-    module with ``decode=True``, which asks with one token, works on a ring of one only.
+    Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises; so a module with
+    ``decode=True``, which calls with one token, works on a ring of one only.
     """
     options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
     return RingAttentionFunction(Where.of(mesh, axis_name, batch_axes, head_axis), options)
@@ -67,7 +67,7 @@ Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Dropout(NamedTuple):
-    """What a module says of dropout in a call that has it."""
+    """The dropout arguments of a call that has dropout."""
 
     rng: jax.Array | None
     rate: float
@@ -76,9 +76,9 @@ class Dropout(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """An ``attention_fn``: equal, and hashed alike, where its arguments are, so that jit compiles once.
+    """The base of an ``attention_fn``; equal arguments make equal functions with equal hashes, so that jit compiles once.
 
-    It takes what flax passes and refuses what no attention here can honour; a class made of it attends.
+    It takes the arguments that flax passes and refuses those that no attention here can honour; a subclass attends.
     """
 
     where: Where
@@ -105,7 +105,7 @@ class FlaxFunction:
         attn_weights_value_einsum: Callable[..., Any] | None = None,
         input_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...] -> like query."""
+        """Attend: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...] -> like query."""
         never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
         for (name, why), given in zip(REFUSED.items(), never, strict=True):
             if given is not None:
@@ -124,11 +124,11 @@ class FlaxFunction:
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
-        """out [batch, tokens, heads, v_dim] of q, k and v; ``visible``: the module's mask, as ``visible_of`` returns it."""
+        """Return out [batch, tokens, heads, v_dim] of q, k and v; ``visible``: the module's mask, a result of ``visible_of``."""
         raise NotImplementedError
 
     def _padded(self, x: Any) -> Any:
-        """``x`` with zeros behind its tokens, as many as every rank needs to hold equally many; None stays None."""
+        """Return ``x`` with zeros after its tokens, so that all ranks hold equally many; None stays None."""
         if x is None or not x.shape[1] % self.where.ranks:
             return x
         more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
@@ -136,7 +136,7 @@ class FlaxFunction:
 
 
 class RingAttentionFunction(FlaxFunction):
-    """What ``attention_fn`` returns."""
+    """The function that ``attention_fn`` returns."""
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
         arrays = Arrays(dropout_seed=None if dropout is None else _draw(dropout))
@@ -153,7 +153,7 @@ class RingAttentionFunction(FlaxFunction):
         return nan_unless(fits, self._over_the_mesh(*qkv, arrays._replace(extents=extents, key_mask=key_mask), options))
 
     def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
-        """out [batch, tokens, heads, v_dim]; natural order is padded to what the mesh can share."""
+        """Return out [batch, tokens, heads, v_dim]; arrays in natural order are padded to a length that the mesh can share."""
         if options.layout != "contiguous":
             return sharded(q, k, v, arrays, options, self.where)
         queries, keys = q.shape[1], k.shape[1]
@@ -170,21 +170,21 @@ REFUSED = {
     "attn_weights_value_einsum": "the products are the backend's own",
     "input_positions": "they are for rotary embeddings, which RingAttention has",
 }
-"""The arguments of which None alone will do, and why."""
+"""The arguments that must be None, and the reasons."""
 
 
 def _one_batch(x: jax.Array) -> jax.Array:
-    """[batch..., tokens, heads, dim] as [batch, tokens, heads, dim]."""
+    """Return [batch..., tokens, heads, dim] as [batch, tokens, heads, dim]."""
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
 def _causal_part(band: Band) -> Band:
-    """What ``band`` and ``causal()`` both let see."""
+    """Return the intersection of ``band`` and ``causal()``."""
     return Band(max(band.lo or 0, 0), band.hi)
 
 
 def _draw(dropout: Dropout) -> Draw:
-    """What dropout draws by."""
+    """Return the dropout state of a call."""
     if dropout.broadcast:
         raise ValueError(
             "broadcast_dropout=True drops the same probabilities in all rows and heads, and ring attention draws for each by "
@@ -196,7 +196,7 @@ def _draw(dropout: Dropout) -> Draw:
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
-    """ValueError for a mask that cannot be honoured for some query, where this process can see that; what it ``must`` do."""
+    """Raise ValueError if a mask cannot be honoured for some query and ``fits`` can be read; ``must``: the condition in words."""
     values = None if fits is None else on_host(fits)
     if values is not None and not values.all():
         row, query = (int(i) for i in np.argwhere(~values)[0])
@@ -204,5 +204,5 @@ def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
 
 
 def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
-    """out [batch, tokens, heads, dim], NaN for the queries of which it says no: under jit nobody can look at them."""
+    """Return out [batch, tokens, heads, dim], NaN for the queries that do not fit: under jit their values are unknown."""
     return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

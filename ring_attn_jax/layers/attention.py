@@ -33,25 +33,24 @@ class RingAttention(Projections):
 
     ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
     ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``: the ring, a
-    mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes whole arrays in layout order instead,
-    sharded over the mesh, and calls :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Computes in x's dtype
-    whatever dtype the weights are kept in.
+    mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays in layout order instead,
+    sharded over the mesh, and calls :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Computes in x's dtype,
+    in whichever dtype the weights are.
 
     ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
     ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
-    :class:`RMSNorm` over head_dim with ``eps`` before they are turned, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
-    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype in which weights
-    are made, by name or as the framework's own.
+    :class:`RMSNorm` over head_dim with ``eps`` before the rotation, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
+    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype of new weights, by name or as
+    the framework's own.
 
-    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
+    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head learns one logit in the softmax's
     denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get
-    ``slope_h (k_pos - q_pos)`` in global positions, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
-    ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
-    one is evaluation.
+    ``slope_h (k_pos - q_pos)`` in global positions, with the fixed slopes of :func:`~ring_attn_core.model.alibi.alibi_slopes`;
+    usual with ``rotary_base=None``. ``dropout_rate``: the share of the attention probabilities to drop in a call with a
+    ``dropout_seed``; a call without one is evaluation.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit and
-    numbers outside their range.
+    JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is
+    outside its range.
     """
 
     def __init__(
@@ -122,19 +121,19 @@ class RingAttention(Projections):
         context_positions: jax.Array | None = None,
         context_length: int | None = None,
     ) -> jax.Array:
-        """x [b s dim], this rank's shard in layout order (with a mesh: the whole array) -> [b s dim].
+        """Attend over x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, where the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as ring_attention's.
-        ``dropout_seed``: an int or a 0-d integer array, the same on every rank and another at every step; dropout applies
-        exactly where it is given. ``dropout_offset``: as in ring_attention.
+        global number of tokens without padding, if the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as in
+        ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at each step; dropout
+        applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
-        ``context`` [b t dim], sharded like x: cross-attention, keys and values are those of this other sequence, of
-        ``context_length`` true tokens (None: all that its shards hold), at ``context_positions``, as ``positions`` are x's.
-        ``key_mask`` [b t] and ``extents`` are then about its tokens, and so is the mask: a layer whose queries see all of it is
-        made with ``mask=full()``, and mostly with ``rotary_base=None``.
+        ``context`` [b t dim], sharded like x: cross-attention, with the keys and values of this other sequence, of
+        ``context_length`` tokens without padding (None: all that its shards hold), at ``context_positions``, as ``positions`` are
+        x's. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: for queries that see all of it make the layer
+        with ``mask=full()``, and mostly with ``rotary_base=None``.
 
-        Raises ValueError for an x or a context of another shape, and what ring_attention raises.
+        Raise ValueError if the shape of x or context does not fit, or ring_attention refuses an argument.
         """
         for name, given in (("context_positions", context_positions), ("context_length", context_length)):
             if given is not None and context is None:
@@ -153,5 +152,5 @@ class RingAttention(Projections):
         return self.o(out.reshape(*x.shape[:2], -1))
 
     def _held(self, tokens: int) -> int:
-        """How many tokens all ranks hold, of which this one holds ``tokens``; with a mesh ``tokens`` are all."""
+        """Return the number of tokens that all ranks hold if this one holds ``tokens``; with a mesh ``tokens`` are all."""
         return tokens if isinstance(self.where, Where) else tokens * ring_size(self.where)

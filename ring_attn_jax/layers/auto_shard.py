@@ -1,4 +1,4 @@
-"""Whole sequences as the shards of a ring, and the ring's logits as whole ones again."""
+"""Sharding of global sequences over a ring, and gathering of the ring's logits into global ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..sharded import Where, on_explicit_axes
 
 
 class Rows(NamedTuple):
-    """Over which mesh axes the rows are sharded, and how many tokens they have."""
+    """The mesh axes over which rows are sharded, and the number of tokens in a row."""
 
     layout: str
     where: Where
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, mask: jax.Array | None, layout: str, where: Where) -> Rows:
-        """Return the record; ValueError for what does not fit."""
+        """Return the record. Raise ValueError if the arrays do not fit."""
         check_whole(ids, mask)
         members = math.prod(where.mesh.shape[axis] for axis in where.batch_axes)
         if ids.shape[0] % members:
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
         return cls(layout, where, ids.shape[1])
 
     def shard(self, x: jax.Array) -> jax.Array:
-        """[batch, length] in natural order -> [batch, tokens] in layout order, padded, each device its rows and tokens."""
+        """Shard [batch, length] in natural order into [batch, tokens] in layout order, padded, on the devices of the mesh."""
         x, mesh = to_layout(jnp.asarray(x), self.layout, self.where.ranks), self.where.mesh
         spec = PartitionSpec(self.where.batch_axes or None, self.where.axis_name)
         if AxisType.Explicit in mesh.axis_types:
@@ -39,16 +39,16 @@ class Rows(NamedTuple):
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def shard_mask(self, mask: jax.Array | None) -> jax.Array | None:
-        """Likewise of the mask, if there is one."""
+        """Shard the mask likewise; None stays None."""
         return None if mask is None else self.shard(mask)
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """[batch, tokens, features] in layout order -> [batch, length, features] in natural order."""
+        """Return [batch, tokens, features] in layout order as [batch, length, features] in natural order."""
         return from_layout(x, self.layout, self.where.ranks, self.length)
 
 
 def check_whole(ids: Any, mask: Any) -> None:
-    """ValueError for what are no whole sequences and no mask of them."""
+    """Raise ValueError unless ``ids`` are global sequences and ``mask`` is None or a mask of them."""
     shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
     if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"
@@ -59,7 +59,7 @@ def check_whole(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **given: jax.Array | int | None) -> None:
-    """ValueError for arguments of shards beside auto_shard, and for a mask of whole sequences without it."""
+    """Raise ValueError if arguments of shards come with auto_shard, or a mask of global sequences without it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in given.items():

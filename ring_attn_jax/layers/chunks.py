@@ -1,4 +1,4 @@
-"""Something done to every token by itself, for a chunk of a rank's tokens at a time."""
+"""Per-token functions applied to chunks of a rank's tokens, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .parts import gathered_over
 def in_chunks(
     function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: Where | None
 ) -> jax.Array:
-    """``function(weights, x)`` for x [b s ...], of at most ``chunk`` tokens at a time and recomputed in the backward.
+    """Return ``function(weights, x)`` for x [b s ...], at most ``chunk`` tokens at a time, recomputed in the backward.
 
-    So what ``function`` holds inside is there for one chunk only, forward and backward. ``weights``: a tree of arrays.
-    ``where``: how whole arrays are sharded; then every device cuts its own tokens, and the gradients of the weights are summed
-    over devices once, not in every chunk. Of tokens that fit one chunk nothing is recomputed.
+    So the intermediates of ``function`` exist for one chunk only, forward and backward. ``weights``: a tree of arrays. ``where``:
+    the sharding of global arrays; then each device cuts its own tokens, and the gradients of the weights are summed over devices
+    once, not in each chunk. If the tokens fit one chunk, nothing is recomputed.
 
-    Inside of what jax.checkpoint computes again, ``function`` runs no more often than without chunks: once forward, and once for
-    the backward. What comes out of it is not computed again, for nobody reads it.
+    Inside a function that jax.checkpoint recomputes, ``function`` runs no more often than without chunks: once forward, and once
+    for the backward. Its output is not recomputed, since nothing reads it.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
@@ -47,9 +47,9 @@ def in_chunks(
 
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
-    """``function(weights, x)`` where other axes of the mesh may be Explicit; XLA shards over these inside.
+    """Return ``function(weights, x)`` in which the other axes of the mesh may be Explicit; XLA shards over these inside.
 
-    The backward is told, for the one that JAX would derive of a loop on Auto axes carries zeros of the mesh outside.
+    The backward is explicit, since the one that JAX derives of a loop on Auto axes carries zeros of the mesh outside.
     """
     if not explicit_axes():
         return function(weights, x)
@@ -65,9 +65,10 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 
 
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
-    """[b s ...] -> [chunks b c ...] with c <= chunk, padded at the end with ``pad_value``.
+    """Cut [b s ...] into [chunks b c ...] with c <= chunk, padded at the end with ``pad_value``.
 
-    Chunk i has every token that is i modulo the number of chunks: where XLA shards the tokens, every device has its part of each.
+    Chunk i has each token with index i modulo the number of chunks: if XLA shards the tokens, each device has its part of each
+    chunk.
     """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)
@@ -79,6 +80,6 @@ def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
 
 
 def from_chunks(y: jax.Array, tokens: int) -> jax.Array:
-    """The inverse of :func:`to_chunks`."""
+    """Invert :func:`to_chunks`."""
     y = jnp.moveaxis(y, 0, 2)
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]

@@ -26,15 +26,15 @@ from .projections import Projections
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    The weights and their names are those of :class:`RingAttention`, and so are the arguments but for ``segments``, ``dilations``
-    and ``mixing``, which are :func:`dilated_attention`'s: pattern i lets a token attend, within its segment of ``segments[i]``
-    tokens, to every ``dilations[i]``-th one (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the
-    sequence, of dilation 1, it is RingAttention. There are no sinks, no ALiBi and no dropout.
+    The weights and their names are those of :class:`RingAttention`, and so are the arguments except ``segments``, ``dilations``
+    and ``mixing``, which are those of :func:`dilated_attention`: pattern i lets a token attend, within its segment of
+    ``segments[i]`` tokens, to every ``dilations[i]``-th one (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment
+    that covers the sequence, of dilation 1, it is RingAttention. It has neither sinks nor ALiBi nor dropout.
 
-    ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes whole arrays
+    ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays
     instead, sharded over the mesh, and calls :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``. JAX sums
-    the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes and patterns that do not fit and
-    numbers outside their range.
+    the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes or patterns do not fit, or a number is
+    outside its range.
     """
 
     def __init__(
@@ -89,12 +89,13 @@ class DilatedRingAttention(Projections):
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
     ) -> jax.Array:
-        """x [b s dim], this rank's contiguous shard (with a mesh: the whole array) -> [b s dim].
+        """Attend over x [b s dim], this rank's contiguous shard (with a mesh: the global array); return [b s dim].
 
-        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the true
-        global number of tokens, where the shards hold padding. ``key_mask`` bool [b s]: True where a key may be attended.
+        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the
+        global number of tokens without padding, if the shards hold padding. ``key_mask`` bool [b s]: True if a key may be
+        attended.
 
-        Raises ValueError for an x of another shape, and what dilated_attention raises.
+        Raise ValueError if the shape of x does not fit, or dilated_attention refuses an argument.
         """
         q, k, v = self.projected(x, positions)
         options = self.options

@@ -38,19 +38,19 @@ def dilated_attention_fn(
 ) -> Callable[..., jax.Array]:
     """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
 
-    Such a module then takes and returns whole arrays [batch..., tokens, features] in natural order, of any length, as before,
+    Such a module then takes and returns global arrays [batch..., tokens, features] in natural order, of any length, as before,
     and its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, whose arguments these are. With one segment
-    that covers the sequence, of dilation 1, it computes what flax does.
+    that covers the sequence, of dilation 1, it computes flax's attention.
 
-    The function has every argument that flax's modules pass, as that of :func:`attention_fn` has:
+    The function has all arguments that flax's modules pass, like that of :func:`attention_fn`:
         - ``is_causal``: as ``mask=causal()``.
-        - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from everybody and let a query see
-          nothing, whose output is 0. Beyond that it may repeat what ``mask=causal()`` or ``is_causal`` says, and say nothing
-          else. Any other is refused; under jit, where nobody can look, such a query gets NaN.
-        - Dropout is refused, and so is what ``attention_fn`` refuses.
+        - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries, or all keys from a
+          query, whose output is then 0. Beyond that it may only repeat ``mask=causal()`` or ``is_causal``. Any other is refused;
+          under jit, where values are unknown, such a query gets NaN.
+        - Dropout is refused, and so are the arguments that ``attention_fn`` refuses.
 
-    Raises ValueError for what is refused, for patterns that do not fit, for axes that the mesh does not have, for keys of another
-    length than the queries, and what sharded_dilated_attention raises.
+    Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or
+    sharded_dilated_attention raises.
     """
     where = Where.of(mesh, axis_name, batch_axes, head_axis)
     options = Options(
@@ -62,7 +62,7 @@ def dilated_attention_fn(
 
 @dataclass(frozen=True)
 class DilatedAttentionFunction(FlaxFunction):
-    """What ``dilated_attention_fn`` returns."""
+    """The function that ``dilated_attention_fn`` returns."""
 
     patterns: Patterns
 
@@ -103,18 +103,18 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class Seen(NamedTuple):
-    """Who sees and is seen, bool [batch, tokens] each; None where all are."""
+    """The keys and queries that take part, bool [batch, tokens] each; None for all."""
 
     keys: jax.Array | None = None
-    """Which keys some query sees."""
+    """True for keys that some query sees."""
     queries: jax.Array | None = None
-    """Which queries see some key."""
+    """True for queries that see some key."""
     fits: jax.Array | None = None
-    """Whether a query sees just those keys that its band and the two let it; None where all do."""
+    """True if a query sees exactly the keys that its band and the two allow; None if all queries do."""
 
 
 def seen_of(visible: jax.Array, band: Band) -> Seen:
-    """What ``visible`` bool [rows, heads, queries, keys] says within ``band``; of heads and queries there may be 1 for all."""
+    """Split ``visible`` bool [rows, heads, queries, keys] within ``band`` into a ``Seen``; heads and queries may be 1."""
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):
         return Seen(visible[:, 0, 0])

@@ -1,4 +1,4 @@
-"""What the layers are made of: linear maps and norms, their weights kept in a dtype of their own."""
+"""The parts of layers: linear maps, norms and embedding lookups, with weights in a dtype and a sharding of their own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..axes import sharded_like
 
 
 class Linear(nnx.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whichever dtype the weight has: [..., in] -> [..., out].
 
-    The weight starts normal with deviation ``in ** -0.5``, the bias 0. ``param_dtype``: the name of their dtype. flax keeps the
+    The weight starts normal with deviation ``in ** -0.5``, the bias 0. ``param_dtype``: the name of their dtype. flax stores the
     weight transposed, as ``kernel`` [in, out].
     """
 
@@ -49,15 +49,15 @@ class RMSNorm(nnx.Module):
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype, as a config has it: "bfloat16" of jnp.bfloat16."""
+    """Return the name of a dtype, as a config has it: "bfloat16" of jnp.bfloat16."""
     return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """``x @ weight``, [..., in] and [in, out] -> [..., out], where both may be sharded over Explicit mesh axes, each in its way.
+    """Return ``x @ weight``, [..., in] and [in, out] -> [..., out]; Explicit mesh axes may shard the two differently.
 
-    Nothing of x moves. The weight is sharded along ``in`` as x is; along ``out`` it stays sharded over the axes that x does not
-    use (tensor parallelism) and is gathered over the others (FSDP), and so is what comes out. Over Auto axes XLA decides.
+    x does not move. The weight is sharded along ``in`` as x is; along ``out`` it stays sharded over the axes that x does not use
+    (tensor parallelism) and is gathered over the others (FSDP), and the result is sharded alike. Over Auto axes XLA decides.
     """
     of_x, of_weight = sharded_like(x), sharded_like(weight)
     if not any(of_x) and not any(of_weight):
@@ -68,13 +68,13 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """[features] -> [1, ..., 1, features] of x's dimensions, sharded over Explicit mesh axes as x's features are."""
+    """Return [features] as [1, ..., 1, features] of x's dimensions, sharded over Explicit mesh axes like x's features."""
     vector = resharded(vector, PartitionSpec(sharded_like(x)[-1]), x)
     return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """``table[ids]``, sharded like ``ids`` over Explicit mesh axes, the whole table gathered; NaN for ids outside of it."""
+    """Return ``table[ids]``, sharded like ``ids`` over Explicit mesh axes, from the gathered table; NaN for ids outside of it."""
     spec = sharded_like(ids)
     sharding = on_mesh(PartitionSpec(*spec, None), ids, table) if any(spec) or any(sharded_like(table)) else None
     table = resharded(table, PartitionSpec(None, None), ids)
@@ -82,18 +82,18 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
-    """``array`` sharded so over the Explicit axes of the mesh that it is on, or one of the others."""
+    """Return ``array`` sharded as ``spec`` over the Explicit axes of its mesh, or of that of one of the others."""
     return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
 
 
 def gathered_over(axes: Set[str], array: jax.Array) -> jax.Array:
-    """``array``, whole along these Explicit mesh axes; over others it stays sharded."""
+    """Return ``array``, all-gathered along these Explicit mesh axes; over others it stays sharded."""
     left = (tuple(axis for axis in _names(names) if axis not in axes) for names in sharded_like(array))
     return resharded(array, PartitionSpec(*(names or None for names in left)))
 
 
 def on_mesh(spec: PartitionSpec, *arrays: jax.Array) -> NamedSharding:
-    """``spec`` on the mesh of the first array that is on one."""
+    """Return ``spec`` on the mesh of the first array that has one."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     return NamedSharding(next(mesh for mesh in meshes if not mesh.empty), spec)
 

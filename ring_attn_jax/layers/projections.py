@@ -1,4 +1,4 @@
-"""What the attention layers have besides their attention: projections, norms of heads, rotary embeddings, and their ring."""
+"""The base of attention layers: projections, norms of heads, rotary embeddings, and the ring."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .rotary import RotaryEmbedding
 
 
 class Projections(nnx.Module):
-    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary`` as ``config`` says.
+    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary`` of ``config``.
 
-    ``options``: what attention is asked for; its layout says where the tokens of a shard stand. ``where``: the ring, an axis of
-    the shard_map round the layer, or the axes of a mesh that whole arrays are sharded over.
+    ``options``: the options of the attention; its layout determines the positions of a shard's tokens. ``where``: the ring, an
+    axis of the shard_map around the layer, or the axes of a mesh that global arrays are sharded over.
     """
 
     def __init__(self, config: AttentionConfig, options: Options, where: Where | str, rngs: nnx.Rngs) -> None:
@@ -44,10 +44,10 @@ class Projections(nnx.Module):
         context: jax.Array | None = None,
         context_positions: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [b s heads head_dim] of x [b s dim], k and v [b t kv_heads head_dim] of context [b t dim] (None: of x).
+        """Return q [b s heads head_dim] of x [b s dim], and k and v [b t kv_heads head_dim] of context [b t dim].
 
-        q and k are normed and turned, each by its positions, None for those of the layout. ValueError for an x or a context of
-        another shape than the layer takes.
+        None as context: x. q and k are normalized and rotated, each by its positions, None for those of the layout. Raise
+        ValueError if the shape of x or context does not fit.
         """
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
@@ -67,15 +67,15 @@ class Projections(nnx.Module):
         return q, k, v
 
     def layout_positions(self, tokens: int) -> jax.Array:
-        """int32 [tokens]: the global positions of this rank's shard of ``tokens`` (with a mesh: of all), padding included."""
+        """Return the global positions of this rank's shard of ``tokens`` (with a mesh: of all), int32 [tokens], with padding."""
         return layout_positions(self.options.layout, self.where, tokens)
 
 
 def layout_positions(layout: str, where: Where | str, tokens: int) -> jax.Array:
-    """int32 [tokens]: the global positions of a rank's shard of ``tokens`` in that layout, or of all on a mesh."""
+    """Return the global positions of a rank's shard of ``tokens`` in that layout, or of all on a mesh, int32 [tokens]."""
     if isinstance(where, Where):
         held = jnp.concatenate([positions_of(layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
     else:
         ranks = ring_size(where)
         held = positions_of(layout, ranks, tokens * ranks, lax.axis_index(where))
-    return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses
+    return held[:tokens]  # longer if the layout cannot cut ``tokens`` equally, which ring_attention refuses

@@ -15,7 +15,7 @@ from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check
 from ..attend.tiles import accumulation_dtype
 
 COARSE = 1024
-"""Tokens between two coarse angles of RotaryEmbedding."""
+"""Number of tokens between two coarse angles of RotaryEmbedding."""
 
 
 class RotaryEmbedding(nnx.Module):
@@ -25,14 +25,14 @@ class RotaryEmbedding(nnx.Module):
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
-    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) give the angles of another
-    frequency, and YaRN multiplies y by its attention factor.
+    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies, and YaRN
+    multiplies y by its attention factor.
 
     Angles are float32, of a float64 x float64. A float32 product of position and frequency is off by 0.06 rad at a million
-    tokens, so a position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a
-    rest: 4e-4 rad.
+    tokens, so a position is split into a multiple of 1024, whose angle is reduced modulo 2 pi in float64 beforehand, and a rest:
+    4e-4 rad.
 
-    Raises ValueError for an odd head_dim, a base of at most 1, and what is no scaling.
+    Raise ValueError if head_dim is odd, base is at most 1, or scaling is not one of these records.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
@@ -40,9 +40,9 @@ class RotaryEmbedding(nnx.Module):
         check_rotary(self.head_dim, self.rotary)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
+        """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s] (``positions``, ``shard_batch``).
 
-        Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
+        Raise ValueError if head_dim or the number of positions differs, or positions are not integers.
         """
         self._check(x, positions)
         cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
@@ -50,11 +50,11 @@ class RotaryEmbedding(nnx.Module):
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
     def _turns(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """cos and sin times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
+        """Return cos and sin times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
         fine = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))
         coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
         positions = positions if positions.ndim == 2 else positions[None]
-        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 fits no int8
+        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 does not fit int8
         quotient, rest = (t[..., None].astype(dtype) for t in (positions // COARSE, positions % COARSE))
         angles = quotient * coarse.astype(dtype)[None, None] + rest * fine.astype(dtype)[None, None]
         factor = attention_factor(self.rotary)

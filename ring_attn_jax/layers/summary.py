@@ -25,14 +25,14 @@ from .projections import Projections
 class SummaryAttention(Projections):
     """Approximate causal multi-head attention: ``o(summary_attention(rotary(q(x)), rotary(k(x)), v(x), pool))``.
 
-    It stands in for :class:`RingAttention` where exact attention to the last tokens and to summaries of all blocks before them
-    will do. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
-    parameter ``pool`` [summaries, kv_heads, head_dim] is 0 at first for one summary a block, its mean; more of them, which would
-    stay equal, start normal. ``pooling="mean"`` has no such parameter. The other arguments are RingAttention's; with ``mesh`` the
-    layer takes whole arrays and calls :func:`sharded_summary_attention`.
+    Attention over a window of exact tokens plus pooled summaries of all blocks before it. Use it in place of
+    :class:`RingAttention` if that is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`,
+    whose layout is contiguous. The parameter ``pool`` [summaries, kv_heads, head_dim] is 0 at first for one summary per block,
+    its mean; several, which would stay equal, start normal. ``pooling="mean"`` has no such parameter. The other arguments are
+    those of RingAttention; with ``mesh`` the layer takes global arrays and calls :func:`sharded_summary_attention`.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. Raises ValueError for sizes that do not fit and
-    numbers outside their range.
+    JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is
+    outside its range.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class SummaryAttention(Projections):
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
     ) -> jax.Array:
-        """x [b s dim], this rank's shard in contiguous layout (with a mesh: the whole array) -> [b s dim].
+        """Attend over x [b s dim], this rank's shard in contiguous layout (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, where the shards hold padding. ``key_mask`` [b s]: as summary_attention's.
+        global number of tokens without padding, if the shards hold padding. ``key_mask`` [b s]: as in summary_attention.
 
-        Raises ValueError for an x of another shape, and what summary_attention raises.
+        Raise ValueError if the shape of x does not fit, or summary_attention refuses an argument.
         """
         q, k, v = self.projected(x, positions)
         inputs = Inputs(q, k, v, None if self.pool is None else self.pool[...], key_mask)

@@ -33,8 +33,9 @@ from .projections import layout_positions
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all. ``where``: over which mesh whole arrays
-    are sharded, so that every device cuts its own tokens; None inside shard_map. ``bias``: of all three maps.
+    ``chunk``: the largest number of tokens at a time, recomputed in the backward; None: all. ``where``: the mesh over which
+    global arrays are sharded, so that each device cuts its own tokens; None inside shard_map. ``bias``: all three maps have
+    biases.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the
-    weights' dtype are those of the attention.
+    ``mlp_chunk``: number of tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps
+    and the weights' dtype are those of the attention.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Block(nnx.Module):
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
     ) -> jax.Array:
-        """x [b s dim] -> [b s dim]; ``call`` of :func:`caller` runs it, else the other arguments are those of RingAttention."""
+        """Apply the block to x [b s dim]; ``call`` of :func:`caller` runs it. The other arguments are those of RingAttention."""
         if call is not None:
             arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
             again = lambda block, x: block(x, positions, length, **arrays, dropout_offset=dropout_offset)
@@ -113,28 +114,28 @@ class RingTransformer(Generates, nnx.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: what the config keeps for
-    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
-    (None: the weights' own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32.
-    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more;
-    None: all at once. The price is that the backward computes them again, once; where ``activations`` is not "keep", it does so
-    anyway, and no more often. The other arguments are those of :class:`RingAttention`.
+    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: data of the config for
+    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used (None: the weights'
+    own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. ``mlp_chunk``: number of a
+    rank's tokens that the MLP takes at a time, which bounds the memory of its ``hidden`` features; None: all. The backward then
+    recomputes them, once; if ``activations`` is not "keep", it does so anyway, and no more often. The other arguments are those
+    of :class:`RingAttention`.
 
-    ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
-    sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
-    ``rotaries``: one value a layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
-    all norms, 1e-5 in Llama. ``config`` says all of this as one record, from which :meth:`from_config` makes the same model.
+    ``windows``: one value per layer, the number of tokens before itself and, if ``mask`` allows it, after itself that a token of
+    that layer sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` allows.
+    ``rotaries``: one value per layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
+    all norms, 1e-5 in Llama. ``config`` holds all of this as one record, from which :meth:`from_config` makes the same model.
 
-    ``auto_shard``, with ``mesh``: a call takes whole sequences in natural order, ``model(ids, mask=None)``, and returns whole
+    ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
 
-    ``activations``: what a block keeps for its backward. "keep": everything that XLA likes to. "recompute": its input and
-    attention's (out, lse), from which the backward computes the rest again without the ring. "offload": these in host memory, of
-    the kind pinned_host; call the gradient inside jax.jit then.
+    ``activations``: the arrays that a block saves for its backward. "keep": all that XLA chooses to. "recompute": its input and
+    attention's (out, lse), from which the backward recomputes the rest without the ring. "offload": these in host memory, of the
+    kind pinned_host; call the gradient inside jax.jit then.
 
     JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
-    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raises ValueError for sizes that do not fit
-    and numbers outside their range.
+    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raise ValueError if sizes do not fit or a number is
+    outside its range.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class RingTransformer(Generates, nnx.Module):
         activations: str = "keep",
         rngs: nnx.Rngs,
     ) -> RingTransformer:
-        """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
+        """Return the model of ``config`` on this ring; the other arguments are those of the constructor."""
         where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
         return cls(**config.arguments, **where, **how, auto_shard=auto_shard, activations=activations, rngs=rngs)
@@ -258,19 +259,19 @@ class RingTransformer(Generates, nnx.Module):
         mask: jax.Array | None = None,
         return_hidden: bool = False,
     ) -> jax.Array:
-        """Token ids int [b s], this rank's shard in layout order (with a mesh: the whole array) -> logits [b s vocab].
+        """Return the logits [b s vocab] of token ids int [b s], this rank's shard in layout order (with a mesh: global).
 
-        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: what the head would be given
+        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head
         instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no more, nor does the last token
         (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`;
-        ``shard_batch`` makes them. Raises ValueError for ids of another shape, and what ring_attention raises.
+        ``shard_batch`` makes them. Raise ValueError if the shape of ids does not fit, or ring_attention refuses an argument.
 
-        ``dropout_seed``: dropout applies exactly where it is given. One seed serves all layers: layer i, from 0, draws as if its
-        heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index
-        of the first batch row, 0) where ranks hold different rows, which ``mesh`` fills in by itself.
+        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, from 0, draws as if its heads
+        were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index of the
+        first batch row, 0) if ranks hold different rows, which ``mesh`` fills in by itself.
 
-        With ``auto_shard``: whole ids int [batch, tokens] in natural order, and ``mask`` bool likewise, False where a token is
-        padding -> whole logits [batch, tokens, vocab]; no positions, length, extents and key_mask.
+        With ``auto_shard``: global ids int [batch, tokens] in natural order, and ``mask`` bool likewise, False for padding ->
+        global logits [batch, tokens, vocab]; without positions, length, extents and key_mask.
         """
         check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
         rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, Where) else None
@@ -295,5 +296,5 @@ class RingTransformer(Generates, nnx.Module):
 
     @property
     def head_weight(self) -> jax.Array:
-        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's where it is tied."""
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if it is tied."""
         return self.embed.embedding[...] if self.head is None else self.head.kernel[...].T

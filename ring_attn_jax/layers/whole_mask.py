@@ -1,4 +1,4 @@
-"""A mask of all queries by all keys as what ring attention takes: intervals of keys, and which keys nobody sees."""
+"""Conversion of a dense mask [queries, keys] to the arguments of ring attention: extents and a key mask."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..data.layout import from_layout
 
 
 class Parts(NamedTuple):
-    """A query sees the keys that both let it see; arrays are whole and in layout order."""
+    """The extents and key mask of a dense mask; a query sees the keys that both allow. Global arrays in layout order."""
 
     extents: jax.Array | None
-    """int32 [batch, queries, 2], as ``extents=`` of ring_attention; None where all queries see the same keys."""
+    """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if all queries see the same keys."""
     key_mask: jax.Array
-    """bool [batch, keys], likewise."""
+    """``key_mask=`` of ring_attention, bool [batch, keys]."""
     fits: jax.Array | None = None
-    """bool [batch, queries]: whether the two together say what a query sees; None where they do."""
+    """True for each query whose visible keys the two express exactly, bool [batch, queries]; None if they do for all."""
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
-    """A mask of flax as bool [rows, heads, queries, keys]; of heads and queries there may be 1, which stands for all.
+    """Return a mask of flax as bool [rows, heads, queries, keys]; heads and queries may be 1, which stands for all.
 
-    ``scores``: the shape (batch..., heads, queries, keys) against which it broadcasts; ValueError where it does not.
+    ``scores``: the shape (batch..., heads, queries, keys) that it must broadcast to. Raise ValueError if it does not.
     """
     shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
@@ -35,10 +35,10 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 
 
 def parts_of(visible: jax.Array, layout: str, ranks: int) -> Parts:
-    """The parts of ``visible`` bool [rows, heads, queries, keys], queries and keys in layout order.
+    """Return the parts of ``visible`` bool [rows, heads, queries, keys], with queries and keys in layout order.
 
-    Were it one interval of keys for each query, and keys hidden from everybody, then it is also the tightest interval round
-    what the query sees, and the keys that nobody sees: these are tried.
+    If ``visible`` is one interval of keys per query, plus keys hidden from all queries, then the tightest interval around the
+    keys that a query sees, and the keys that no query sees, express it as well: these are tried.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))
