@@ -1,4 +1,7 @@
-"""Checkpoints of a run: written while it goes on, each whole or not there at all, the newest few kept."""
+"""Checkpoints of a run, written in the background; each is complete or absent, and the newest few are kept.
+
+Arrays go to a folder with another name, which is fsynced and renamed; ``run.json``, written last, makes it complete.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,22 @@ from .ranks import agreed, by_process, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and where the data stands.
+    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and the state of the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
-        progress = checkpoints.resume(model, optimizer)  # None where there is none yet
+        progress = checkpoints.resume(model, optimizer)  # None without a checkpoint
         ...
         checkpoints.save(step, model, optimizer, data=dataset.state())
         ...
         checkpoints.close()
 
-    ``keep``: how many stay. Between several processes (``jax.distributed``) each makes the same calls, and all of them see
-    ``folder``. Arrays may be sharded over any mesh: each process writes its shards through orbax, and a run may be resumed on
-    another mesh.
+    ``keep``: number of checkpoints that stay. With several processes (``jax.distributed``) each makes the same calls, and all of
+    them see ``folder``. Arrays may be sharded over any mesh: each process writes its shards through orbax, and a run may be
+    resumed on another mesh.
 
-    A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has another name until all of it
-    is on the disk, and ``run.json`` comes last, with a digest of every file, so that a kill or a full disk at any moment leaves
-    the ones before it whole. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
+    A checkpoint is a folder ``step_100`` of arrays and JSON; pickle is neither written nor read. It has another name until all of
+    it is on the disk, and ``run.json`` comes last, with a digest of each file, so that a kill or a full disk at any moment leaves
+    the earlier ones intact. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
@@ -61,14 +64,13 @@ class Checkpoints:
     ) -> None:
         """Begin to save the run after ``step`` steps, and return as soon as everything is copied to host memory.
 
-        ``data``: what ``SequenceShardedDataset.state()`` returns. ``more``: anything else that JSON can hold, such as seeds. Of
-        both the first process's are saved. Of ``model`` and ``optimizer`` every nnx variable is saved, ``nnx.Rngs`` among them.
-        Waits for the save before.
+        ``data``: a result of ``SequenceShardedDataset.state()``. ``more``: any other JSON data, such as seeds. The first
+        process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved, ``nnx.Rngs`` among
+        them. Waits for the previous save.
 
-        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a model or optimizer whose names,
-        shapes or dtypes differ between processes (``check_ranks`` compares the values), for a folder in which another run saves,
-        if some processes do not see the folder of the first, and after ``close``; OSError where the save before has failed. The
-        same in every process.
+        Raise ValueError if the step is not after the newest one, ``more`` is not JSON, names, shapes or dtypes of the model or
+        optimizer differ between processes (``check_ranks`` compares the values), another run saves in the folder, some processes
+        do not see the folder of the first, or after ``close``; OSError if the previous save has failed. The same in each process.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
@@ -104,15 +106,15 @@ class Checkpoints:
             raise _failed(step, error) from error
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending = step, thread.submit(self._files.end, new, self._folder.where(step), commit)
-        thread.shutdown(wait=False)  # once the save is done
+        thread.shutdown(wait=False)  # the thread ends after the save
 
     def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> Progress | None:
-        """Set all variables of ``model`` and ``optimizer`` to those of the newest checkpoint; None, and nothing changed, without.
+        """Set all variables of ``model`` and ``optimizer`` from the newest checkpoint, and return its progress.
 
-        Arrays keep their shardings. Returns ``step``, ``data`` for ``dataset.resume(data)``, and ``more``. Raises ValueError for
-        a checkpoint of another model or optimizer, naming what differs, and for one that is damaged, naming the file: delete its
-        folder to resume from the one before; and where processes see other checkpoints than the first. The same in every process,
-        and then nothing changes.
+        Without a checkpoint return None and change nothing. Arrays keep their shardings. Returns ``step``, ``data`` for
+        ``dataset.resume(data)``, and ``more``. Raise ValueError if the checkpoint is of another model or optimizer, naming the
+        differences, or is damaged, naming the file: delete its folder to resume from the one before; and if processes see other
+        checkpoints than the first. The same in each process, and then nothing changes.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
@@ -137,7 +139,7 @@ class Checkpoints:
                 raise ValueError(f"{where} was saved without an optimizer: resume without one")
             mine.update(_variables(model, optimizer))
             kind = run.get("optimizer_class")
-            if optimizer is not None and kind not in (None, _class_of(optimizer)):  # None of an earlier version
+            if optimizer is not None and kind not in (None, _class_of(optimizer)):  # None in an earlier version
                 raise ValueError(
                     f"the optimizer of {where} has states of {kind}, and this one of {_class_of(optimizer)}: make it as it was"
                 )
@@ -166,7 +168,7 @@ class Checkpoints:
         return result[0]
 
     def wait(self) -> None:
-        """Wait for the save under way, if any; OSError where it has failed, which says that the ones before it are whole.
+        """Wait for a save in progress. Raise OSError if it has failed; the message says that the earlier ones are intact.
 
         Warns of old checkpoints that could not be deleted after it.
         """
@@ -181,7 +183,7 @@ class Checkpoints:
             warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
 
     def close(self) -> None:
-        """Wait for the save under way, as ``wait`` does, let other runs have the folder, and release orbax's threads."""
+        """Wait for a save in progress, as ``wait`` does, unlock the folder, and release orbax's threads."""
         try:
             self.wait()
         finally:
@@ -195,9 +197,10 @@ class Checkpoints:
 
 
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """By name, model.blocks.0 and so on: the path in flax and the variable; ValueError for what is no nnx module.
+    """Map names, model.blocks.0 and so on, to the path in flax and the variable.
 
-    Left out are variables without an array, such as those of parameters that another transformation of optax updates.
+    Variables without an array are left out, such as those of parameters that another transformation of optax updates. Raise
+    ValueError if an argument is not an nnx module.
     """
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:
@@ -215,7 +218,7 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
 
 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
-    """The names of the states of optax's transformations, which have none themselves: "ScaleByAdamState, EmptyState"."""
+    """Return the names of the states of optax's transformations, which have none themselves: "ScaleByAdamState, EmptyState"."""
 
     def each(x: Any) -> Iterator[str]:
         if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -227,18 +230,18 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
 
 
 def _plain(x: jax.Array) -> jax.Array:
-    """The array, and of keys of jax.random the integers that they are made of."""
+    """Return the array, or the integer key data of keys of jax.random."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
-    """What ``_plain`` was given, as keys where ``x`` are keys."""
+    """Invert ``_plain``: return the array, or keys if ``x`` are keys."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(x)) if is_key else plain
 
 
 def _config(model: nnx.Module) -> TransformerConfig | None:
-    """The config of a RingTransformer."""
+    """Return the config of a RingTransformer; None for other models."""
     return model.config if isinstance(model, RingTransformer) else None
 
 

@@ -17,16 +17,16 @@ STATE = "state"
 """The folder of the arrays within a checkpoint."""
 
 EARLIER = "run/metadata"
-"""What said, in checkpoints of earlier versions, how far the run had come; they have no digests."""
+"""The file that records the progress of the run in checkpoints of earlier versions; they have no digests."""
 
 PATIENCE_MS = 20 * 60 * 1000
-"""How long a process waits for the others at the end of a save, as orbax does."""
+"""Milliseconds that a process waits for the others at the end of a save, as in orbax."""
 
 _saves = count()
 
 
 class Files:
-    """Writes and reads arrays by name with orbax, in the background where it writes."""
+    """Writer and reader of arrays by name with orbax; it writes in the background."""
 
     def __init__(self) -> None:
         import orbax.checkpoint as orbax
@@ -42,7 +42,7 @@ class Files:
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
         """Wait until all processes have written; then the first one calls ``commit`` with size and digest of each file.
 
-        Raises OSError in every process if the first one fails. Called in the background.
+        Raise OSError in each process if the first one fails. Called in the background.
         """
         from orbax.checkpoint import multihost
 
@@ -78,11 +78,11 @@ class Files:
 
 
 def kinds_of(arrays: dict[str, Any]) -> Kinds:
-    """Return dtype and shape of arrays, or of what describes them."""
+    """Return dtype and shape of arrays, or of their descriptions."""
     return {name: (str(x.dtype), tuple(x.shape)) for name, x in arrays.items()}
 
 
 def run_of(where: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the file that says how far the run had come, and what it says."""
+    """Return the file that records the progress of the run, and its content."""
     file = where / RUN if (where / RUN).exists() or not (where / EARLIER).exists() else where / EARLIER
     return file, read_json(file)

@@ -1,9 +1,9 @@
-"""The cross-entropy of one rank's labels, summed, chunk by chunk: of logits, and of hidden states whose logits nobody keeps.
+"""The summed cross-entropy of one rank's labels, chunk by chunk: of logits, or of hidden states whose logits are not stored.
 
     total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
     dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
-Everything that is float32 and as wide as the vocabulary is one chunk of tokens long; of given logits XLA fuses most of it away.
+Each float32 array as wide as the vocabulary is one chunk of tokens long; from passed logits XLA fuses most of it away.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..layers.chunks import from_chunks, to_chunks
 
 
 class Settings(NamedTuple):
-    """The label that counts nothing, and how many tokens make a chunk."""
+    """The ignored label, and the number of tokens in a chunk."""
 
     ignored: int
     chunk: int
 
 
 def sum_of_logits(logits: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
-    """The sum of the cross-entropies of ``logits`` [..., vocab] at int32 ``labels`` [...], in float32; a 0-d array."""
+    """Return the sum of the cross-entropies of ``logits`` [..., vocab] at int32 ``labels`` [...], in float32; a 0-d array."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
@@ -43,7 +43,7 @@ def _logits_forward(logits: jax.Array, labels: jax.Array, settings: Settings) ->
 
 
 def _logits_backward(settings: Settings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
-    logits, labels, lse = lax.optimization_barrier((*kept,))  # or XLA keeps the forward's float32 logits for this
+    logits, labels, lse = lax.optimization_barrier((*kept,))  # else XLA keeps the forward's float32 logits
     dlogits = (_dlogits(logits, labels, lse, settings) * dtotal).astype(logits.dtype)
     return lax.optimization_barrier(dlogits), None
 
@@ -52,9 +52,9 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
-    """The same of the logits ``hidden head^T``, for hidden [b s dim], head [vocab dim], labels [b s], computed in hidden's dtype.
+    """Return the sum for the logits ``hidden head^T`` of hidden [b s dim], head [vocab dim], labels [b s].
 
-    What is summed over tokens and ranks, the softmax and the head's gradient, is float32.
+    Computed in hidden's dtype; sums over tokens and ranks, the softmax and the head's gradient are float32.
     """
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
@@ -81,12 +81,12 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings, *, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """The total and, made while the logits of a chunk are there, the gradients of hidden and of the head."""
+    """Return the total and, computed while the logits of a chunk exist, the gradients of hidden and of the head."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
         (total, dhead), (x, labels) = carry, chunk
-        x = jnp.where((labels != settings.ignored)[..., None], x, 0)  # what stands there may be NaN
+        x = jnp.where((labels != settings.ignored)[..., None], x, 0)  # hidden states of ignored labels may be NaN
         logits = jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=dtype)
         part, lse = _entropy(logits, labels, settings)
         if not gradients:
@@ -104,16 +104,16 @@ def _of_chunks(
 
 
 def _entropy(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
-    """The total, and the log-sum-exp of every token; a label outside the vocabulary makes the total NaN."""
+    """Return the total, and the log-sum-exp of each token; a label outside the vocabulary makes the total NaN."""
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
-    index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # a negative index would count from the end
+    index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
     return jnp.where(kept, lse - chosen, 0).sum(), lse
 
 
 def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: Settings) -> jax.Array:
-    """The gradient of the total, in float32; NaN for a label outside the vocabulary."""
+    """Return the gradient of the total, in float32; NaN for a label outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
     wrong = (labels < 0) | (labels >= logits.shape[-1])

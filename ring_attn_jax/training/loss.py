@@ -33,28 +33,29 @@ def loss(
     batch_axes: str | Sequence[str] = (),
     ignore_index: int = -100,
 ) -> jax.Array:
-    """Mean cross-entropy over every label of every rank that is not ``ignore_index``, in float32: the same scalar on all ranks.
+    """Return the mean cross-entropy over all ranks' labels that are not ``ignore_index``: a float32 scalar, the same on each.
 
         sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
 
-    logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it shards). ``axis_name``:
-    all mesh axes over which ranks hold different tokens, data parallel ones included; None outside shard_map, on whole arrays.
+    The arguments are logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it
+    shards). ``axis_name``: all mesh axes over which ranks hold different tokens, data parallel ones included; None outside
+    shard_map, on global arrays.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    are those of the whole logits; they are computed in the forward, a chunk at a time, and held until the backward: hidden's in
-    its dtype, the head's summed in float32. Products are in hidden's dtype, logits and softmax in float32. On whole arrays that
-    are sharded over ``mesh``, tokens over ``axis_name`` and rows over ``batch_axes``, pass these: every device then cuts its own
-    tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk is one of all devices together, and XLA
-    sums that gradient in each.
+    are those of the unchunked logits; they are computed in the forward, a chunk at a time, and held until the backward: hidden's
+    in its dtype, the head's summed in float32. Products are in hidden's dtype, logits and softmax in float32. On global arrays
+    that are sharded over ``mesh``, tokens over ``axis_name`` and rows over ``batch_axes``, pass these: each device then cuts its
+    own tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk is one of all devices together, and
+    XLA sums that gradient in each.
 
     ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the labels of all microbatches together
     (:func:`count_labels`): the mean of their means is not the mean over all labels.
 
-    Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are one device's on every
-    rank. Under check_vma=False the loss is right, but JAX sums no gradient over the ranks, and multiplies each by their number:
-    there its derivative is refused. Raises ValueError for that, for shapes that do not fit and outside shard_map; labels outside
-    the vocabulary make the loss and its gradients NaN on every rank, for nothing that is traced can raise.
+    Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are those of one device, on
+    each rank. Under check_vma=False the loss is right, but JAX does not sum gradients over the ranks, and multiplies each by
+    their number: there its derivative is refused. Raise ValueError in that case, if shapes do not fit, or outside shard_map;
+    labels outside the vocabulary make the loss and its gradients NaN on each rank, since traced values cannot raise.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_number("ignore_index", ignore_index)
@@ -71,11 +72,11 @@ def loss(
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
-    """How many labels of all ranks are not ``ignore_index``: what the mean of :func:`loss` divides by; an int32 of 0 dimensions.
+    """Return the number of labels of all ranks that are not ``ignore_index``, the divisor of :func:`loss`'s mean; a 0-d int32.
 
-    labels: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
-    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. ``axis_name``: as in :func:`loss`;
-    None on whole arrays, however they are sharded. Raises ValueError for what is no array and for no axis of a shard_map.
+    labels: int, any shape. With gradient accumulation the gradient of the global batch is that of the sum of its microbatches'
+    ``loss(..., reduction="sum") / total``, with the sum of their counts, at least 1, as total. ``axis_name``: as in :func:`loss`;
+    None on global arrays, with any sharding. Raise ValueError if labels are not an array or the axis is not one of a shard_map.
     """
     _check_arrays({"labels": labels})
     check_number("ignore_index", ignore_index)
@@ -91,8 +92,8 @@ def _over_ranks(
     reduction: str,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
-    """The loss of the shards of all ranks of these axes; None: of whole arrays."""
-    labels = labels.astype(jnp.int32)  # unsigned ones have no place for ignore_index
+    """Return the loss of the shards of all ranks of these axes; None: of global arrays."""
+    labels = labels.astype(jnp.int32)  # unsigned dtypes cannot hold ignore_index
     if head is None:
         total = sum_of_logits(logits, labels, settings)
     else:
@@ -106,7 +107,7 @@ def _over_ranks(
 
 
 def _mapped(on_shards: Any, where: Where, logits: jax.Array, labels: jax.Array, head: jax.Array | None) -> jax.Array:
-    """``on_shards`` of arrays that are whole: tokens, rows and the head where ``where`` puts them."""
+    """Map ``on_shards`` over the mesh on global arrays: tokens, rows and the head sharded as in ``where``."""
     sizes = math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks
     if labels.ndim != 2 or any(tokens % size for tokens, size in zip(labels.shape, sizes, strict=True)):
         raise ValueError(
@@ -127,7 +128,7 @@ def _check_arrays(given: dict[str, Any]) -> None:
 
 
 def _sum(call: str, axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
-    """psum; what is the same along an axis counts once for each of its members."""
+    """Return the psum of each value; a value that is the same along an axis counts once for each of its members."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     try:
         lax.axis_size(names)

@@ -1,4 +1,4 @@
-"""Whether all devices and processes hold the same weights, seeds and arguments."""
+"""Checks that all devices and processes hold the same weights, seeds and arguments, by digests that processes all-gather."""
 
 from __future__ import annotations
 
@@ -37,22 +37,21 @@ REMEDY = "Put one device's values on all of them (jax.device_put), and pass the 
 
 
 def check_ranks(what: Any) -> None:
-    """Compare all copies of ``what`` that should be the same, and raise if they are not: for a training's start, outside of jit.
+    """Raise ValueError unless all replicas of ``what`` are the same: for the start of training, outside of jit.
 
-    ``what``: a pytree, nnx modules and their states included, of arrays (JAX's, keys of jax.random, numpy's), numbers, str, bool,
-    None, masks and Runs, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. Who should hold the same, an array's
-    sharding says: the devices that hold one part of it hold copies, all devices if it is replicated. They may differ without a
-    word after ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
+    ``what``: a pytree, nnx modules and their states included, of arrays (JAX's, keys of jax.random, NumPy's), numbers, str, bool,
+    None, masks and Runs, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. An array's sharding determines its
+    replicas: the devices that hold the same part, all devices if it is replicated. They may differ silently after
+    ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
 
-    Between several processes (``jax.distributed``) the copies of global arrays are compared wherever they are; numbers, and
-    arrays that lie on one process's devices, should then be the same in every process, and all processes must call it at the same
-    place.
+    With several processes (``jax.distributed``) the replicas of global arrays are compared on all of them; numbers, and arrays
+    that lie on one process's devices, should then be the same in each process, and all processes must call it at the same place.
 
     Compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and shapes count
-    as well. What has no copies is not read.
+    as well. Arrays without replicas are not read.
 
-    Raises ValueError that names up to 8 entries that differ and which devices or processes hold what, or an entry that cannot be
-    compared, such as a traced one; between processes the same in all of them. A process that does not come is left to JAX.
+    The error names up to 8 values that differ and the devices or processes that hold them, or a value that cannot be compared,
+    such as a traced one; with several processes it is the same in all of them. JAX handles a process that does not make the call.
     """
     processes, error = jax.process_count(), None
     try:
@@ -66,7 +65,7 @@ def check_ranks(what: Any) -> None:
 
 
 def _entries(what: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays and values in it under their dotted names; ValueError for one that cannot be compared."""
+    """Yield the arrays and values by dotted name. Raise ValueError if one cannot be compared."""
     for path, x in tree_leaves_with_path(what, is_leaf=lambda x: x is None):
         of_variable = isinstance(path[-1], GetAttrKey) and path[-1].name == "value" if path else False
         name = keystr(path[:-1] if of_variable else path, simple=True, separator=".") or "what"
@@ -80,7 +79,7 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copies(x: Any) -> list[Copy]:
-    """What this process holds of an entry: of an array a copy for each of its devices whose part others hold as well."""
+    """Return this process's replicas of a value: for an array one for each of its devices whose part others hold as well."""
     if not isinstance(x, jax.Array):
         return [plain_copy(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
@@ -95,7 +94,7 @@ def _copies(x: Any) -> list[Copy]:
 
 
 def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Such as "part [0:2, 0:8]", "" of the whole."""
+    """Return a label such as "part [0:2, 0:8]", "" for the whole array."""
     spans = [span.indices(size)[:2] for span, size in zip(index, shape, strict=True)]
     if spans == [(0, size) for size in shape]:
         return ""
@@ -108,7 +107,10 @@ def _content(x: jax.Array) -> str:
 
 
 def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
-    """The tables of all processes, or only this one where all have the same; ValueError where one of them has an ``error``."""
+    """Return the tables of all processes, or only this one if all are the same.
+
+    Raise ValueError if a process has an ``error``.
+    """
     mine = "" if error else essence(table)
     if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):
         return [table]
@@ -120,7 +122,7 @@ def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
 
 
 def _gathered(text: str) -> list[str]:
-    """The text of every process, in their order."""
+    """All-gather a text; return those of all processes in their order."""
     told = np.frombuffer(text.encode(errors="replace"), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
     texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
@@ -129,11 +131,11 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Raise in every process what the block raises in one, of several in the first: as an OSError, or else as a ValueError.
+    """Raise in each process the first error that the block raises in any, as an OSError or else as a ValueError.
 
-    ``mesh``: of a model that is made in the block. Where it has no devices of some process, each speaks for itself. Texts that
-    the block appends to the yielded list must be the same in every process. Where they are not, or only some processes had an
-    error, the ValueError is an Unlike.
+    ``mesh``: of a model that is made in the block. If some process has no devices in it, each process raises its own errors only.
+    The texts that the block appends to the yielded list must be the same in each process. If they are not, or only some processes
+    had an error, the ValueError is an Unlike.
     """
     error, alike = None, list[str]()
     try:
@@ -155,9 +157,9 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
 
 
 def check_kinds(arrays: Mapping[str, Any]) -> None:
-    """Raise ValueError in every process if names, dtypes or shapes of arrays are not the same in all of them.
+    """Raise ValueError in each process if names, dtypes or shapes of arrays are not the same in all of them.
 
-    Every process comes here. Contents are not read.
+    All processes must call it. Contents are not read.
     """
     if jax.process_count() == 1:
         return
@@ -169,9 +171,9 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
-    """Call the function in every process, and return what it returns in each of them, which JSON must hold.
+    """Call the function in each process, and return the results of all processes, which must be JSON data.
 
-    Raises in every process what it raises in one, of several in the first: as an OSError, or else as a ValueError; and ValueError
+    Raise in each process the first error that the function raises in any, as an OSError or else as a ValueError; and ValueError
     if ``alike``, values by name, differ between processes.
     """
     error, value = None, None
@@ -197,5 +199,5 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
 
 
 def by_process(name: str, values: list[Any]) -> str:
-    """Return what each process has of something, in words."""
+    """Return the value in each process, in words."""
     return f"{name} is {', '.join(f'{value} in process {process}' for process, value in enumerate(values))}"

@@ -1,4 +1,7 @@
-"""Weights in a folder: config.json and safetensors files, which either framework reads."""
+"""Weights in a folder: config.json and safetensors files, which either framework reads.
+
+Written to a new folder beside the old one, fsynced, then renamed.
+"""
 
 from __future__ import annotations
 
@@ -26,47 +29,46 @@ from .ranks import agreed, check_kinds, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
-"""What the processes call it, whichever kind of folder each of them takes it for."""
+"""The operation's name in errors: the same in all processes, even if they find different kinds of folder."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Seconds after which processes look again that have not all found the same weights."""
+"""Seconds between the attempts of processes that have not all found the same weights."""
 
 
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
-    """Save the weights and the config of a RingTransformer in ``folder``, which takes the place of the one there, if any.
+    """Save the weights and the config of a RingTransformer in ``folder``, replacing any folder of that name.
 
-    The folder has ``config.json``, what ``TransformerConfig.to_json`` writes, and ``model.safetensors`` (beyond 5 GB several
-    files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
-    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is whole.
+    The folder has ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several files
+    and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of either
+    package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is intact.
 
-    Sharded weights are put together. Between several processes (``jax.distributed``) each must call it; the first one writes,
-    and nobody returns before it has. Raises ValueError for a model that is none, for names, shapes or dtypes of weights that
-    differ between processes, and for a folder in which other things are kept, and OSError where it cannot be written, the same in
-    every process.
+    Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; the first one writes, and all
+    return after it has. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
+    processes, or the folder holds other things, and OSError if it cannot be written, the same in each process.
     """
     save_folder(model, folder, lambda config: config.to_json(), OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
-    """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``.
+    """Load the RingTransformer that ``save_weights`` of either package saved in ``folder``.
 
-    ``dtype``: in which to keep the weights, and ``compute_dtype``: in which to compute; None is what the config says. ``ring``:
-    the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but ``rngs``. With ``mesh`` the weights are
-    copied to all of its devices, without one they lie on the default device. Every process reads the files by itself, one weight
-    at a time; all of them call it where the mesh is over all.
+    ``dtype``: the dtype of the weights, and ``compute_dtype``: that of the computation; None is that of the config. ``ring``: the
+    arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but ``rngs``. With ``mesh`` the weights are
+    copied to all of its devices, without one they lie on the default device. Each process reads the files by itself, one weight
+    at a time; all of them must call it if the mesh spans all.
 
-    Raises ValueError for a folder that is none, a config that cannot be read, a file that is missing or truncated, and weights
-    that are missing, unexpected or of another shape than the config says, naming them: the same in every process of the mesh,
+    Raise ValueError if the folder does not hold a model, its config cannot be read, a file is missing or truncated, or weights
+    are missing, unexpected or of another shape than the config requires, and name them: the same in each process of the mesh,
     whichever of them has found it, before a weight is read.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Return the model of a folder; ``dtypes``: in which to keep the weights and to compute, None as the config says.
+    """Return the model of a folder; ``dtypes``: those of the weights and of the computation, None as in the config.
 
-    Where only some processes find the folder, or others find other weights, a save may reach some of them late: all of them look
-    again, for 10 seconds, and then raise.
+    If only some processes find the folder, or others find other weights, a save may reach some of them late: all look again, for
+    10 seconds, and then raise.
     """
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
@@ -89,13 +91,13 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the activations; None leaves one as it is."""
+    """Return the config with other dtypes for the weights and the activations; None keeps one unchanged."""
     given = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
 class Empty(NamedTuple):
-    """A model without its weights, and where they stand: for every file what to read from it, our name and the file's."""
+    """A model without its weights, and their sources: for each file the names to read, ours mapped to the file's."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
@@ -103,7 +105,7 @@ class Empty(NamedTuple):
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config``, for the weights of an open folder."""
+    """Return the model of ``config`` without weights, with their sources in an open folder."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
@@ -129,7 +131,7 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: RingTransformer, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str]
 ) -> None:
-    """Save the weights under ``renamed(our name)`` beside the text of config.json; every process calls it."""
+    """Save the weights under ``renamed(our name)`` beside the text of config.json; each process must call it."""
     from safetensors.numpy import save_file
 
     arrays: dict[str, Any] = {}
@@ -150,7 +152,7 @@ def save_folder(
                     write(new, ((renamed(name), x) for name, x in weights), save_file)
             except Exception as objection:
                 error = objection
-        for _ in weights:  # whoever does not write helps to put shards together, and so does a process that failed halfway
+        for _ in weights:  # processes that do not write, or failed halfway, still join the gathers
             pass
         if error is not None:
             raise error
@@ -161,14 +163,14 @@ def save_folder(
 
 
 def transformer_in(model: RingTransformer) -> RingTransformer:
-    """Return the model itself; ValueError where it is no RingTransformer."""
+    """Return the model itself. Raise ValueError if it is not a RingTransformer."""
     if not isinstance(model, RingTransformer):
         raise ValueError(f"weights are saved of a RingTransformer, got {type(model).__name__}")
     return model
 
 
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights by name on the host, one after the other, each put together of its shards."""
+    """Yield the weights by name on the host, one at a time, each gathered from its shards."""
     for name, (path, p) in _parameters(model).items():
         x = p[...]
         whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
@@ -176,11 +178,11 @@ def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
-    """The shape of a weight in a file."""
+    """Return the shape of a weight in a file."""
     shape = tuple(p.get_value().shape)
     return shape[::-1] if path[-1] == "kernel" else shape
 
 
 def _placed(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
-    """The array on its devices, which may be those of several processes."""
+    """Return the array on its devices, which may be those of several processes."""
     return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

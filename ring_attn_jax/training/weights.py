@@ -1,4 +1,4 @@
-"""Weights as numpy arrays, under the same names and in the same orientation in both packages."""
+"""Weights as NumPy arrays, under the same names and in the same orientation in both packages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
-    """The parameters of a module as copies in numpy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
+    """Copy the parameters of a module to NumPy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
-    bfloat16 and float16 come as float32. ``from_numpy`` of either package reads them.
+    bfloat16 and float16 become float32. ``from_numpy`` of either package reads them.
     """
     state = {}
     for name, (path, p) in _parameters(module).items():
@@ -29,10 +29,10 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module``, each in its own dtype, to what ``to_numpy`` of either package gave; returns ``module``.
+    """Set the parameters of ``module`` from a result of ``to_numpy`` of either package, and return ``module``.
 
-    A parameter that was put on the devices of a mesh stays sharded as it is. Raises ValueError that lists what is missing,
-    unexpected or of another shape, and then changes nothing.
+    Each keeps its own dtype, and a parameter that was put on the devices of a mesh keeps its sharding. Raise ValueError if names
+    are missing, unexpected or of another shape, list them, and change nothing.
     """
     parameters = _parameters(module)
     check_state(
@@ -45,22 +45,22 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """By the name that PyTorch would give: the path in flax and the variable."""
+    """Map the name in PyTorch to the path in flax and the variable."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))): (path, p) for path, p in flat}
 
 
 def _turned(path: tuple[Any, ...], x: Any) -> Any:
-    """A flax kernel is PyTorch's weight transposed."""
+    """Return a flax kernel transposed, which is PyTorch's weight and back, and other arrays unchanged."""
     return x.T if path[-1] == "kernel" else x
 
 
 def _placed(x: Any, old: jax.Array) -> jax.Array:
-    """``x`` in the dtype of ``old``, and on its devices if somebody has put it there."""
+    """Return ``x`` in the dtype of ``old``, and on its devices if ``old`` is committed to them."""
     if getattr(old, "committed", False):
         return jax.device_put(np.asarray(x).astype(old.dtype), old.sharding)
     return jnp.asarray(x, old.dtype)
 
 
 _NAMES = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
-"""What flax calls a module's weight."""
+"""PyTorch's names for flax's weights."""
