@@ -24,7 +24,7 @@ class SequenceShardedDataset:
     end of each of its runs; for ``"striped"`` shards, whose next tokens all lie on other ranks, twice its own.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of what the ranks need. ``rank``: None for all shards side by side.
+    ``length``: tokens of a packed row, which the layout must cut equally. ``rank``: None for all shards side by side.
     ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take different
     rows, and the index of this one. ``shuffle``: order documents and rows by (seed, epoch). ``epochs``: None for no end.
     ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: a glob of
