@@ -1,4 +1,4 @@
-"""What a backend is: three functions, which every step of the ring calls. Who they are is decided once, in ``arguments.py``."""
+"""The protocol of a backend: three functions that the ring loop calls. ``arguments.py`` selects the backend once per problem."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from .tiles import Rows
 
 
 class Backend(Protocol):
-    """Whoever computes attention over the keys of one shard."""
+    """An implementation of attention over the keys of one shard."""
 
     apart: ClassVar[bool]
-    """Whether k and v may stay two arrays where nothing travels."""
+    """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Return ``total`` (None: of no keys yet) with the visible ones of ``keys`` merged in.
+        """Merge the visible ones of ``keys`` into ``total`` (None: no keys yet), and return it.
 
-        The state is float32 (float64 for float64); the ``last`` step gives out in q's dtype.
+        The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype.
         """
         ...
 
     def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> Cotangents:
-        """Return what every step of the backward needs of the queries, from (out, lse) and (dout, dlse); once per backward.
+        """Return the backward inputs of the queries; called once per backward.
 
-        It is 0 for queries that see nothing: what reaches them, NaN too, concerns no key.
+        ``total``: (out, lse); ``dtotal``: (dout, dlse). dout is 0 for queries that see no key, so that their cotangents, even
+        NaN, do not reach any key.
         """
         ...
 
@@ -45,15 +46,18 @@ class Backend(Protocol):
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Return ``dq`` (None: nothing yet) with the part of these keys, and their dkv added to what ``arrived`` for them.
+        """Add the part of these keys to ``dq`` (None: nothing yet), and their dkv to the gradients that ``arrived``.
 
-        Both are in the accumulation dtype, or in q's where nothing will be added any more.
+        Return both: in q's dtype if nothing more will be added, else in the accumulation dtype.
         """
         ...
 
 
 def sink_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor | None:
-    """Return [h] of ``-sum_bs exp(sink - lse) delta``, all [b s h]: a sink is a key whose value is 0. None without sinks."""
+    """Return the gradient of the sinks [h], or None without sinks.
+
+    It is ``-sum_bs exp(sink - lse) delta`` over lse and delta [b s h], since a sink is a key whose value is 0.
+    """
     if score.sinks is None:
         return None
     p = torch.where(lse == -math.inf, 0, torch.exp(score.sinks.to(lse.dtype) - lse))

@@ -35,7 +35,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend of this file; another one may compute the part of a shard instead, with the same state around it."""
+    """The backend "blockwise". A subclass may override ``merged`` and ``gradients``, the computation over one shard of keys."""
 
     apart: ClassVar[bool] = False
 
@@ -69,16 +69,19 @@ class Blockwise:
         return dq, dkv if before is None else dkv.add_(before)
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """``total`` with the visible ones of ``keys`` merged in, in place."""
+        """Merge the visible ones of ``keys`` into ``total`` in place, and return it."""
         return attend(q, keys, rows, score, total)
 
     def gradients(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """``dq`` with these keys' part added in place, and dkv of these keys from this rank's queries."""
+        """Add the part of these keys to ``dq`` in place. Return ``dq`` and the dkv of these keys from this rank's queries."""
         return attend_backward(of_q, keys, rows, score, dq)
 
 
 def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
-    """The (out, lse) of no keys at all, in the accumulation dtype: out 0, lse the sink; without sinks and at padding -inf."""
+    """Return the (out, lse) of no keys, in the accumulation dtype.
+
+    out is 0. lse is the sink, or -inf without sinks and at padding.
+    """
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
@@ -89,9 +92,9 @@ def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
 
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-    """``total`` (out, lse) over the keys seen so far -> the same with the ones of ``keys`` that are visible.
+    """Merge the visible ones of ``keys`` into ``total``, the (out, lse) over the keys seen so far.
 
-    Updates ``total`` in place and returns it.
+    Update ``total`` in place and return it.
     """
     for part in Part.all(q, keys, rows, score):
         out, lse = (x[part.batch] for x in total)
@@ -116,7 +119,9 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
 
 
 def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """One pass over the tiles: (dq with these keys' part added in place, dkv of these keys from this rank's queries).
+    """Compute all gradients in one pass over the tiles.
+
+    Add the part of these keys to ``dq`` in place. Return ``dq`` and the dkv of these keys from this rank's queries.
 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
@@ -146,9 +151,10 @@ def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: 
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """e to the power of ``x`` in place, as a power of 2: on a CPU torch's exp takes 3 times as long, 30 where it underflows.
+    """Compute exp(x) in place as a power of 2.
 
-    Scores and lse stay natural until here, for lse to be what was rounded when it was stored: where one key outweighs all others
-    its probability is 1 to the last bit, however large the scores.
+    On a CPU torch's exp takes 3 times as long, and 30 times as long if it underflows. Scores and lse stay natural until here, so
+    that lse is the value that was rounded and stored: if one key outweighs all others, its probability is 1 to the last bit,
+    however large the scores.
     """
     return x.mul_(LOG2E).exp2_()

@@ -1,10 +1,12 @@
-"""Attention of a few queries over the slots of one rank's cache: out and lse in one array [b n h e+1]; and the merge of several.
+"""Attention of a few queries over the slots of one rank's cache, and the merge of several such results.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
+A result is a pair: out and lse packed in one array [b n h e+1].
+
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
-Precision  ``blockwise``: float32 throughout (float64 for float64 queries); the kernels' is said in the core's portable/decode.py
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); see the core's portable/decode.py for the kernels
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""Scores of a chunk of slots, and the slots of one whose k and v are made wider first, so that caches hold them."""
+"""Scores per chunk of slots; and slots per chunk if k and v are converted to a wider dtype first. CPU caches hold both."""
 
 LONGEST = 4096
-"""Slots of a chunk at most: one sum over 32,768 of them had an error of 2.0e-6, where the bound is 8.3e-7."""
+"""The most slots of a chunk. A single sum over 32,768 slots had an error of 2.0e-6; the bound is 8.3e-7."""
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call under their public names, None where not given."""
+    """The arrays of a call under their public names; None: not passed."""
 
     q: Tensor
     k: Tensor
@@ -44,7 +46,7 @@ class Arrays(NamedTuple):
 
 
 def by_kernels(arrays: Arrays, call: DecodeCall) -> Tensor:
-    """The pairs [splits b n h e+1] of the splits of this rank's slots."""
+    """Return the pairs [splits b n h e+1] of this rank's slots, one for each split."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     given = {
         "q": aligned(arrays.q),
@@ -64,20 +66,20 @@ def by_kernels(arrays: Arrays, call: DecodeCall) -> Tensor:
 
 
 def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
-    """The pair [b n h e+1] of those of all splits, or of so many ``ranks``."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1]."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """out in q's dtype and lse of the pairs of all splits, or of so many ``ranks``, and of the sinks."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks. Return out in q's dtype and lse."""
     given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), given)
     return out, lse
 
 
 def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out and lse of pairs [s b n h e+1] and of the sinks, in the dtype of the pairs."""
+    """Merge pairs [s b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.to(lses.dtype))
     top = top.masked_fill(top == -math.inf, 0)
@@ -92,10 +94,10 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
-    """The pair [b n h e+1] of this rank's slots in plain torch, a batch row and a chunk of slots at a time.
+    """Return the pair [b n h e+1] of this rank's slots, computed in plain torch by batch row and chunk of slots.
 
-    On a CPU, where values can be looked at, chunks that nobody sees are left out, and what stands in slots that nobody sees is
-    put aside only where it is not finite.
+    On a CPU, where reading values costs no synchronization, skip the chunks that no query sees, and replace the v of unseen slots
+    by 0 only if a product is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -120,13 +122,13 @@ def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
 
 
 def depths(arrays: Arrays) -> Tensor:
-    """int32 [b n]: where each node of a tree stands in the sequence that it would continue, behind all its ancestors."""
+    """Return int32 [b n]: the position of each tree node in the sequence that it would continue, after all its ancestors."""
     assert arrays.tree_mask is not None
     return (arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1) - 1).to(torch.int32)
 
 
 class _Seen(NamedTuple):
-    """bool [n slots] who sees whom, int [n slots] lags, and what else makes a score of a product."""
+    """The mask bool [n slots], the lags int [n slots], and the other parameters of a score."""
 
     visible: Tensor
     lag: Tensor
@@ -135,7 +137,10 @@ class _Seen(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of the slots so far, by rows [g, n heads]: the greatest score, the sum of exp(s - top), and that of exp(s - top) v."""
+    """The online softmax over the slots so far, by rows [g, n heads].
+
+    ``top``: the row max; ``total``: the sum of exp(s - top); ``acc``: the sum of exp(s - top) v.
+    """
 
     top: Tensor
     total: Tensor
@@ -147,7 +152,7 @@ class _State(NamedTuple):
         return _State(torch.full_like(zeros, -math.inf), zeros, zeros[..., None].expand(*zeros.shape, e))
 
     def pair(self) -> Tensor:
-        """out and lse in one array [g, n heads, e+1]."""
+        """Return out and lse packed in one array [g, n heads, e+1]."""
         nothing = self.total == 0
         total = self.total.masked_fill(nothing, 1)
         lse = (self.top + total.log()).masked_fill(nothing, -math.inf)
@@ -155,7 +160,7 @@ class _State(NamedTuple):
 
 
 def _visible(arrays: Arrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """See ``_Seen``: of one batch row."""
+    """Return the mask and the lags of one batch row, as ``_Seen`` holds them."""
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
     if of_tree is None:
         lag = i - position
@@ -172,7 +177,7 @@ def _visible(arrays: Arrays, of_tree: Tensor | None, window: int | None, row: in
 
 
 def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, seen: _Seen) -> _State:
-    """The state with one chunk of slots in it: keys [c g d], values [c g e], rows [g, n heads, d]."""
+    """Merge one chunk of slots into the state: keys [c g d], values [c g e], rows [g, n heads, d]."""
     on_cpu = rows.device.type == "cpu"
     visible = seen.visible
     if on_cpu and not visible.any():

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps, in PyTorch."""
+"""Dropout's random numbers in PyTorch: Philox keys by batch row and head, and the mask of kept probabilities."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from ring_attn_core.dropout import (
 
 
 class Dropout(NamedTuple):
-    """``dropout_seed`` and ``dropout_offset`` as the user gave them."""
+    """``dropout_seed`` and ``dropout_offset`` as the user passed them."""
 
     seed: int | Tensor
     offset: tuple[int | Tensor, int | Tensor] = (0, 0)
 
     @property
     def known_offset(self) -> tuple[int, int]:
-        """Return the offset as far as the host knows it, and ranks compare it: -1 for one that a device holds."""
+        """Return the offset that the ranks compare, with -1 for a tensor, whose value is on the device."""
         batch, head = (-1 if isinstance(x, Tensor) else int(x) for x in self.offset)
         return batch, head
 
 
 def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
-    """The ``dropout_seed`` of a Score, made on the device, since a copy of it would wait; ValueError for no 0-d integer."""
+    """Return the ``dropout_seed`` of a Score, built on the device, since a copy from the host would wait.
+
+    Raise ValueError if a value is not an int or a 0-d integer tensor.
+    """
     seed, offset = dropout
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         raise ValueError(
@@ -58,7 +61,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
-    """int64 [batch, heads]: the key by which dropout draws for each, once a call."""
+    """Return the Philox key of each batch row and head, int64 [batch, heads]; computed once per call."""
     low, high, first_batch, first_head = draw.unbind()
     b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
     h = first_head + torch.arange(heads, device=draw.device) & WORD
@@ -66,13 +69,16 @@ def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """bool [batch, heads, queries, keys]: which probabilities dropout keeps, from global positions [queries] and [keys]."""
+    """Return the mask of kept probabilities, bool [batch, heads, queries, keys].
+
+    ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
+    """
     (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
     words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply)
     return number(torch.where(which == 0, *words), turn) >= threshold(rate)
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of the product, in int64, where it wraps to the right bits."""
+    """Return the upper and lower 32 bits of the product. int64 wraps, which keeps these 64 bits correct."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

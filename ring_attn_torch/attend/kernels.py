@@ -1,4 +1,4 @@
-"""The backend made of GPU kernels: arrays as kernels take them, and the launches of a step."""
+"""The backend that launches GPU kernels: it prepares their arrays and starts the launches of each step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from .tiles import Rows
 
 @dataclass(frozen=True)
 class Kernels:
-    """``call``: what all launches have in common. ``blanks``: some query, padding included, may see nothing."""
+    """The backends "triton", "triton_tf32" and "hopper".
+
+    ``call``: the parameters that all launches share. ``blanks``: some query, padding included, may see no key.
+    """
 
     call: Call
     blanks: bool
@@ -48,7 +51,7 @@ class Kernels:
         if self.blanks:
             unseen = (lse == -math.inf)[..., None]
             q, dout = zeroed(q, unseen), zeroed(dout, unseen)
-            if score.sinks is not None:  # who sees nothing else has its sink for lse, and may hold NaN
+            if score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
                 q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
         arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
         lse2, delta = launch(portable.delta(self.call, str(out.dtype).removeprefix("torch.")), arrays)
@@ -84,7 +87,7 @@ class Kernels:
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
     def attend_dq(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
-        """``dq`` (None: nothing yet) with the part of these keys added; the last step gives it in q's dtype."""
+        """Return ``dq`` (None: nothing yet) plus the part of these keys; in q's dtype after the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -92,7 +95,7 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool) -> Gradients:
-        """The gradients of these keys from this rank's queries, added to those that arrived; packed like the keys, or apart."""
+        """Return ``arrived`` (None: nothing yet) plus the dkv of these keys from this rank's queries, packed as the keys are."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
@@ -126,5 +129,5 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 
 @lru_cache(maxsize=4096)
 def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """int32 [q_runs, k_runs, fields], kept: a copy to the GPU for every step would wait for it."""
+    """Return the rows as int32 [q_runs, k_runs, fields]. They are cached, since each copy to the GPU waits for the device."""
     return torch.tensor(rows, dtype=torch.int32, device=device)

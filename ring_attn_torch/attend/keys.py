@@ -1,4 +1,4 @@
-"""What travels round the ring: keys and values in one array, and the key mask as bits."""
+"""The tensors that travel round the ring: keys and values in one array, and the key mask as bits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class Keys(NamedTuple):
-    """``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, where nothing travels, and ``v`` [b t g e] apart.
+    """A shard of keys and values, packed in one array or, if nothing travels, as two.
 
-    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 says whether key j may be attended; None where all may.
+    ``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, with ``v`` [b t g e]. ``bits`` uint8 [b, ceil(t / 8)]: bit
+    j % 8 of byte j // 8 is 1 if key j may be attended; None: all may.
     """
 
     kv: Tensor
@@ -20,8 +21,8 @@ class Keys(NamedTuple):
 
 
 def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = False) -> Keys:
-    """k [b t g d], v [b t g e], key_mask bool [b t]: keys that may not be attended become 0, whatever stands there."""
-    # Made contiguous: cat takes over the order of dimensions in memory that k and v share.
+    """Pack k [b t g d], v [b t g e] and key_mask bool [b t]. Masked keys and values become 0, even if they are NaN."""
+    # Contiguous, since cat adopts the memory order of dimensions that k and v share.
     arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
     bits = None
     if key_mask is not None:
@@ -33,9 +34,9 @@ def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = Fal
 
 
 def zeroed(x: Tensor, where: Tensor) -> Tensor:
-    """x [b s h d] with 0, whatever stands there, where ``where`` [b s h 1] says so.
+    """Return x [b s h d] with 0 in place of each element, even NaN, at which ``where`` [b s h 1] is True.
 
-    Eight bytes at a time, where they begin and end with eight: of bfloat16, masked_fill takes four times as long as a copy does.
+    Write eight bytes at a time if the data are aligned to eight: masked_fill of bfloat16 takes four times as long as a copy.
     """
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     whole = x.is_contiguous() and x.data_ptr() % 8 == 0 and all(n * x.element_size() % 8 == 0 for n in places)
@@ -43,7 +44,7 @@ def zeroed(x: Tensor, where: Tensor) -> Tensor:
 
 
 def unpack(keys: Keys) -> Tensor | None:
-    """The key mask: bool [b t], None where every key may be attended."""
+    """Return the key mask, bool [b t], or None if every key may be attended."""
     if keys.bits is None:
         return None
     bits = keys.bits[..., None] >> _bit(keys.bits) & 1

@@ -1,7 +1,7 @@
-"""A Launch on PyTorch's current stream: outputs are allocated or overwritten, the compiled kernel is started.
+"""Launches of compiled kernels on PyTorch's current stream, with outputs allocated or overwritten.
 
-It is started without Triton's launcher: ``kernels/bound.py`` of the core packs the arguments and keeps the TMA descriptors,
-``kernels/driver.py`` calls CUDA.
+Kernels start without Triton's launcher: ``kernels/bound.py`` of the core packs the arguments and caches the TMA descriptors,
+and ``kernels/driver.py`` calls CUDA.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar, ho
 
 
 def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of a launch. ``arrays`` by name, contiguous; those that an output overwrites must be nobody else's."""
+    """Start a launch and return its outputs.
+
+    ``arrays``: contiguous tensors by name. A tensor that an output overwrites must not be in use elsewhere.
+    """
     return _ready(launch, arrays[launch.inputs[0]].device)(arrays)
 
 
 class _Ready:
-    """A launch made ready on one device: what its outputs are like, and on a GPU the kernel, compiled and loaded."""
+    """A launch prepared for one device: templates of its outputs and, on a GPU, the compiled and loaded kernel."""
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
         self._launch, self._device = launch, device
@@ -61,19 +64,25 @@ def _ready(launch: Launch, device: torch.device) -> _Ready:
 
 
 def _like(x: Output, device: torch.device) -> Tensor:
-    """An array of that shape and dtype, in the memory of one element: ``empty_like`` it takes half the time of ``empty``."""
+    """Return a template of an output, with the memory of one element.
+
+    ``empty_like`` of a template takes half the time of ``empty``.
+    """
     return torch.empty((), dtype=getattr(torch, x.dtype), device=device).expand(x.shape)
 
 
 ZEROS, ZERO = 256, 16
-"""Launches whose scratch is made 0 at once; bytes of it for one of them."""
+"""The number of zeroed scratch buffers that are allocated together, and the bytes of each."""
 
 _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""By device and stream, in whose order they are made and used: what no launch has had yet."""
+"""The unused zeroed buffers of each (device, stream). One stream orders their allocation and their use."""
 
 
 def _zeros(x: Output, device: torch.device) -> Tensor:
-    """Scratch that is 0. A little of it is taken from what was made for many launches; not in a CUDA graph, which runs again."""
+    """Return zeroed scratch.
+
+    A small buffer comes from the pool of its stream, except during CUDA graph capture: a replay would find it no longer 0.
+    """
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device)
@@ -86,7 +95,7 @@ def _zeros(x: Output, device: torch.device) -> Tensor:
 
 
 def _interpret(launch: Launch, named: Mapping[str, Tensor]) -> None:
-    """Run the kernel in Triton's interpreter, on a CPU."""
+    """Run the kernel in Triton's interpreter on a CPU."""
     function = kernel_function(launch.kernel)
     arguments = {parameter: _interpreted(x, named) for parameter, x in launch.arguments}
     function[(launch.grid,)](**dict.fromkeys(function.arg_names) | dict(launch.constants) | arguments)
@@ -101,14 +110,14 @@ def _interpreted(x: Any, named: Mapping[str, Tensor]) -> Any:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` as kernels take it: contiguous, from an address that 16 divides on."""
+    """Return ``x`` contiguous and aligned to 16 bytes, as kernels need it."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @lru_cache
 def capability(device: torch.device) -> int:
-    """The compute capability of an NVIDIA GPU, such as 90; 0 elsewhere."""
+    """Return the compute capability of an NVIDIA GPU, such as 90; 0 for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""What makes a score of q . k besides q and k."""
+"""Everything besides q and k that determines a score."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` where query i may see key j; None: left out."""
+    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j. None: not used."""
 
     scale: float
     softcap: float | None
     dropout_rate: float
     extents: Tensor | None = None
-    """int [b s 2]: first and end (exclusive) of the key positions that a query may see."""
+    """int [b s 2]: the first and the end (exclusive) of the key positions that a query may see."""
     sinks: Tensor | None = None
-    """[h]: logits in every softmax's denominator."""
+    """[h]: logits added to the softmax denominator."""
     alibi_slopes: Tensor | None = None
-    """[h]: what ALiBi adds for each position that the key is ahead of the query."""
+    """[h]: the ALiBi bias for each position that the key is ahead of the query."""
     dropout_seed: Tensor | None = None
-    """int64 [4]: lower and upper word of the dropout seed, global index of the first batch row and of the first head."""
+    """int64 [4]: lower and upper word of the dropout seed, global indices of the first batch row and the first head."""

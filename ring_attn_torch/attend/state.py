@@ -1,4 +1,4 @@
-"""What is carried from step to step."""
+"""The tensors that are carried from one step of the ring to the next."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 State = tuple[Tensor, Tensor]
-"""(out [b s h e], lse [b s h]) over the keys seen so far."""
+"""The pair (out [b s h e], lse [b s h]) over the keys seen so far."""
 
 
 Gradients = Tensor | tuple[Tensor, ...]
-"""Of keys: dkv packed like k and v, or dk and dv where they are apart."""
+"""The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""
 
 
 class Cotangents(NamedTuple):
-    """What every step of the backward needs of the queries: q [b s h d], dout [b s h e], and of their sums what the backend uses.
+    """The backward inputs of the queries, the same for every step: q [b s h d], dout [b s h e] and their row statistics.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.
-    ``bounds``: of the extents of a kernel's query tiles.
-    ``out`` [b s h e]: for a vendor's backend.
+    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the gradient of the sinks from these
+    queries. ``bounds``: the extent bounds of each query tile, for kernels. ``out`` [b s h e]: for the vendors' backends.
     """
 
     q: Tensor

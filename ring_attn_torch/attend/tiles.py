@@ -1,4 +1,4 @@
-"""The tiles of a call: which queries meet which keys, which of them see each other, and what their scores are.
+"""The tiles of a call: the pairs of query and key tiles to compute, their masks and their scores.
 
 Shapes as in blockwise.py.
 """
@@ -35,16 +35,16 @@ class Tile(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Where they stand in the shard."""
+        """Return the range of the tile's tokens in the shard."""
         return slice(self.base + self.first, self.base + self.end)
 
     def of(self, x: Tensor) -> Tensor:
-        """[b n heads ...] -> a view [b groups heads/groups block width] of the tile."""
+        """Return the tile of ``x`` [b n heads ...] as a view [b groups heads/groups block width]."""
         tile = x[:, self.tokens].unflatten(2, (self.groups, -1))
         return (tile if x.ndim == 4 else tile.unsqueeze(-1)).permute(0, 2, 3, 1, 4)
 
     def load(self, x: Tensor) -> Tensor:
-        """[b n heads ...] -> a copy [b*groups, heads/groups * block, width] in the accumulation dtype."""
+        """Copy the tile of ``x`` [b n heads ...] to [b*groups, heads/groups * block, width] in the accumulation dtype."""
         tile = self.of(x)
         b, g, r, block, width = tile.shape
         copy = torch.empty((b * g, r * block, width), dtype=accumulation_dtype(x.dtype), device=x.device)
@@ -62,8 +62,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The batch rows that walk over the same tiles: ``q`` and ``kv`` are theirs, and so is what ``score`` holds, the key mask
-    ``seen`` and the keys ``streams`` [b h] by which dropout draws."""
+    """The batch rows that visit the same tiles, with their slices of ``q``, ``kv`` and the arrays of ``score``.
+
+    ``seen``: their key mask; ``streams`` [b h]: their Philox keys for dropout.
+    """
 
     batch: slice
     q: Tensor
@@ -89,7 +91,7 @@ class Part:
             yield cls(batch, q[batch], keys.kv[batch], some_seen, rows, mine, some_draws)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a b by batches, in a place that the next product of this name takes over: fresh memory for each costs 5 %."""
+        """Return the batched product a b in a buffer that the next product of this name reuses. Fresh memory costs 5 %."""
         shape = name, a.shape[1], b.shape[2]
         if shape not in self._products:
             self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))
@@ -111,7 +113,7 @@ class Part:
                 yield Tile(run, row.q_base, first, min(first + block_q, row.q_len), self.kv.shape[2])
 
     def pairs(self, queries: Tile) -> Iterator[Pair]:
-        """``queries`` with every key tile of which they see something."""
+        """Yield a pair of ``queries`` and each key tile that holds a visible key."""
         _, block_k = self.blocks
         for run, row in enumerate(self.rows[queries.run]):
             begin, end = self.keys_within_extents(queries, row)
@@ -120,7 +122,7 @@ class Part:
                 yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
-        """First and end of the keys of a run, in local indices, between the least and the greatest position that they see."""
+        """Return the first and end local index of the keys within the extents of ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         least, greatest = self._reach[queries.run, queries.first]
@@ -129,7 +131,7 @@ class Part:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """The least first and the greatest end of every query tile's extents that are not empty: one wait for the device."""
+        """Return the least first and the greatest end of the nonempty extents of each query tile, in one wait for the device."""
         assert self.score.extents is not None
         first, end = self.score.extents.unbind(-1)
         empty = first >= end
@@ -141,7 +143,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tile of queries and a tile of keys: their scores, and what befalls them."""
+    """The scores of one pair of query tile and key tile, with masking and dropout."""
 
     part: Part
     queries: Tile
@@ -149,7 +151,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[Tensor, Tensor]:
-        """The k and the v of the tile; 0 for keys that no query of the tile sees, whatever stands there."""
+        """Return copies of the k and v of the tile, with 0, even for NaN, in the keys that no query of the tile sees."""
         tile = self.keys.load(self.part.kv)
         if self.hidden is not None:
             unseen = self.hidden.all(1)
@@ -158,7 +160,7 @@ class Pair:
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
-        """A tile [b*g, r*block_q, width], 0 for queries that see no key of the tile, whatever stands there."""
+        """Return ``tile`` [b*g, r*block_q, width] with 0, even for NaN, in the queries that see no key of the key tile."""
         if self.hidden is None:
             return tile
         blind = self.hidden.all(2)
@@ -166,7 +168,7 @@ class Pair:
         return per_head.masked_fill(blind[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(scores [b*g, r*block_q, block_k] before anything is hidden, the tanh in them under softcap)."""
+        """Return the unmasked scores [b*g, r*block_q, block_k], and their tanh if there is a softcap."""
         scores, tanh = self.part.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.part.score.softcap is not None:
             tanh = scores.div_(self.part.score.softcap).tanh_()
@@ -177,27 +179,27 @@ class Pair:
         return scores, tanh
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
-        """Write ``value`` where a query does not see a key."""
+        """Write ``value`` to each score whose query does not see its key."""
         if self.hidden is not None:
             self._by_head(scores).masked_fill_(self.hidden[:, None], value)
         return scores
 
     def drop_(self, p: Tensor) -> Tensor:
-        """``z_ij p_ij`` in place: 0 where dropout does not keep it, else scaled up."""
+        """Apply dropout to ``p`` in place: set dropped probabilities to 0 and rescale the others."""
         if self.kept is not None:
             self._by_head(p).mul_(self.kept).mul_(rescale(self.part.score.dropout_rate))
         return p
 
     @cached_property
     def kept(self) -> Tensor | None:
-        """bool [b h block_q block_k], None without dropout."""
+        """Return dropout's mask of kept probabilities, bool [b h block_q block_k], or None without dropout."""
         if self.part.streams is None:
             return None
         return kept(self.part.streams, self.part.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """bool [b or 1, block_q, block_k] of what queries do not see, None where they see everything."""
+        """Return bool [b or 1, block_q, block_k], True for invisible pairs, or None if each query sees each key."""
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
         if least < self.row.lo or greatest > self.row.hi:
@@ -213,22 +215,22 @@ class Pair:
 
     @cached_property
     def q_pos(self) -> Tensor:
-        """int64 [block_q]: global positions."""
+        """Return the global positions of the queries, int64 [block_q]."""
         i = torch.arange(self.queries.first, self.queries.end, device=self.part.q.device)
         return self.row.q_start + self.row.stride * i
 
     @cached_property
     def k_pos(self) -> Tensor:
-        """int64 [block_k]: global positions."""
+        """Return the global positions of the keys, int64 [block_k]."""
         j = torch.arange(self.keys.first, self.keys.end, device=self.part.q.device)
         return self.row.k_start + self.row.stride * j
 
     def _by_head(self, scores: Tensor) -> Tensor:
-        """[b*g, r*block_q, block_k] -> a view [b h block_q block_k]."""
+        """View scores [b*g, r*block_q, block_k] as [b h block_q block_k]."""
         b, _, h, _ = self.part.q.shape
         return scores.view(b, h, self.queries.end - self.queries.first, -1)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything else."""
+    """Return float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)

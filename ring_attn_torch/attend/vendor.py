@@ -1,12 +1,12 @@
-"""The backends "flash", "flash4" and "cudnn": others' attention, merged into the ring's state in float32.
+"""The backends "flash", "flash4" and "cudnn": attention by vendors' kernels, merged into the ring's state in float32.
 
-FlashAttention-2 (arXiv:2307.08691; on a CPU the fused kernel of that name) and NVIDIA's cuDNN, as PyTorch carries them, and
-FlashAttention-4 (the package flash-attn-4) know two masks: none, and causal on as many queries as keys. A band without an upper
-side is made of at most three pieces of these. Their backward takes the out and lse of the whole ring for those of its piece, and
-so gives the piece's part of the gradients.
+PyTorch carries FlashAttention-2 (arXiv:2307.08691; on a CPU the fused kernel of that name) and NVIDIA's cuDNN; the package
+flash-attn-4 carries FlashAttention-4. They support two masks: none, and causal on as many queries as keys. A band without an
+upper bound is split into at most three pieces of these. Their backward is given the out and lse of the whole ring instead of the
+piece's own, and so returns the piece's part of the gradients.
 
-Between pieces all is float32; within one it is as theirs is: on CPUs 16-bit gradients of k and v are summed over the query heads
-of a group in 16 bits (of 64 heads on one, 2 % off).
+All arithmetic between pieces is float32. Within a piece the precision is the vendor's: on CPUs, 16-bit gradients of k and v are
+summed over the query heads of a group in 16 bits (an error of 2 % with 64 heads on one kv head).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tiles import Rows
 
 
 class Piece(NamedTuple):
-    """Queries and keys of a shard of which every query sees every key or, ``causal``, query n the keys up to the n-th."""
+    """A range of queries that see a whole range of keys or, if ``causal``, the n-th query only the keys up to the n-th."""
 
     queries: slice
     keys: slice
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Whose kernels, what scores are multiplied by, and which of the two masks."""
+    """The options of a call to a vendor's kernel: the backend's name, the scale of the scores and the mask."""
 
     name: str
     scale: float
@@ -47,12 +47,12 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Vendor(Blockwise):
-    """``name``: "flash", "flash4" or "cudnn"."""
+    """The backend of one vendor; ``name``: "flash", "flash4" or "cudnn"."""
 
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """``total`` (out [b s h e], lse [b s h]), in float32, with the visible ones of ``keys`` merged in, in place."""
+        """Merge the visible ones of ``keys`` into ``total`` (out [b s h e], lse [b s h]), float32, in place; return it."""
         out, lse = total
         q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
@@ -66,7 +66,10 @@ class Vendor(Blockwise):
         return out, lse
 
     def gradients(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """(dq [b s h d] with these keys' part added in place, dkv [b t g d+e] of these keys from this rank's queries)."""
+        """Add the part of these keys to ``dq`` [b s h d] in place.
+
+        Return ``dq`` and the dkv [b t g d+e] of these keys from this rank's queries.
+        """
         assert of_q.out is not None
         q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
         k, v = _apart(keys, q.shape[-1])
@@ -81,14 +84,17 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[Piece]:
-    """All pairs of runs of two shards in pieces; their bands have no upper side."""
+    """Yield the pieces of all pairs of runs of two shards. Their bands must have no upper bound."""
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)
 
 
 def _pieces_of(pair: Row) -> Iterator[Piece]:
-    """Query i of the run sees the keys j <= i - lo: none before i = lo, and all of them before j = -lo."""
+    """Yield the pieces of one pair of runs.
+
+    Query i sees the keys j <= i - lo: queries i < lo see no key, and keys j < -lo are seen by all queries.
+    """
     first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
     side = min(pair.q_len - first, pair.k_len - always)
     queries = lambda begin, end: slice(pair.q_base + begin, pair.q_base + end)
@@ -109,7 +115,7 @@ def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
 
 
 def _forward(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [b n h e] and lse [b h n] of one piece."""
+    """Return out [b n h e] and lse [b h n] of one piece."""
     name, scale, causal = asked
     if name == "flash4":
         out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
@@ -124,7 +130,10 @@ def _forward(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def _backward(asked: Asked, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """dq, dk and dv [b n h d] of one piece, from out [b n h e] and lse [b n h] over all keys."""
+    """Return dq, dk and dv [b n h d] of one piece.
+
+    ``out`` [b n h e] and ``lse`` [b n h] are over all keys.
+    """
     name, scale, causal = asked
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
     if name == "flash4":
@@ -144,7 +153,7 @@ def _backward(asked: Asked, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k
 
 
 def _heads_first(*arrays: Tensor) -> tuple[Tensor, ...]:
-    """[b n h d] as [b h n d], and back."""
+    """Transpose each array from [b n h d] to [b h n d], or back."""
     return tuple(x.transpose(1, 2) for x in arrays)
 
 
