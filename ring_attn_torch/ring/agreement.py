@@ -1,9 +1,9 @@
-"""All ranks run the same problem or all raise the same message, before anything is sent round the ring.
+"""Agreement between ranks: all run the same problem, or all raise the same error before anything is sent round the ring.
 
-On a problem that a rank has not seen on this group, its verdict (the problem, or what is wrong with it) goes through the
-group's store; every rank reads all verdicts and comes to the same conclusion. A problem seen before costs a set look-up, and
-its price is that ranks which disagree among problems they have all seen are not found out, unless ``check_every_call`` is on.
-The ranks of a group make the same calls in the same order, as for any collective; a call's number is its key.
+If a problem is new on this group, a rank writes its verdict (the problem, or its error) to the group's store; every rank reads
+all verdicts and draws the same conclusion. A known problem costs only a set look-up. In return, ranks that disagree on problems
+which they all know are not detected, unless ``check_every_call`` is on. The ranks of a group make the same calls in the same
+order, as for any collective; the number of a call is its key in the store.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ring_attn_core.problem.problem import Problem
 from .groups import Group, group_name, group_of, rank_in, ranks_of
 
 GRACE = timedelta(seconds=5)
-"""How long a rank that is about to raise anyway waits to hear whether a lower rank has something to say."""
+"""The longest time that a rank with an error waits for the error of a lower rank."""
 
 LONGEST_NAP = 0.25
-"""Seconds between two looks into the store, once the wait is long."""
+"""The longest time between two polls of the store, in seconds."""
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
 
 
 class _Unknown(NamedTuple):
-    """What stands for a problem where an error came before there was one."""
+    """A placeholder for the problem if an error occurs before one exists."""
 
     device: str
 
 
 class Call(NamedTuple):
-    """A call of another function than ring_attention, and which ``arguments`` of it all ranks must pass alike, by name.
+    """A call of a function other than ring_attention, with the ``arguments`` that must be equal on all ranks, by name.
 
-    ``each_time``: its arguments are seldom the same twice, so it is compared at every call and never remembered.
+    ``each_time``: compare it at every call and do not remember it, because its arguments rarely repeat.
     """
 
     call: str
@@ -53,15 +53,16 @@ class Call(NamedTuple):
     each_time: bool = False
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the ranks compare."""
+        """Return the values that the ranks compare, by name."""
         return {"call": self.call, **dict(self.arguments)}
 
 
 class _History:
-    """What this rank knows of a group. ``era`` tells a group from one of the same name that was destroyed on the same store.
+    """The state that this rank keeps for a group.
 
-    ``told``: the keys of its verdicts that may still be in the store. ``checks``: how often ``check_every_call`` was entered;
-    ``checked``: how many exchanges there were since, None outside of it.
+    ``era``: distinguishes a group from a destroyed one of the same name on the same store. ``told``: the keys of this rank's
+    verdicts that may still be in the store. ``checks``: the number of times ``check_every_call`` was entered; ``checked``: the
+    number of exchanges since then, None outside of it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -73,7 +74,7 @@ class _History:
         self.checked: int | None = None
 
     def next_call(self) -> str:
-        """What the keys of the next call begin with; those inside ``check_every_call`` are counted by themselves."""
+        """Return the key prefix of the next call. Calls inside ``check_every_call`` have a counter of their own."""
         if self.checked is None:
             self.calls += 1
             return f"ring_attn/{self.era}/{self.calls}"
@@ -82,7 +83,7 @@ class _History:
 
 
 _seen_alone: set[Problem | Call] = set()
-"""What this process has run as a ring of one."""
+"""The problems and calls that this process has run as a ring of one."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
@@ -90,9 +91,9 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 def agree(problem: Problem | Call, group: Group, error: Exception | None = None, again: bool = False) -> None:
     """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
 
-    ``error`` is this rank's own objection; ``again``: ask about a problem seen before too, as all ranks then must. Raises the
-    objection of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names
-    the ranks that did not come within the group's timeout.
+    ``error``: this rank's own error. ``again``: exchange verdicts for a known problem too; all ranks must then pass it. Raise the
+    error of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names the
+    ranks that did not reach the call within the group's timeout.
     """
     each_time = isinstance(problem, Call) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
@@ -114,12 +115,12 @@ def agree(problem: Problem | Call, group: Group, error: Exception | None = None,
 def agree_on(call: Call, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, and return once every rank of ``group`` has done so at the same call; else raise as ``agree`` does.
 
-    A call that every rank has made before is not asked about, but for one of ``each_time``. Under torch.compile nobody is asked.
+    A call that every rank has made before is not compared, unless it is ``each_time``. Under torch.compile none is.
     """
     error = None
     try:
         check()
-    except Exception as objection:  # of whatever kind: the others would wait for this rank
+    except Exception as objection:  # of any type: the other ranks would wait for this one
         error = objection
     if not torch.compiler.is_compiling():
         agree(call, group, error)
@@ -128,29 +129,30 @@ def agree_on(call: Call, group: Group, check: Callable[[], None]) -> None:
 
 
 def agreed(problem: Problem, group: Group) -> bool:
-    """Whether all ranks have run ``problem`` on this group before, or nobody can be asked now (a CUDA graph is captured)."""
+    """Return True if all ranks have run ``problem`` on this group, or if a CUDA graph capture prevents an exchange."""
     if group is None or ranks_of(group) == 1:
         return problem in _seen_alone or _capturing(problem.device)
     return _capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
 
 
 def refuse(error: Exception, group: Group, device: str) -> None:
-    """Tell the other ranks about an ``error`` found before there was a problem to speak of, and raise what all of them raise."""
+    """Report an ``error`` that occurred before a problem existed to the other ranks, and raise what all of them raise."""
     agree(_Unknown(device), group, error)  # type: ignore[arg-type]
 
 
 @contextmanager
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
-    """Compare every call of ``ring_attention`` on the group between its ranks, inside a ``with``: to find out which one differs.
+    """Compare every call of ``ring_attention`` between the ranks of the group, inside a ``with``.
 
-    Otherwise a rank asks the others only about a problem that it has not run before. Then a call that differs between the ranks,
-    and that each of them has run before, is computed from what it got: another mask gives wrong numbers, a skipped call shifts
-    all later ones, and shards of other sizes hang, or end a gloo process. In here all ranks raise the same ValueError, before
-    anything is sent, naming what differs; one that makes fewer calls than the others is found when it leaves. It is for every
-    rank of the group at once: RuntimeError after the group's timeout where one does not enter, or does not come.
+    Use it to find a call that differs. By default ranks compare a problem only the first time they run it. Different calls, each
+    of which its rank has run before, are not detected: another mask gives wrong numbers, a skipped call shifts all later ones,
+    and shards of other sizes hang or end a gloo process. Inside the ``with`` all ranks raise the same ValueError, which names the
+    difference, before anything is sent; a rank that makes fewer calls is found when it leaves.
 
-    It costs an exchange through the group's store for each call: 4 ms (at best 1.1) between 4 gloo ranks on a
-    busy CPU of 2 cores, where a barrier takes 3 ms. Outside of it a call pays nothing. Backward passes are not compared.
+    Every rank of the group must enter. Raise RuntimeError after the group's timeout if one does not, or does not reach a call.
+
+    It costs one exchange through the group's store per call: 4 ms (at best 1.1) between 4 gloo ranks on a busy CPU of 2 cores,
+    on which a barrier takes 3 ms. Calls outside of it pay nothing. Backward passes are not compared.
     """
     ring = group_of(group_name(group))
     if ring is None or ranks_of(ring) == 1:
@@ -171,9 +173,10 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
 
 
 def tell(call: str, what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
-    """What every rank of ``group`` tells the others at this ``call``, as JSON carries it; ``patience``: None for the group's.
+    """Exchange ``what``, a value that JSON can carry, between the ranks of ``group``. Return the values by rank.
 
-    Raises what ``agree`` does where a rank has an objection, is at another call or does not come.
+    ``call``: a name that all ranks pass alike. ``patience``: None for the group's timeout. Raise as ``agree`` does if a rank has
+    an error, is at another call or does not reach this one.
     """
     history = _history(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
@@ -184,7 +187,7 @@ def tell(call: str, what: Any, group: dist.ProcessGroup, patience: timedelta | N
 
 
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
-    """The timeout that the group was made with."""
+    """Return the timeout that the group was created with."""
     options = getattr(group._get_backend(torch.device(device)), "options", None)
     return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
@@ -208,37 +211,37 @@ def _verdict(problem: Problem | Call, error: Exception | None) -> dict[str, Any]
 def _exchange(
     verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, told: list[str]
 ) -> list[dict[str, Any] | None]:
-    """Every rank's verdict, None for a rank that did not give one in time.
+    """Write this rank's verdict to the store. Return every rank's verdict, None for a rank that wrote none in time.
 
-    Once all ranks are here, this one deletes what it ``told`` them before: a rank comes to an exchange after it has read all of
-    the one before. So the store holds at most two keys of a rank, except after calls to which not everybody came.
+    Once all ranks have written, delete the keys in ``told``, this rank's earlier verdicts: a rank enters an exchange after it has
+    read all of the previous one. So the store holds at most two keys per rank, except after calls that some rank did not reach.
     """
     store = _store(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
     mine = keys[rank_in(group)]
     store.set(mine, json.dumps(verdict, default=_plain))
     if _all_there(store, keys, patience):
-        with suppress(RuntimeError):  # a store that deletes nothing, as some of other libraries
+        with suppress(RuntimeError):  # some stores of other libraries cannot delete
             for key in told:
                 store.delete_key(key)
         told.clear()
     else:
-        store.set(mine, json.dumps(verdict | {"gave_up": True}, default=_plain))  # for whoever comes after this
+        store.set(mine, json.dumps(verdict | {"gave_up": True}, default=_plain))  # for a rank that comes later
         keys = [key if store.check([key]) else None for key in keys]
     told.append(mine)
     return [json.loads(store.get(key)) if key else None for key in keys]
 
 
 def _plain(x: Any) -> Any:
-    """What JSON does not know: an integer of another library as an int, all else in words, for nothing may fail halfway."""
+    """Convert an object that JSON does not know: an integer to int, anything else to words, so that encoding never fails."""
     return operator.index(x) if is_integer(x) else in_words(x)
 
 
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
-    """Wait until the store has all keys; False once ``patience`` is over.
+    """Wait until the store has all keys. Return False if ``patience`` runs out first.
 
-    Asks again and again, each time after an eighth of what it has waited, since an interrupt (Ctrl-C) does not reach a thread
-    inside ``store.wait``, which also warns of every timeout.
+    Poll, each time after an eighth of the time waited so far, instead of calling ``store.wait``: an interrupt (Ctrl-C) does not
+    reach a thread inside of it, and it warns of every timeout.
     """
     began = time.monotonic()
     for key in keys:

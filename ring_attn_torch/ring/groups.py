@@ -15,23 +15,26 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# torch.distributed.nn is imported here so that nobody imports it later, as torch.utils.checkpoint does at its first call: what it
-# finds as group.WORLD becomes a default argument, which keeps gloo's threads alive after destroy_process_group. One of them that
-# lets go of a tensor while Python exits aborts the process ("terminate called without an active exception"). Before there is a
-# group it finds None. It takes 2 ms.
+# torch.distributed.nn is imported here, before a group exists, because torch.utils.checkpoint imports it at its first call. The
+# import makes the current group.WORLD a default argument, which keeps gloo's threads alive after destroy_process_group. If one of
+# them frees a tensor while Python exits, the process aborts ("terminate called without an active exception"). Without a group
+# the default is None. The import takes 2 ms.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """``torch.compiler.assume_constant_result``, which would import all of torch.compile, a second's worth, to say so."""
+    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, without its import of torch.compile (1 s)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @constant
 def group_name(group: Any) -> str:
-    """The name under which torch.distributed knows the ring; "" for a ring of one in a process without torch.distributed."""
+    """Return the name of the ring's process group, or "" for a ring of one without torch.distributed.
+
+    Raise ValueError if ``group`` is not a process group of this rank, and NotImplementedError if it is a mesh of several axes.
+    """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise NotImplementedError(
@@ -54,22 +57,25 @@ def group_name(group: Any) -> str:
 
 @constant
 def group_of(name: str) -> Group:
-    """The process group of that name."""
+    """Return the process group called ``name``, or None if it is ""."""
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
 Group = dist.ProcessGroup | None
-"""A ring: a process group, or None for a ring of one where torch.distributed is not in use."""
+"""A ring: a process group, or None for a ring of one without torch.distributed."""
 
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
-    """Whether ``x`` is a DTensor, whose module takes a second to import: until somebody has, nobody has made one."""
+    """Return True if ``x`` is a DTensor.
+
+    Do not import its module, which takes a second: no DTensor exists before something else has imported it.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """Return this rank's part of a DTensor, or any other tensor unchanged."""
     return x.to_local() if is_dtensor(x) else x
 
 

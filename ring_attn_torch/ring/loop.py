@@ -1,6 +1,6 @@
-"""The ring: keys and values go round, every rank merges what it may see, gradients are sent home.
+"""The ring loop: keys and values go round, each rank merges those that it may see, and gradients return to their owner.
 
-The same text as the other package's loop.py, up to the name of the ring and of an array.
+The text equals that of the other package's loop.py, up to the names of the ring and of an array.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from .strategies import STRATEGIES
 
 
 def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
-    """Shards q [b s h d], keys [b t g d+e] of this rank -> out [b s h e] in q's dtype, lse [b s h] in float32.
+    """Return out [b s h e] in q's dtype and lse [b s h] in float32 of this rank's queries.
 
-    Continued from ``total``, in float32, where the queries have seen other keys, and the sinks, already.
+    ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: the float32 (out, lse) to continue from, if the queries
+    have already seen other keys and the sinks.
     """
     for step in STRATEGIES[ring.strategy](keys, ring):
         total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
@@ -29,10 +30,11 @@ def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, t
 def backward(
     q: Tensor, keys: Keys, total: State, dtotal: State, score: Score, ring: Ring, backend: Backend
 ) -> tuple[Tensor, Gradients, Tensor | None]:
-    """Cotangents dout [b s h e], dlse [b s h] -> dq [b s h d], dkv [b t g d+e] or (dk, dv) of this rank's own shards.
+    """Return dq [b s h d], dkv [b t g d+e] or (dk, dv), and the gradient of the sinks [h].
 
-    ``total`` is the (out, lse) of the forward pass and ``dtotal`` their cotangents. Gradients are float32, or q's dtype where no
-    other rank adds to them. And the part of the gradient of the sinks [h] that this rank's queries make, None without sinks.
+    ``total``: (out [b s h e], lse [b s h]) of the forward pass; ``dtotal``: their cotangents. The gradients are those of this
+    rank's own shards, in float32, or in q's dtype if no other rank adds to them. That of the sinks is the part of this rank's
+    queries, or None without sinks.
     """
     of_q = dq = None
     for step in STRATEGIES[ring.strategy](keys, ring):

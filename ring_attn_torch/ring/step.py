@@ -1,4 +1,4 @@
-"""The contract between the loop and a strategy: who circulates the keys, and what a step of it offers."""
+"""The interface between the ring loop and a strategy: the ring, and the steps that a strategy yields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """The ranks that share a sequence: what each of them holds and sees, where they are, and how keys travel between them."""
+    """A ring of ranks: its plan, its process group and the strategy by which keys travel."""
 
     plan: RingPlan
     group: Group
@@ -26,11 +26,11 @@ class Ring(NamedTuple):
 
 
 class Step(Protocol):
-    """One step of a strategy: the keys to compute on now. The next ones may already be on their way."""
+    """One step of a strategy: the keys to compute on now. The next keys may already be in flight."""
 
     keys: Keys
     rows: Rows
-    """What this rank may see of them, by pairs of runs."""
+    """The rows of ``keys`` that this rank may see, by pairs of runs."""
     last: bool
 
     def settle(self, state: T) -> T:
@@ -38,13 +38,13 @@ class Step(Protocol):
         ...
 
     def arrived(self) -> Tensor | None:
-        """Return the gradients of ``keys`` from the ranks that they have passed; None where there are none yet."""
+        """Return the gradients of ``keys`` from the ranks that they have passed, or None at the first rank."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``: what arrived and this rank's part."""
+        """Send on the gradients of ``keys``: those that arrived plus this rank's part."""
         ...
 
     def home(self) -> Gradients:
-        """Return, after the last step, the gradients of this rank's own keys from every rank that saw them."""
+        """Return the gradients of this rank's own keys, summed over all ranks; call it after the last step."""
         ...

@@ -1,4 +1,4 @@
-"""Arrays on their way: one batched send and receive."""
+"""Transfers of arrays between the ranks of a ring, each one batched send and receive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Arrays = tuple[Any, ...]
 
 
 class Transfer:
-    """Arrays on their way: ``wait`` returns what arrives, and what was sent may be reused from then on.
+    """A transfer in flight. ``wait`` returns the arrays that arrive; from then on the memory of the sent ones may be reused.
 
-    ``hop``: how many ranks they go, for the error of a transfer that fails.
+    ``hop``: the distance in ranks, used by the error of a failed transfer.
     """
 
     def __init__(self, arriving: Arrays, works: list[dist.Work], sent: Arrays, hop: int = 0, group: Group = None) -> None:
@@ -23,7 +23,7 @@ class Transfer:
         self._hop, self._group = hop, group
 
     def wait(self) -> Any:
-        """Return what arrives. Raise RuntimeError, which names the neighbours, if a transfer fails."""
+        """Return the arrays that arrive. Raise RuntimeError, which names the neighbours, if a transfer fails."""
         try:
             for work in self._works:
                 work.wait()
@@ -33,9 +33,9 @@ class Transfer:
 
 
 def lost(error: RuntimeError, hop: int, group: Group) -> RuntimeError:
-    """Return the error of a transfer that failed, in words: which ranks this one was waiting for, and what may have happened.
+    """Return the error of a failed transfer, which names the ranks this one waited for and the likely causes.
 
-    gloo's own error has an address at most, no rank. That of ``error`` stays as the cause.
+    The ``error`` of gloo names at most an address, not a rank; its first line is quoted at the end.
     """
     rank, ranks = rank_in(group), ranks_of(group)
     to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
@@ -49,15 +49,15 @@ def lost(error: RuntimeError, hop: int, group: Group) -> RuntimeError:
 
 
 def _named(rank: int, group: Group) -> str:
-    """Return a rank of the ring in words, with its number among all processes if that is another."""
+    """Return the name of a rank of the ring, with its global rank if that differs."""
     everywhere = rank if group is None else dist.get_global_rank(group, rank)
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (process {everywhere} of torch.distributed)"
 
 
 def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
-    """What the rank ``hop`` before this one holds, while this rank's goes to the one ``hop`` after. A hop of 0 sends nothing.
+    """Send ``arrays`` to the rank ``hop`` after this one, and receive those of the rank ``hop`` before it.
 
-    All arrays that are not None go in one batch.
+    All arrays that are not None go in one batch. A hop of 0 sends nothing.
     """
     if hop == 0:
         return Transfer(arrays, [], arrays)
@@ -69,6 +69,6 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
     try:
         works = dist.batch_isend_irecv(operations)
-    except RuntimeError as error:  # gloo notices here that a connection is gone
+    except RuntimeError as error:  # gloo detects a lost connection here
         raise lost(error, hop, group) from error
     return Transfer(arriving, works, sent, hop, group)

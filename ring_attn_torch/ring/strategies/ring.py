@@ -1,7 +1,7 @@
-"""Keys go round the ring and their gradients home: one batched send and receive per hop, in flight during the compute.
+"""The ring strategy: keys go round the ring by one batched send and receive per hop, in flight during the compute.
 
-In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, and the gradients of k and v
-with them, up to the rank that owns them. Whatever belongs to the queries (q, out, lse, dout, dq) stays on its rank.
+In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
+of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..transfer import Transfer, send
 
 
 def circulate(keys: Keys, ring: Ring) -> Iterator[Step]:
-    """Yield a step for every shift of the plan, each with the keys that started on ``rank - shift``."""
+    """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
     if not ring.plan.hops:
         yield Stay(keys, rows(ring, 0))
         return
@@ -32,7 +32,7 @@ def circulate(keys: Keys, ring: Ring) -> Iterator[Step]:
 
 
 class Stay:
-    """The only ``Step`` of a ring whose keys are all where they are needed."""
+    """The only ``Step`` of a ring in which no keys travel."""
 
     def __init__(self, keys: Keys, rows: Rows) -> None:
         self.keys, self.rows, self.last = keys, rows, True
@@ -43,14 +43,14 @@ class Stay:
         return state
 
     def arrived(self) -> None:
-        """Nobody else adds to the gradients."""
+        """Return None: no other rank adds to the gradients."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """They are at home."""
+        """Store the gradients, which are on their own rank already."""
         self._dkv = dkv
 
     def home(self) -> Gradients:
-        """The gradients of this rank's own k/v."""
+        """Return the gradients of this rank's own keys."""
         assert self._dkv is not None
         return self._dkv
 
@@ -69,7 +69,7 @@ class Hop:
 
     @property
     def next_keys(self) -> Keys:
-        """The keys of the next step, waited for only when the next step asks."""
+        """Wait for the keys of the next step and return them."""
         return self.keys if self._next is None else Keys(*self._next.wait())
 
     def settle(self, state: T) -> T:
@@ -77,20 +77,20 @@ class Hop:
         return state
 
     def arrived(self) -> Tensor | None:
-        """The gradients of ``keys`` from the ranks that they have passed, waited for; None at the first step."""
+        """Wait for the gradients of ``keys`` from the ranks that they have passed. Return them, or None at the first step."""
         return None if self.travelling is None else self.travelling.wait()[0]
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``, what arrived and this rank's part; after the last step, home."""
+        """Send on the gradients of ``keys``, those that arrived plus this rank's part; after the last step, to their owner."""
         self.travelling = send((dkv,), self._onward, self._group)
 
     def home(self) -> Gradients:
-        """The gradients of this rank's own k/v, from every rank that saw them."""
+        """Return the gradients of this rank's own keys, summed over all ranks that saw them."""
         assert self.last and self.travelling is not None
         (arrived,) = self.travelling.wait()
         return arrived
 
 
 def rows(ring: Ring, shift: int) -> Rows:
-    """[q_runs][k_runs]: what this rank may see at ``shift``."""
+    """Return the rows [q_runs][k_runs] that this rank may see at ``shift``."""
     return ring.plan.rows(rank_in(ring.group), shift)
