@@ -1,4 +1,4 @@
-"""A batch of token ids as one rank's shard."""
+"""Sharding of a global batch of token ids, with labels, positions, extents and key mask."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """What ``shard_batch`` returns; every array is in layout order along dimension 1."""
+    """The shard that ``shard_batch`` returns. Each array is in layout order along dimension 1."""
 
     ids: Tensor
     """int [batch, tokens]: token ids, 0 in padded slots."""
     labels: Tensor
-    """int [batch, tokens]: what each token should predict, ``ignore_index`` where there is nothing and in padded slots."""
+    """int [batch, tokens]: the target of each token; ``ignore_index`` without a target and in padded slots."""
     positions: Tensor
-    """int32 [batch, tokens]: for rotary embeddings; global, or counted from the first token of the document."""
+    """int32 [batch, tokens]: positions for rotary embeddings, global or counted from the first token of the document."""
     extents: Tensor | None
-    """int32 [batch, tokens, 2]: what each query may see, its document; [0, 0) in padded slots. None without documents."""
+    """int32 [batch, tokens, 2]: the document of each query; [0, 0) in padded slots. None without documents."""
     key_mask: Tensor | None
-    """bool [batch, tokens]: which keys may be attended, False in padded slots. None where none was given."""
+    """bool [batch, tokens]: True if the key may be attended; False in padded slots. None if no mask was passed."""
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
 
@@ -46,28 +46,28 @@ def shard_batch(
     ignore_index: int = -100,
     restart_positions: bool = False,
 ) -> Shard:
-    """Token ids [batch, length] of whole sequences -> the shard of ``rank``, or all shards in layout order where it is None.
+    """Shard token ids [batch, length] of global sequences for ``rank``; None: return all shards in layout order.
 
-    ``labels`` [batch, length]: what each token should predict. None: the next token of the same document, found *before*
-    sharding, so that the label of a shard's last token is right. ``documents`` [batch, length]: the document of every token,
-    what :func:`document_extents` takes. ``key_mask`` [batch, length]: True where a key may be attended.
+    ``labels`` [batch, length]: the target of each token. None: the next token of the same document, taken *before* sharding, so
+    that the label of a shard's last token is correct. ``documents`` [batch, length]: the document of each token, as
+    :func:`document_extents` takes it. ``key_mask`` [batch, length]: True if the key may be attended.
 
-    A token of a negative document, or whose key_mask is False, is padding: it has no label, not even a given one, and no token
-    is to predict it; given labels of other tokens stay. ``restart_positions``: positions count from 0 in every document; tokens
-    of negative documents and padded slots keep their global position. They are [batch, tokens], since rows may differ, where
-    :func:`positions` returns [tokens].
+    A token is padding if its document is negative or its key_mask False: it has no label, even if one was passed, and it is not
+    the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in each
+    document; tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
+    may differ, while :func:`positions` returns [tokens].
 
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
 
-    Raises ValueError for shapes and dtypes that do not fit, for restart_positions without documents, and for documents that
-    :func:`document_extents` refuses.
+    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, or if
+    :func:`document_extents` refuses the documents.
     """
     if rank is not None:
         check_rank(rank, ranks)
     check_number("ignore_index", ignore_index)
     ids = integers("ids", ids, "batch", "length")
-    owner, extents = torch.zeros_like(ids), None  # the document of every token, negative where it is padding
+    owner, extents = torch.zeros_like(ids), None  # the document of each token, negative for padding
     if documents is not None:
         owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
@@ -83,7 +83,7 @@ def shard_batch(
 
     def shard(x: Tensor, padding: int = 0) -> Tensor:
         x = to_layout(x, layout, ranks, pad_value=padding)
-        return x if rank is None else x.chunk(ranks, 1)[rank].contiguous()  # a view would keep the whole batch alive
+        return x if rank is None else x.chunk(ranks, 1)[rank].contiguous()  # a view would keep the global batch alive
 
     own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
     where = own.to(ids.device).repeat(ids.shape[0], 1)
@@ -111,5 +111,5 @@ def _boolean(key_mask: Any) -> Tensor:
 
 
 def _next(x: Tensor, last: int) -> Tensor:
-    """What stands after each token of ``x`` [batch, length], ``last`` after the last."""
+    """Return the successor of each token of ``x`` [batch, length], and ``last`` for the last token."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], last)], 1)

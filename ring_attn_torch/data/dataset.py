@@ -1,4 +1,4 @@
-"""Text or token arrays in a folder as one rank's shards."""
+"""A dataset that reads a folder of texts or token arrays as one rank's shards."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from .batch import Shard
 
 
 class SequenceShardedDataset(IterableDataset[Shard]):
-    """A folder of files as batches of packed documents: an iterable of :class:`Shard`, each the part of one rank.
+    """A folder of files as batches of packed documents: an iterable of :class:`Shard`, one rank's part of each batch.
 
-    A file is a document. Documents stand one after the other and are cut every ``length`` tokens; each piece attends only to
-    itself (``extents``). Shards are what ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of whole batches: labels
-    are shifted before the sharding, and the last token of a piece has none. But a rank reads only its own tokens, and one more at
-    the end of each of its runs; of ``"striped"`` shards, whose next tokens all lie on other ranks, twice its own.
+    Each file is a document. Documents are concatenated and cut into packed rows of ``length`` tokens; each span of a document
+    within a row attends only to itself (``extents``). A shard is what ``shard_batch(ids, layout, ranks, rank, documents=...)``
+    makes of the global batch: labels are shifted before sharding, and the last token of a span has none. But a rank reads only
+    its own tokens, plus one more at the end of each of its runs. With ``"striped"`` it reads twice its own, since all its next
+    tokens lie on other ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a context, a multiple of what the ranks need. ``rank``: None for all shards side by side.
-    ``batch_size``: contexts of a batch. ``replicas``, ``replica``: how many data-parallel groups take other contexts, and which
-    this is. ``shuffle``: documents and contexts in an order of (seed, epoch). ``epochs``: None for no end. ``last``: "drop" the
-    tokens that fill no batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: which files, as pathlib's glob takes it;
-    hidden ones never. ``tokenizer``: a tokenizer.json of the package tokenizers. ``end``: an id to put after every text, 256 or
-    more without a tokenizer. ``cache``: where the tokens of texts are kept, ``.ring-attn`` in the folder unless given; who comes
-    first makes them, once. ``restart_positions``, ``ignore_index``: as in ``shard_batch``.
+    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards side by
+    side. ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take
+    different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: None for no
+    end. ``last``: "drop" the tokens that fill no batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: the files to
+    read, as a glob of pathlib; hidden files are never read. ``tokenizer``: a tokenizer.json of the package tokenizers. ``end``:
+    an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts, ``.ring-attn`` in
+    ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``: as in ``shard_batch``.
 
-    Give it to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers makes the same batches in the same
-    order. An iteration begins where ``resume`` says, and at the beginning without it.
+    Pass it to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches in the
+    same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
 
-    What a batch holds follows from data, seed and number, not from ranks, layout or workers. So a run may be resumed with others.
+    The content of a batch follows from data, seed and batch number, not from ranks, layout or workers, so a run may be resumed
+    with other ones.
 
-    Raises ValueError for arguments that do not fit, data that are no text or no ids, files that are empty, vanished or changed,
-    and less data than a batch.
+    Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
+    there is less data than one batch.
     """
 
     def __init__(
@@ -84,10 +86,10 @@ class SequenceShardedDataset(IterableDataset[Shard]):
             ignore_index=ignore_index,
         )
         self._batches = Batches(settings)
-        self._elsewhere = torch.zeros(1, dtype=torch.bool, device="cpu").share_memory_()  # whether a worker has begun to read
+        self._elsewhere = torch.zeros(1, dtype=torch.bool, device="cpu").share_memory_()  # True once a worker reads
 
     def __iter__(self) -> Iterator[Shard]:
-        """ids and labels int64 [batch, tokens], positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
+        """Yield shards: ids and labels int64 [batch, tokens], positions int32 [batch, tokens], extents int32 [..., 2]."""
         worker = get_worker_info()
         if worker is not None:
             self._elsewhere.fill_(True)
@@ -100,24 +102,25 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     @property
     def batches(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches per epoch."""
         return self._batches.index.batches
 
     @property
     def vocab(self) -> int | None:
-        """One more than the largest id; None for token arrays."""
+        """Return one more than the largest id, or None for token arrays."""
         return self._batches.vocab
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of tokens this process has read."""
+        """Return the number of bytes of tokens that this process has read."""
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Where the run stands, as JSON: after the batches that the latest iteration gave, or after ``batches`` of them.
+        """Return the state of the run as JSON: after the batches that the latest iteration gave, or after ``batches`` of them.
 
-        ``batches`` counts from the very beginning, over epochs and resumptions. Workers read ahead, so behind a DataLoader with
-        workers only the loop knows how many it took: ValueError without ``batches`` then, and for more than there are.
+        ``batches`` counts from the very beginning, over epochs and resumptions. Workers of a DataLoader read ahead, so that only
+        the training loop knows how many batches it took. Raise ValueError if workers have read and ``batches`` is missing, or if
+        it exceeds the batches of the run.
         """
         if batches is None and self._elsewhere.item():
             raise ValueError(
@@ -127,8 +130,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.state(batches)
 
     def resume(self, state: str | Mapping[str, object]) -> None:
-        """Begin every later iteration where ``state`` stands, what :meth:`state` returned, as text or read by json.loads.
+        """Begin every later iteration at ``state``, the result of :meth:`state`, as text or parsed by json.loads.
 
-        ValueError for what is none, and for a state of other data, length, contexts a batch, seed, ``shuffle`` or ``last``.
+        Raise ValueError if it is not a state, or has other data, length, rows per batch, seed, ``shuffle`` or ``last``.
         """
         self._batches.resume(state)

@@ -1,12 +1,12 @@
-"""Extents: the one interval of key positions that each query may see, for what a band cannot say.
+"""Extents: one interval of visible key positions per query, for masks that a band cannot express.
 
-Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens before 3 that see what came before:
+Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens, then 3 causal ones:
 
     ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Both are of whole sequences; ``to_layout(extents, layout, ranks)`` shards them, and its padding [0, 0) sees nothing.
+Both are of global sequences; ``to_layout(extents, layout, ranks)`` shards them and pads with [0, 0), which sees no key.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ def document_extents(
     cu_seqlens: Int[Tensor, " ends"] | None = None,
     length: int | None = None,
 ) -> Int[Tensor, "rows length 2"]:
-    """Packed documents: first and end (exclusive) position of every token's document, int32 [batch, length, 2].
+    """Return the extents of packed documents: first and end (exclusive) position of each token's document.
 
-    ``ids`` int [batch, length]: the document of every token, not decreasing along a row. Negative: a padding token, before,
-    between or after documents, never inside one; it sees nothing and nobody sees it, [0, 0).
+    The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    Or ``cu_seqlens`` int [documents + 1], 0 and then where each document ends -> [1, length, 2]. ``length``: positions in all,
-    the last entry unless given (under torch.compile it must be); tokens beyond the last entry are padding.
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, before, between
+    or after documents but never inside one; it sees no key and is seen by no query, [0, 0).
 
-    Raises ValueError for shapes and dtypes, and for values that break these rules, which are copied to the host for that; under
-    torch.compile nobody looks at them, and what comes out for wrong ones is not defined.
+    ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
+    positions, by default the last entry (required under torch.compile); tokens beyond the last entry are padding.
+
+    Raise ValueError if shapes, dtypes or values break these rules. Values are copied to the host for this check; under
+    torch.compile they are not checked, and the result for invalid ones is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -51,10 +53,11 @@ def document_extents(
 
 
 def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tensor, "rows length 2"]:
-    """Prefix-LM: token p sees [0, max(prefix, p + 1)); for ``mask=full()``. int32 [batch, length, 2], batch 1 for an int.
+    """Return the extents of a prefix-LM, to be used with ``mask=full()``: token p sees [0, max(prefix, p + 1)).
 
-    ``prefix``: how many first tokens everybody may see, an int or int [batch]; ``length``: the true length of the sequences.
-    Raises ValueError unless 0 <= prefix <= length; under torch.compile a tensor cannot be checked.
+    The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of first tokens that all
+    queries see, an int or int [batch]; ``length``: the true length of the sequences. Raise ValueError unless
+    0 <= prefix <= length; under torch.compile a tensor is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -66,7 +69,7 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
-    """``x`` as int64; ValueError unless it holds integers, with one dimension for each name in ``dims``."""
+    """Return ``x`` as int64. Raise ValueError unless it holds integers, with one dimension for each name in ``dims``."""
     array = converted(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
@@ -74,7 +77,7 @@ def integers(name: str, x: Any, *dims: str) -> Tensor:
 
 
 def converted(name: str, x: Any) -> Tensor:
-    """``x`` as a tensor; ValueError for what cannot be one."""
+    """Return ``x`` as a tensor. Raise ValueError if it cannot be converted."""
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -82,7 +85,7 @@ def converted(name: str, x: Any) -> Tensor:
 
 
 def on_host(x: Tensor) -> np.ndarray | None:
-    """The values of ``x``; None where nobody can look at them: torch.compile, meta tensors."""
+    """Return the values of ``x``, or None if they cannot be read: under torch.compile and for meta tensors."""
     return None if torch.compiler.is_compiling() or x.is_meta else x.cpu().numpy()
 
 

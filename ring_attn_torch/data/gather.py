@@ -1,4 +1,4 @@
-"""Shards back to whole sequences on every rank, all tokens or one of them: the counterpart of ``shard_batch``."""
+"""All-gather of shards into global sequences, of all tokens or of one per row: the counterpart of ``shard_batch``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def gather(
     layout: str = "zigzag",
     length: int | None = None,
 ) -> Tensor:
-    """This rank's shard [batch, tokens, ...] -> the whole [batch, length, ...] in natural order, on every rank.
+    """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
     ``group``: the ring; None is the default group. ``length``: the true global number of tokens; None: all that the shards hold.
 
-    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens, in float32. So where all
-    ranks compute the same from the whole and each calls ``backward``, as for a loss of its own, that gradient is as many times
-    one device's as there are ranks: divide by them. ``loss(..., group=group)`` on the whole does so already.
+    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens, in float32. If all ranks
+    compute the same from the global array and each calls ``backward`` on its own loss, that gradient is ``ranks`` times the one
+    of a single device: divide by ``ranks``. ``loss(..., group=group)`` of the global array does so already.
 
-    Raises ValueError, the same on every rank and before anything is sent, for what is no shard of such a sequence, and where
-    ranks hold shards of other shapes or pass other arguments, if they make this call for the first time.
+    Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of such a sequence, or if
+    ranks have shards of different shapes or pass different arguments; this comparison is made at the first such call.
     """
     ring = _ring(group)
     _check("gather", x, ring, layout, length)
@@ -50,13 +50,13 @@ def gather_token(
     layout: str = "zigzag",
     length: int | None = None,
 ) -> Tensor:
-    """One token of each row of what the ranks hold as shards [batch, tokens, ...] -> [batch, ...] on every rank.
+    """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: its global position, from the end where it is negative, -1 for the last token; or integers [batch], one for
-    every row, from 0 on; of one that no rank holds the result is 0. Only this one token travels. The logits of the last token:
-    ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token, counted from the end if negative, -1 for the last token; or nonnegative
+    integers [batch], one per row, with result 0 for a position that no rank holds. Only this one token travels. For example,
+    the logits of the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``group``, ``length``, the gradient, and what raises: as in :func:`gather`.
+    ``group``, ``length``, gradient and errors: as in :func:`gather`.
     """
     ring = _ring(group)
     _check("gather_token", x, ring, layout, length, position)
@@ -68,16 +68,16 @@ def gather_token(
     token = torch.where(here.any(1).view(-1, *[1] * (token.ndim - 1)), token, torch.zeros_like(token))
     if ranks_of(ring) == 1:
         return token
-    tokens: Any = AllGather.apply(token[:, None], ring)  # those of the ranks that have none of a row are 0
+    tokens: Any = AllGather.apply(token[:, None], ring)  # 0 from a rank that does not hold the token of a row
     return tokens.sum(1, dtype=None if tokens.is_floating_point() else torch.int64).to(x.dtype)
 
 
 class AllGather(torch.autograd.Function):
-    """The shards of all ranks side by side along dim 1."""
+    """A differentiable all-gather that concatenates the shards of all ranks along dim 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: dist.ProcessGroup) -> Tensor:
-        ctx.ring = ring.group_name  # the group itself would live as long as the graph
+        ctx.ring = ring.group_name  # a reference to the group would keep it alive as long as the graph
         sent = x.contiguous()
         sent = sent.view(torch.uint8) if x.dtype == torch.bool else sent
         shards = sent.new_empty(ranks_of(ring) * x.shape[0], *x.shape[1:])
@@ -99,7 +99,7 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, position: int | Tensor = -1) -> None:
-    """The same ValueError on all ranks, at the first such call of this group."""
+    """Raise the same ValueError on all ranks if arguments do not fit or differ, at the first such call of this group."""
 
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)

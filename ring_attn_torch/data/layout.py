@@ -1,4 +1,4 @@
-"""Whole arrays into the order of the shards and back, and where every token stands."""
+"""Permutation of global arrays into layout order and back, and the position of each token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
-    """Pad and permute a whole array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
+    """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the least number that
-    the layout can cut equally. Raises ValueError for an unknown layout, and for what is no array, dimension or number of ranks.
+    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the least number that
+    the layout can cut equally. Raise ValueError if the layout is unknown, or if ``x``, ``dim`` or ``ranks`` is invalid.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
-    length: put the whole longer array into the layout again.
+    length: call ``to_layout`` again on the whole longer array.
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     check_number("pad_value", pad_value)
@@ -34,9 +34,9 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
 
 
 def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -> Tensor:
-    """The inverse of :func:`to_layout`: the shards' tokens in natural order, padding cut off at ``length``.
+    """Invert :func:`to_layout`: return the tokens in natural order, with padding cut off at ``length``.
 
-    Raises ValueError where ``x`` is not as long as ``to_layout`` makes ``length`` tokens, and what ``to_layout`` raises.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or as ``to_layout`` does.
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
@@ -49,13 +49,13 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
 
 
 def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
-    """int32 [seq_local]: the global position of every token of a rank, in shard order; padding has positions >= length.
+    """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
-    One dimension, the same for all batch rows; the positions of ``shard_batch`` are [batch, seq_local]. They follow from the
-    layout and ``length``: with another length, tokens of a zigzag or contiguous shard stand elsewhere, and only a striped shard
-    without padding may be continued by new tokens (see :func:`to_layout`).
+    Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are
+    [batch, seq_local]. They follow from the layout and ``length``: with another length the tokens of a zigzag or contiguous shard
+    have other positions, and only a striped shard without padding may be continued by new tokens (see :func:`to_layout`).
 
-    Raises ValueError for a rank that is none of the ranks.
+    Raise ValueError if ``rank`` is not one of the ``ranks``.
     """
     check_rank(rank, ranks)
     runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
@@ -63,6 +63,6 @@ def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " 
 
 
 def _order(layout: str, ranks: int, length: int) -> Tensor:
-    """The natural position of every token of the padded array in layout order."""
+    """Return the natural position of each token of the padded array, in layout order."""
     check_ranks(ranks)
     return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])
