@@ -1,4 +1,4 @@
-"""Keys and values of growing sequences, sharded over the ring by position: filled by prefill, then a step at a time."""
+"""A KV cache of growing sequences, sharded over the ring by position: filled by prefill, then step by step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .step import Held, Step, appended, known_rows, prefilled
 
 
 class Part(NamedTuple):
-    """What this rank has of a layer: k [b t g d], v [b t g e], int32 [b t] where each stands (-1: nothing), scales [g] of fp8.
+    """This rank's part of a layer, with the argument names of ``tree_attention_decode``.
 
-    Named as ``tree_attention_decode`` takes them.
+    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
     """
 
     k: Tensor
@@ -40,14 +40,14 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class KVCache(Requests):
-    """The k and v of every layer of some requests, of which each rank of a ring holds a part; see ``docs/cache.md``.
+    """The k and v of every layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
 
-    Made by :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions int32
-    [batch, slots], the position of the token in every slot, -1 where there is none. The same on every rank: ``counts`` int32
-    [batch, ranks], how many slots of each rank a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the most
-    that were ever written of it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with float8,
-    ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One more slot than there is room, and one more
-    owner, the last, takes what others hold.
+    Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
+    int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
+    int32 [batch, ranks], the slots of each rank that a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the
+    most tokens ever written for it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with
+    float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One extra slot and one extra owner,
+    the last ones, absorb the writes of tokens that other ranks hold.
 
     A step of new tokens is
 
@@ -57,9 +57,10 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    and everything but ``append`` changes the cache at once: a step that ends before ``advance`` has changed nothing that anybody
-    sees. Tensors are changed in place, at fixed shapes and without waiting for the device, so that a step may be captured in a
-    CUDA graph; methods return the cache itself, for the same program to run in JAX, where they return a new one.
+    The tokens that ``append`` writes become visible with ``advance``: a step that stops before it has no visible effect. Other
+    methods take effect at once. Tensors are changed in place, at fixed shapes and without waiting for the device, so that a step
+    may be captured in a CUDA graph. Methods return the cache itself, so that the same program runs in JAX, where they return a
+    new one.
     """
 
     @classmethod
@@ -78,20 +79,20 @@ class KVCache(Requests):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """An empty cache for ``batch`` requests of at most ``capacity`` tokens each, in all ranks together.
+        """Create an empty cache for ``batch`` requests of at most ``capacity`` tokens each, over all ranks together.
 
-        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the one in
-        which the config computes, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", in which
-        numbers are kept divided by a scale of every head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], or by
-        default the least power of two that holds what is written first, by a step that advances; larger ones are cut to the
-        largest.
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
+        "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
+        In float8 numbers are divided by a scale per layer and kv head and clamped to the largest float8 number. ``k_scale``,
+        ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the values of the
+        first step that advances.
 
-        ``window``: queries see keys up to so many positions before them, and a rank keeps its newest ``capacity`` tokens of a
-        request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default
-        ``window``): the most tokens of a step, and how far a request may go back. ``page``: let the cache grow, in pages of so
-        many tokens a rank (:meth:`reserve`). ``group``: the ring.
+        ``window``: the number of positions before itself that a query sees. Each rank then keeps its newest ``capacity`` tokens
+        of a request, by default and at least ``window + room``, and a request may have any length. ``room`` (by default
+        ``window``): the most tokens of a step, and the limit of a rollback. ``page``: the tokens per rank of a page, by which
+        :meth:`reserve` lets the cache grow. ``group``: the ring.
 
-        Raises ValueError, the same on every rank, for what does not fit, and where the ranks pass other arguments.
+        Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks.
         """
         ring = group_of(group_name(group))
         where = torch.device("cpu")
@@ -112,11 +113,11 @@ class KVCache(Requests):
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> Step:
-        """Where ``tokens`` more tokens of every request go, whose q, k and v every rank computes alike.
+        """Return the placement of ``tokens`` more tokens of every request, whose q, k and v every rank computes alike.
 
-        ``valid`` bool [requests, tokens], the same on every rank: which of them are tokens; None: all. ``rows``: of which
-        requests, an int or several; None: all. Raises ValueError where they do not fit; how many ``valid`` ones there are is on
-        the device, so the host counts all of them until these would not fit, and then asks.
+        ``valid`` bool [requests, tokens], the same on every rank: True for real tokens; None: all. ``rows``: the requests, an int
+        or several; None: all. Raise ValueError if the tokens do not fit. The number of ``valid`` ones is on the device, so the
+        host counts all tokens, and reads the number only if all would not fit.
         """
         of = self._requests(rows)
 
@@ -150,13 +151,13 @@ class KVCache(Requests):
         rows: Rows | None = None,
         fresh: bool = False,
     ) -> Step:
-        """Where a chunk of every request goes, of which each rank has a shard of ``tokens`` tokens in ``layout``.
+        """Return the placement of a chunk of every request, of which each rank has a shard of ``tokens`` tokens in ``layout``.
 
-        It continues what the cache has of the request. ``lengths``: how many tokens of the chunk are the request's, ints, one for
-        each or one for all, on the host; the rest is padding at its end. None: all. ``rows``: of which requests; None: all.
-        ``fresh``: they are empty, so that nothing is asked of the cache; here the host knows that by itself.
+        A chunk continues the cached tokens of its request. ``lengths``: the number of tokens of the chunk that belong to each
+        request, ints on the host, one each or one for all; the rest is padding at the end. None: all. ``rows``: the requests;
+        None: all. ``fresh``: assert that these requests are empty; the host knows that by itself here, unlike in JAX.
 
-        Raises ValueError, the same on every rank, where the chunk does not fit and where the ranks disagree on lengths.
+        Raise ValueError, the same on every rank, if the chunk does not fit or if the ranks disagree on lengths.
         """
         spec = self.spec
         of = self._requests(rows)
@@ -188,10 +189,10 @@ class KVCache(Requests):
         return Step(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: Step) -> KVCache:
-        """Write the new tokens' k [requests, tokens, kv_heads, head_dim] and v of a layer; each rank writes what it holds.
+        """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
 
-        Raises ValueError for other shapes and dtypes, for those that want a gradient, and for a step of another cache or one that
-        was made before the cache has changed: on every rank, where one of them has not made such a call before.
+        Raise ValueError if shapes or dtypes differ, if k or v requires a gradient, or if the step is of another cache or was made
+        before the cache changed; on every rank, if one of them makes such a call for the first time.
         """
         (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
         shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)
@@ -212,14 +213,14 @@ class KVCache(Requests):
             self.ledger.written(rows, [step.tokens] * len(rows) if shares is None else list(map(sum, shares)))
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
             new = new if step.source is None else new[step.of, step.source]
-            if self.spec.float8:  # as bytes: not every device has an index_put of float8
+            if self.spec.float8:  # as bytes: some devices have no index_put of float8
                 new, kept = quantized(new, scale[layer]).view(torch.uint8), kept.view(torch.uint8)
             kept[layer].index_put_((step.into, step.slots), new)
         step.written.add(layer)
         return self
 
     def advance(self, step: Step) -> KVCache:
-        """Make the new tokens of a step the cache's, once every layer has been written."""
+        """Add the new tokens of a step to the cache. Raise ValueError unless every layer has been written."""
         missing = [layer for layer in range(self.spec.sizes.layers) if layer not in step.written]
         if missing:
             raise ValueError(f"layers {missing} have not been written in this step: append to every layer, then advance")
@@ -246,7 +247,7 @@ class KVCache(Requests):
         return self
 
     def part(self, layer: int, step: Step | None = None) -> Part:
-        """Return what this rank has of a layer, with the tokens of ``step`` and of its requests, as attention takes it."""
+        """Return this rank's part of a layer, for the requests of ``step`` and with its new tokens."""
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
@@ -260,7 +261,7 @@ class KVCache(Requests):
             raise  # refuse has raised already, which type checkers do not see
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
-        """Which requests a step is about: ``rows`` None for all of them, and as indices of the cache and of the step."""
+        """Return the fields ``rows``, ``into`` and ``of`` of a step of these requests."""
         into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
         return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 
@@ -278,5 +279,5 @@ class KVCache(Requests):
 
 
 def _kind(x: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a tensor; of what is none, what it is."""
+    """Return the shape and dtype of a tensor, or () and the type's name of any other object."""
     return (tuple(x.shape), dtype_name(x.dtype)) if isinstance(x, Tensor) else ((), type(x).__name__)

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache that is spread over the ranks."""
+"""Decode attention: a few new tokens attend to a cache that is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -45,41 +45,40 @@ def tree_attention_decode(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of a few queries, which all ranks hold, over a cache of which every rank holds a part; for inference.
+    """Compute exact attention of a few queries, replicated on all ranks, over a cache sharded over the ranks; for inference.
 
-        s_ij  = scale q_i . k_j                           where 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
+        s_ij  = scale q_i . k_j                           if 0 <= k_pos_j <= q_pos_i and q_pos_i - k_pos_j <= window
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and every rank
-    merges them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of :func:`merge`). So
-    all ranks get the same bits.
+    Each rank attends to its own slots; then one all-gather carries out and lse, packed in one float32 array, and every rank
+    merges them in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et al., arXiv:2408.04093). So all ranks
+    get the same bits.
 
-    Arguments (those of ``ring_attention`` mean the same here):
+    Arguments (those not listed mean the same as in ``ring_attention``):
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
         k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
-            dtype or both in float8_e4m3fn. Ranks may have other numbers of slots, 0 too.
-        q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees nothing.
-        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and what stands in
-            it, NaN too, matters nowhere. The requests of a batch may be of different lengths.
+            dtype or both in float8_e4m3fn. The number of slots may differ between ranks, and may be 0.
+        q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees no key.
+        k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and its content,
+            even NaN, has no effect. The requests of a batch may differ in length.
         group: the ring; None is the default group, or a ring of one without torch.distributed.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
-            tokens, whose keys lie in the cache already, node j where k_pos is ``p + j`` with ``p = q_positions[:, 0]``, and
-            ``q_positions`` are p, p + 1, ... Node i sees node j where ``tree_mask[:, i, j]``: itself and its ancestors; and it
-            sees all that lies before p. So tokens that exclude each other have slots of their own. How deep a node is, and so
-            which position its window and ALiBi count from, is how many nodes it sees besides itself; rotating q and k by that
-            depth is the caller's matter.
-        window: a query sees itself and so many positions before it; None: all.
-        k_scale, v_scale: float32 ``[kv_heads]``, for k and v of float8_e4m3fn: the true ones are ``k k_scale`` and ``v v_scale``.
-        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (everywhere).
+            tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
+            alternative tokens have separate slots. Node i sees node j if ``tree_mask[:, i, j]``, that is itself and its
+            ancestors, and all keys before p. Its depth is the number of nodes it sees besides itself; its window and ALiBi count
+            from position p + depth. The caller rotates q and k by that position.
+        window: the number of positions before itself that a query sees; None: all.
+        k_scale, v_scale: float32 ``[kv_heads]``, for k and v in float8_e4m3fn, which stand for ``k k_scale`` and ``v v_scale``.
+        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (all devices).
         return_lse: also return lse.
 
-    Returns ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
-    float32 (float64 for float64). A query that sees nothing: out 0, lse -inf (or its sink).
+    Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
+    float32 (float64 for float64). A query that sees no key has out 0 and lse -inf (or its sink).
 
-    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, for those that want a
-    gradient, and where ranks disagree on shapes (but of slots), dtypes or options, if one of them has not made such a call
-    before. Values are looked at on a CPU only. Once it has run, a CUDA graph may capture the call.
+    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or require a gradient, or if ranks
+    disagree on shapes (except the slots), dtypes or options; they are compared if some rank makes such a call for the first time.
+    Values are checked on a CPU only. After a first call a CUDA graph may capture the call.
     """
     ring = ring_of(group)
     places = as_int32(q_positions), as_int32(k_positions)
@@ -92,7 +91,7 @@ def tree_attention_decode(
         problem = _problem(_kinds(arrays), q.device, window, scale, softcap, backend)
     except ValueError as objection:
         error = objection
-    except TypeError:  # what cannot be hashed is neither a number nor a name
+    except TypeError:  # an unhashable object is neither a number nor a name
         options = ", ".join(map(in_words, (window, scale, softcap, backend)))
         error = ValueError(f"window, scale and softcap are numbers or None and backend is a name, got {options}")
 
@@ -116,7 +115,7 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Return positions of another integer dtype as int32, what is not an integer tensor as it is; ``check`` looks at values."""
+    """Convert integer positions to int32, clamped. Return other objects unchanged; ``check`` validates values."""
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.int32
@@ -140,7 +139,7 @@ def _attend(arrays: Arrays, problem: Decode, ring: Group) -> tuple[Tensor, Tenso
 
 @lru_cache(maxsize=4096)
 def _checked(problem: Decode) -> Any:
-    """The call of the kernels, None where "blockwise" computes it; ValueError for a problem that does not fit."""
+    """Return the call of the kernels, or None for "blockwise". Raise ValueError if the problem does not fit."""
     problem.check()
     return runnable_decode(problem)
 
@@ -149,7 +148,7 @@ _Kinds = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 def _kinds(arrays: Arrays) -> _Kinds:
-    """Name, shape and dtype of all that were given."""
+    """Return name, shape and dtype of each array that was passed."""
     return tuple([(name, x.shape, x.dtype) for name, x in zip(arrays._fields, arrays, strict=True) if x is not None])
 
 
@@ -176,7 +175,7 @@ def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softc
 
 @lru_cache(maxsize=4096)
 def _call(problem: Decode | None) -> Call:
-    """What the ranks compare."""
+    """Return the call that the ranks compare."""
     if problem is None:
         return Call("tree_attention_decode", "cpu", ())
     return Call("tree_attention_decode", problem.device, tuple(problem.alike().items()))

@@ -1,4 +1,4 @@
-"""New tokens and prompts through a RingTransformer, its keys and values in a cache that is spread over the ring."""
+"""The forward pass of a RingTransformer for new tokens and prompts, with its keys and values in a sharded cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, dict[str, Any]], Tensor]
-"""Attention of q, k, v of a layer, whose number and features follow."""
+"""A function of q, k, v, the index of a layer and its attention options that returns the attention output."""
 
 
 def decode_step(
@@ -43,18 +43,17 @@ def decode_step(
     *,
     valid: Bool[Tensor, "batch tokens"] | None = None,
 ) -> tuple[Float[Tensor, "batch tokens vocab"], KVCache]:
-    """The logits of a few more tokens of every request, which continue what the cache has of it, and the cache with them.
+    """Append a few tokens to every request in the cache. Return their logits and the cache.
 
     ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
-    model's ring, in its compute dtype or float8, without a window or with one that is as wide as the widest of the layers.
-    ``valid``: which of them are tokens; of others, anywhere in a row, the logits mean nothing, and the cache takes none of them.
-    All ranks compute the same logits, each with its part of the cache; dropout and torch.autocast are off, and torch.compile
-    leaves this as it stands.
+    model's ring, in its compute dtype or float8, without a window or with one as wide as the widest of the layers. ``valid``:
+    True for real tokens; the logits of others, anywhere in a row, are undefined, and these are not cached. All ranks compute the
+    same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not compile this.
 
-    What the model gives at these positions for the whole sequence, to the rounding of another order of sums. Raises ValueError,
-    the same on every rank and with the cache as it was, for what does not fit: another cache, masks that are neither causal
-    nor a window before the token, weights that are split over ranks, ids outside the vocabulary (not looked at on a GPU). Once
-    it has run, a CUDA graph may capture it: ``docs/cache.md``.
+    The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError, the
+    same on every rank and with the cache unchanged, if the cache does not fit the model, if a mask is neither causal nor a window
+    before the token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first
+    call a CUDA graph may capture it: ``docs/cache.md``.
     """
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 
@@ -84,14 +83,14 @@ def prefill_prompts(
     *,
     fresh: bool = False,
 ) -> tuple[Float[Tensor, "batch vocab"], KVCache]:
-    """The logits of the last token of a chunk of every request, on every rank, and the cache with the chunk.
+    """Append a chunk of a prompt to every request in the cache. Return the logits of its last token and the cache.
 
-    ``ids``: the chunk in natural order, whole and the same on every rank, which shards it in the model's layout. It continues
-    what the cache has of each request, so a prompt may come in several. ``lengths``: how many tokens of it are the request's, the
-    rest is padding at the end; None: all. Logits of a request that gets none mean nothing. ``fresh``: as in
-    ``KVCache.prefill_step``.
+    ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
+    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of its tokens that
+    belong to each request, the rest is padding at the end; None: all. The logits are the same on every rank, and undefined for a
+    request without a token. ``fresh``: as in ``KVCache.prefill_step``.
 
-    Raises what :func:`decode_step` raises, and for a request that has tokens already where the model has ALiBi.
+    Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and a request already has tokens.
     """
     return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
 
@@ -104,14 +103,17 @@ def _prompted(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | 
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which torch.compile leaves alone: the host keeps count of the cache, and ranks compare their calls."""
+    """Exclude ``function`` from torch.compile, since it updates host state of the cache and ranks compare their calls."""
     if not torch.compiler.is_compiling():
-        return function  # without the import of torch._dynamo, which takes a second
+        return function  # avoids the import of torch._dynamo, which takes a second
     return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")
 
 
 def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False) -> Tensor:
-    """[batch, dim]: the last block's output for the last token of each request, 0 where it has none or another rank holds it."""
+    """Return the last block's output [batch, dim] for the last token of each request.
+
+    It is 0 if the request has no token in the chunk or if another rank holds its last token.
+    """
     options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
     ranks = ranks_of(cache.ring)
     given = ids.shape[1] if lengths is None else lengths
@@ -119,7 +121,7 @@ def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths 
         told = given.tolist() if isinstance(given, Tensor) else given
         checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
     except ValueError as error:
-        refuse(error, cache.ring, ids.device.type)  # the others compare their lengths now
+        refuse(error, cache.ring, ids.device.type)  # the other ranks compare their lengths now
     step = cache.prefill_step(padded_local(options.layout, ranks, ids.shape[1]), options.layout, given, fresh=fresh)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
@@ -134,7 +136,7 @@ def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths 
 
 
 def summed(hidden: Tensor, cache: KVCache) -> Tensor:
-    """The sum over the ranks of what one of them has and all others have 0 of."""
+    """All-reduce ``hidden``, each row of which is nonzero on one rank only."""
     if ranks_of(cache.ring) == 1:
         return hidden
     wide = hidden.to(accumulation_dtype(hidden.dtype))
@@ -143,7 +145,7 @@ def summed(hidden: Tensor, cache: KVCache) -> Tensor:
 
 
 def _through(model: Any, ids: Tensor, step: Step, attend: Attend) -> Tensor:
-    """The blocks' output [b s dim] for the tokens ``ids`` [b s] at the step's positions."""
+    """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
     x = model.embed(ids.long()).to(model.compute_dtype or model.embed.weight.dtype)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
@@ -155,7 +157,7 @@ def _through(model: Any, ids: Tensor, step: Step, attend: Attend) -> Tensor:
 
 
 def _features(attention: Any, q: Tensor) -> dict[str, Any]:
-    """What else the layer's attention is, as ``prefill`` and ``tree_attention_decode`` take it."""
+    """Return the attention options of a layer, as ``prefill`` and ``tree_attention_decode`` take them."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
@@ -166,18 +168,18 @@ def _features(attention: Any, q: Tensor) -> dict[str, Any]:
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """[..., vocab] of the last block's output [..., dim]."""
+    """Return the logits [..., vocab] of the last block's output [..., dim]."""
     x = model.norm(hidden)
     return F.linear(x, model.head_weight.to(x.dtype))
 
 
 def computes_in(model: Any) -> str:
-    """The name of the dtype of a model's activations, whatever its weights have been cast to."""
+    """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return dtype_name(model.compute_dtype or model.embed.weight.dtype)
 
 
 def check_model(model: Any) -> None:
-    """ValueError for what is no RingTransformer, or one whose weights or layers cannot be decoded with."""
+    """Raise ValueError if ``model`` is not a RingTransformer, or if its masks or sharded weights prevent decoding."""
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
@@ -190,14 +192,14 @@ def check_model(model: Any) -> None:
 
 
 def _agree(call: str, model: Any, ids: Any, cache: Any) -> None:
-    """The same ValueError on all ranks for a model, ids and a cache that do not fit, at the first such call."""
+    """Raise the same ValueError on all ranks if model, ids and cache do not fit, at the first such call."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(Call(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
 def _ring(model: Any, cache: Any) -> Group:
-    """The ring of the cache; for what is no cache that of the model, whose other ranks are to hear of it."""
+    """Return the ring of the cache or, if ``cache`` is not a KVCache, that of the model, so that its ranks share the error."""
     if isinstance(cache, KVCache):
         return cache.ring
     return ring_of(model.blocks[0].attention.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None

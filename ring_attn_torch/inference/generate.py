@@ -1,4 +1,4 @@
-"""Text from prompts: prefill in chunks, then a step for every new token."""
+"""Generation of tokens from prompts: prefill in chunks, then one step per new token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from .stepper import Stepper
 def generated(
     model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """What ``RingTransformer.generate`` returns; ``arguments``: those of ``Generation.of`` but the model's, by name."""
+    """Return the new tokens of each prompt, for ``RingTransformer.generate``.
+
+    ``arguments``: those of ``Generation.of`` except the model's, by name.
+    """
     group = model.blocks[0].attention.group
     ring, device = ring_of(group), model.embed.weight.device
     try:
@@ -47,7 +50,7 @@ def generated(
 
 
 def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress | None) -> torch.Tensor:
-    """The hidden states of the prompts' last tokens, each on the rank that holds it, and their keys in the cache."""
+    """Prefill the prompts into the cache. Return the hidden states of their last tokens, each on the rank that holds it."""
     device, hidden, done = cache.counts.device, None, 0
     for start, lengths in asked.chunks():
         ids = torch.tensor(asked.ids(start, max(lengths)), device=device)
@@ -57,7 +60,7 @@ def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress
         done += sum(lengths)
         if progress is not None:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # or it would say what has been asked for, and not what has been done
+                torch.cuda.synchronize(device)  # so that progress counts finished work, not launched work
             progress(done, asked.total)
     assert hidden is not None
     return hidden
@@ -77,7 +80,7 @@ def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> 
 
 
 def _agree(told: list[dict[str, Any]]) -> None:
-    """ValueError, the same on every rank, where ranks were asked for different things."""
+    """Raise ValueError, the same on every rank, if the arguments of ``generate`` differ between ranks."""
     for name, value in told[0].items():
         others = [rank for rank, what in enumerate(told) if what[name] != value]
         if others:

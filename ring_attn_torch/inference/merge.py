@@ -1,4 +1,4 @@
-"""What ranks have found over their own keys, merged into what all keys together would have given."""
+"""The merge of the (out, lse) that ranks have over their own keys into that over all keys, by one all-gather."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..ring.groups import Group, constant, group_name, group_of, ranks_of
 
 
 def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
-    """The (out, lse) over the keys of all ranks, of the pair (out [b s h e], lse [b s h]) that each has over its own.
+    """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into that over the keys of all ranks.
 
-    What :func:`merge` makes of a list with the pairs of all ranks, on every rank and with the same bits: one collective carries
-    out and lse, in float32 (float64), packed in one array, and they are merged in the order of the ranks. The lse is a natural
-    logarithm; a rank that saw nothing has out 0 and lse -inf, and changes nothing.
+    The result is that of :func:`merge` on the list of all ranks' pairs, with the same bits on every rank. One all-gather carries
+    out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural
+    logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
 
-    ``group``: the ring; None is the default group. Returns float32 (float64), whatever dtype out has.
+    ``group``: the ring; None is the default group. Return float32 (float64 for float64), whatever dtype out has.
 
-    For inference: not differentiable. Raises ValueError, the same on every rank and before anything is sent, for what is no such
-    pair, for one that wants a gradient, and where ranks hold other shapes or dtypes, if they make this call for the first time.
+    For inference: not differentiable. Raise ValueError, the same on every rank and before anything is sent, if ``pair`` is not
+    such a pair or requires a gradient, or if shapes or dtypes differ between ranks, compared at the first such call.
     """
     ring = ring_of(group)
 
@@ -42,7 +42,7 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
 
 def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
-    """The packed pairs [ranks, ...] of all ranks, in their order."""
+    """All-gather the packed pairs of all ranks, [ranks, ...] in rank order."""
     if ranks_of(ring) == 1:
         return pair[None]
     pair = pair.contiguous()
@@ -52,7 +52,7 @@ def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
 
 
 def refuse_gradients(call: str, tensors: tuple[Tensor | None, ...]) -> None:
-    """ValueError where a gradient is wanted of what has none."""
+    """Raise ValueError if gradients are enabled and a tensor requires one."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(
             f"{call} is for inference and has no gradient, and an array that it is given requires one: call it under "
@@ -62,5 +62,5 @@ def refuse_gradients(call: str, tensors: tuple[Tensor | None, ...]) -> None:
 
 @constant
 def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """The process group of a ring, None for a ring of one without torch.distributed."""
+    """Return the process group of a ring, or None for a ring of one without torch.distributed."""
     return group_of(group_name(group))

@@ -1,4 +1,4 @@
-"""Attention of a chunk of prompts: round the ring among itself, and over what the cache has of its requests already."""
+"""Prefill attention: a chunk of prompts attends to itself round the ring, and to the cached tokens of its requests."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ def prefill(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, KVCache]:
-    """Causal attention of this rank's shard of a chunk over the chunk and the cache, into which k and v of the layer go.
+    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
 
-    ``step``: what ``cache.prefill_step(tokens, layout, lengths)`` gave; q, k, v are of the tokens at ``step.positions``. A chunk
-    continues what the cache has of each request, so the chunks of a prompt one after another give what the whole prompt gives,
-    exactly but for float8, in which earlier chunks have been rounded. k and v stay on the rank that has them. The ring computes
-    the chunk's attention among itself. What is cached does not travel: the chunk's q, short beside the cache, is gathered, every
-    rank attends to what it holds, and the (out, lse) go back to the ranks of their queries, which merge them in rank order.
+    ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
+    chunk continues the cached tokens of each request, so the chunks of a prompt in turn give the result of the whole prompt,
+    exactly except with float8, in which earlier chunks have been rounded. Each rank caches its own k and v. The chunk attends to
+    itself round the ring. Cached keys do not travel: the chunk's q, short beside the cache, is all-gathered, every rank attends
+    to its part of the cache, and an all-to-all returns the (out, lse) to the ranks of their queries, which merge in rank order.
 
-    ``window``: a query sees the keys up to so many positions before it; None: the cache's. The rest as in ``ring_attention``.
+    ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
+    ``ring_attention``.
 
-    Returns out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as
-    ``cache.append`` does. Raises ValueError, the same on every rank and before anything is sent, for what does not fit. For
-    inference: no gradients.
+    Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
+    ``cache.append``. Raise ValueError, the same on every rank and before anything is sent, if the arguments do not fit. For
+    inference: not differentiable.
     """
     ring = cache.ring
     of_ring = Asked(Options(), (), group_name(cache.group))
@@ -93,10 +94,10 @@ def prefill(
     total = None if step.fresh else _over_cached(q, cache, layer, step, options)
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)
-    given = (arrays if step.fresh else arrays._replace(sinks=None)).given  # they count once: with the chunk, or with the cached
+    given = (arrays if step.fresh else arrays._replace(sinks=None)).given  # sinks count once: with the chunk or the cached keys
     asked = of_ring._replace(options=options, names=tuple(given))
     out, _ = forward(q, k, v, tuple(given.values()), asked, total)
-    cache.append(layer, k, v, step)  # after the attention: a window's slots are used again
+    cache.append(layer, k, v, step)  # after the attention, since a window's slots are reused
     return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
 
 
@@ -111,7 +112,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: St
 
 
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: Step, options: Options) -> State:
-    """(out, lse) in float32 of this rank's queries over what all ranks had cached before the step."""
+    """Return the float32 (out, lse) of this rank's queries over the keys that all ranks had cached before the step."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
     queries = q
@@ -139,7 +140,10 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: Step, options: Opt
 
 
 def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """k, v of this rank in order of position, and int32 [b, queries, 2]: which of them each query of all ranks sees."""
+    """Return this rank's cached k and v in order of position, and the extents in them, int32 [b, queries, 2].
+
+    The queries are those of all ranks.
+    """
     spec, rank = cache.spec, rank_in(cache.ring)
     of = lambda x: x if step.rows is None else x[step.rows]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
@@ -147,7 +151,7 @@ def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tup
     if spec.window is None:
         end = count
         positions = torch.where(slot < count, positions[:, :-1], torch.iinfo(torch.int32).max)
-    else:  # the next slot has the oldest token, and empty ones come before all others
+    else:  # the next slot has the oldest token; empty slots come first
         end = torch.full_like(count, spec.slots)
         oldest_first = ((count + slot) % spec.slots).long()
         rows = torch.arange(len(count), device=count.device)[:, None]
@@ -164,7 +168,7 @@ def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tup
 
 
 def _merged(out: Tensor, lse: Tensor) -> State:
-    """The pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, added in rank order."""
+    """Merge out [ranks b s h e] and lse [ranks b s h] of all ranks, over disjoint keys, in rank order."""
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)
     weights = torch.exp(lse - top)
@@ -176,7 +180,7 @@ def _merged(out: Tensor, lse: Tensor) -> State:
 
 
 def _with_sinks(total: State, sinks: Tensor) -> State:
-    """The pair with one more key of value 0 and score ``sinks`` [h]."""
+    """Merge a key of value 0 and score ``sinks`` [h] into the pair."""
     out, lse = total
     whole = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out * torch.exp(lse - whole)[..., None], whole

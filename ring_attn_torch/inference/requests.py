@@ -1,4 +1,4 @@
-"""What a cache's requests are, and what may be done with them between steps."""
+"""The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSIONS = count()
 
 @dataclass(eq=False)
 class Requests:
-    """The arrays of a :class:`KVCache`, and what the host knows of them."""
+    """The arrays of a :class:`KVCache` and their host state."""
 
     k: Tensor
     v: Tensor
@@ -45,9 +45,9 @@ class Requests:
     group: dist.ProcessGroup | DeviceMesh | None = None
     ledger: Ledger = field(init=False)
     version: int = field(init=False)
-    """Another number whenever the cache has changed, and for every cache: a step of another version is not this cache's."""
+    """A number unique to each state of each cache. A step with another version is refused."""
     scaled: set[int] = field(init=False)
-    """The layers whose scales are known: those of a step that has advanced."""
+    """The layers whose scales are known, once a step has advanced."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.spec)
@@ -55,7 +55,7 @@ class Requests:
         self.scaled = set(range(self.spec.sizes.layers)) if self.spec.scaled or not self.spec.float8 else set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a cache of the same tokens on the same group, which cannot be copied."""
+        """Return a copy of the cache on the same group; a process group cannot be copied."""
         memo[id(self.group)] = self.group
         other = copy.copy(self)
         vars(other).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()}, version=next(VERSIONS))
@@ -67,9 +67,9 @@ class Requests:
         return group_of(group_name(self.group))
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """ValueError unless every request may have ``tokens`` more, or a chunk of so many sharded in ``layout``.
+        """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of so many sharded in ``layout``.
 
-        Looks at what the host knows, the most that every request can have, and asks the device only where that is not enough.
+        Use the upper bounds of the host state, and read the device only if they do not suffice.
         """
         of = list(range(self.spec.batch))
         more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
@@ -82,10 +82,10 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Let the cache grow, by whole pages, until every request may have ``tokens`` more.
+        """Grow the cache by whole pages until every request has room for ``tokens`` more.
 
-        The tensors are other ones then, and of another size: a CUDA graph that was captured before has to be captured again.
-        Raises ValueError for a cache that was not made with ``page``.
+        This allocates new tensors of another size: capture a CUDA graph of a step again. Raise ValueError if the cache was not
+        made with ``page``.
         """
         self._ask()
         spec = checks.grown(self.spec, self.ledger.counts or [], tokens)
@@ -100,16 +100,16 @@ class Requests:
         return self
 
     def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
-        """Note on the host that a CUDA graph of a step of ``tokens`` tokens of every request, and of its ``advance``, ran."""
+        """Record on the host that a CUDA graph ran a step of ``tokens`` tokens of every request and its ``advance``."""
         for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):  # type: ignore[arg-type]
             self.ledger.appended([row], more)
         return self
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Let every request end after its first ``lengths`` tokens, ints or int32 [batch], the same on every rank.
+        """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on every rank.
 
-        One that is not that long stays as it is. With a window a request goes back at most ``room`` tokens from the longest that
-        it has been: ValueError for ints that go further; nobody looks at the values of a tensor on a GPU.
+        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
+        far. Raise ValueError if ints go further; the values of a tensor on a GPU are not checked.
         """
         spec, device = self.spec, self.counts.device
         if isinstance(lengths, Tensor) and device.type != "cpu":
@@ -129,7 +129,7 @@ class Requests:
         keep = torch.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
         slot = torch.arange(spec.remembered, dtype=torch.int32, device=device)
-        position = last - (last - slot) % spec.remembered  # the newest that is noted there
+        position = last - (last - slot) % spec.remembered  # the newest position noted in each slot
         removed = (position >= keep[:, None]) & (position >= 0)
         owned = self.owners[:, :-1, None] == torch.arange(spec.ranks, dtype=torch.int16, device=device)
         self.counts -= (owned & removed[..., None]).sum(1, dtype=torch.int32)
@@ -139,7 +139,7 @@ class Requests:
         return self
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests; None: all of them, and scales that were not given are taken from what is written next."""
+        """Empty these requests, or all if None; then scales that were not passed are computed anew from the next write."""
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
             x[of] = nothing
@@ -152,7 +152,7 @@ class Requests:
         return self
 
     def evict(self, rows: Rows) -> Self:
-        """Empty these requests, and put 0 in place of their keys and values: nothing of them remains in memory."""
+        """Empty these requests and overwrite their keys and values with 0, so that nothing of them remains in memory."""
         of = checks.check_rows("rows", rows, self.spec.batch)
         for kept in (self.k, self.v):
             for layer in kept:
@@ -160,7 +160,7 @@ class Requests:
         return self.reset(of)
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before one is written."""
+        """Copy each request of ``source``, or the only one, to its ``target``. All are read before any is written."""
         sources, targets = checks.check_fork(source, target, self.spec.batch)
         longest = max((self.ledger.lengths[row] for row in sources), default=0)
         used = self.spec.slots if self.spec.window else min(self.spec.slots, longest)
@@ -175,9 +175,9 @@ class Requests:
         return self
 
     def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int], valid: Tensor | None = None) -> None:
-        """ValueError unless ``rows`` may have ``tokens`` more, or only those that are ``valid`` [rows, tokens].
+        """Raise ValueError unless ``rows`` have room for ``tokens`` more, or for those that are ``valid`` [rows, tokens].
 
-        How many are valid in a CUDA graph that is captured now is known to whoever replays it.
+        With ``valid``, nothing is checked during the capture of a CUDA graph: the caller that replays it must check.
         """
         if valid is not None and capturing(valid):
             return
@@ -200,18 +200,18 @@ class Requests:
             checks.check_shards(self.spec, (self.ledger.counts or [])[row], share, row)
 
     def _ask(self) -> None:
-        """Have the host know what the device has; nobody may ask while a CUDA graph is captured."""
+        """Update the host state from the device, unless a CUDA graph is being captured."""
         if not capturing(self.counts):
             self.ledger.know(self.counts.tolist(), self.reached.tolist())
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether what runs now is captured in a CUDA graph, and not run."""
+    """Return True if ``x`` is on a GPU whose current stream is capturing a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def empty(spec: CacheSpec, device: torch.device) -> list[Tensor]:
-    """k, v, positions, counts, lengths, reached, owners of no token."""
+    """Return k, v, positions, counts, lengths, reached and owners of an empty cache."""
     sizes, slots = spec.sizes, spec.slots + 1
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device) for shape in heads]

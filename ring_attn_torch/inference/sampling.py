@@ -1,4 +1,4 @@
-"""The next token of each request, drawn from its logits on the device."""
+"""Sampling of the next token of each request from its logits, on the device."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ def sample(
     requests: Int[Tensor, " batch"] | Sequence[int] | None = None,
     positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
 ) -> Int[Tensor, " batch"]:
-    """The next token of each request, int64 [batch], drawn from its logits as ``RingTransformer.generate`` draws it.
+    """Draw the next token of each request, int64 [batch], as ``RingTransformer.generate`` does.
 
-    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. What is drawn is a function of the logits, the
-    seed, ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, how many tokens of each are cached:
-    ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, whatever
-    else is in the batch. At temperature 0, the default, the most probable token needs neither. Of both their low 32 bits count.
-    NaN among the logits gives some token, and no error. Without a gradient.
+    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. ``requests``: the number of each request, by
+    default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths`` after the step that computed
+    the logits. Only the low 32 bits of both count.
 
-    Raises ValueError for other shapes and dtypes, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, and
-    above it without ``positions``.
+    The tokens are a function of logits, seed, requests and positions, so all ranks draw the same ones, in either framework and
+    whatever else is in the batch. Temperature 0, the default, takes the most probable token and needs neither requests nor
+    positions. NaN among the logits gives some token, and no error. Not differentiable.
+
+    Raise ValueError if shapes or dtypes differ, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
+    temperature 0, or if ``positions`` is missing above it.
     """
     choice = Sampling(temperature, top_k, top_p, seed).choice
     check_drawn(logits, choice, requests, positions)
@@ -48,16 +50,17 @@ def sample(
 
 
 def _numbers(given: Any, logits: Tensor) -> Tensor:
-    """[batch] on the device of the logits; None: 0, 1, ..."""
+    """Return the low 32 bits of ``given``, [batch] on the device of the logits; None: 0, 1, ..."""
     if given is None:
         return torch.arange(len(logits), device=logits.device)
     return torch.as_tensor(number_words(given), device=logits.device).long() & WORD
 
 
 def drawn(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -> Tensor:
-    """int64 [b]: the tokens of ``requests`` [b] at ``positions`` [b], of logits [b vocab], as ``choice`` says.
+    """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    What :mod:`ring_attn_core.sampling` describes, in float32 (float64 for float64).
+    ``choice``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
+    float64).
     """
     if choice.temperature is None:
         return logits.argmax(-1)
@@ -77,8 +80,8 @@ def drawn(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -
 
 
 def gumbel(choice: Choice, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b n]: the noise of each of ``tokens`` [b n], -log of exponential numbers that come from 32 random bits each."""
+    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((choice.low, choice.high), *at, tokens, (multiply, int))
-    uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some of them to 1
+    uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some of the values to 1
     return -torch.log(-torch.log1p(-uniform))

@@ -1,4 +1,4 @@
-"""Keys and values in float8 e4m3: numbers divided by a scale of every head, beyond the largest one cut."""
+"""Keys and values in float8 e4m3: numbers divided by a scale per kv head and clamped to the largest float8 number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
-    """float32 [layers, kv_heads] of k and v, 0 where none was given; ValueError for other shapes, and where only one was."""
+    """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
+
+    Raise ValueError if a shape or a value does not fit, or if only one of the two is passed.
+    """
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
@@ -34,11 +37,11 @@ def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None
 
 
 def of_first(k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group) -> None:
-    """Set the scales [kv_heads] of a layer by what a step writes first, of all ranks: the least powers of two that hold it.
+    """Set the scales [kv_heads] of a layer to the least powers of two that hold the first values written on any rank.
 
-    Those that are known stay, unless the cache holds ``nothing``, a bool on the device: a step that stopped has left them. Nobody
-    looks, so that a graph may capture this. With a power of two the numbers that were kept come back in the other dtypes without
-    a rounding.
+    Keep known scales unless the cache is empty (``nothing``, a bool on the device): then a step that did not advance has left
+    them. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a power of two is exact in the
+    other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
@@ -51,10 +54,10 @@ def of_first(k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tenso
 
 
 def quantized(x: Tensor, scale: Tensor) -> Tensor:
-    """x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
+    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads] and convert it to float8."""
     return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def restored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` where it has one."""
+    """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged without a scale."""
     return x if scale is None else (x.float() * scale[:, None]).to(dtype)

@@ -1,4 +1,4 @@
-"""Where the new tokens of a step go in a sharded cache: computed once on the device, used by every layer."""
+"""The placement of a step's new tokens in a sharded cache: computed once on the device and used by every layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ring_attn_core.cache.spec import CacheSpec
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """New tokens of some requests, and what the cache is once they are in it; ``KVCache.advance`` makes it so.
+    """New tokens of some requests, and the state of the cache that includes them; ``KVCache.advance`` applies it.
 
-    ``positions`` int32 [requests, tokens]: where the tokens stand whose q, k and v this rank computes, for the rotary embedding
-    and as ``q_positions``; -1 for what is no token. ``k_positions`` int32 [requests, slots]: of every slot, the new tokens
-    included. Without a ``layout`` every rank computes the same ``tokens`` tokens; with one they are its shard of a chunk of
-    ``length`` tokens, of which request i has ``chunk[i]``.
+    ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
+    embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
+    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens; with one they are its shard of
+    a chunk of ``length`` tokens, of which request i has ``chunk[i]``.
     """
 
     positions: Tensor
@@ -29,39 +29,39 @@ class Step:
     layout: str | None
     length: int
     fresh: bool
-    """Whether no request of the step has a token in the cache."""
+    """True if no request of the step has a token in the cache."""
     rows: Tensor | None
-    """The requests of the cache, int64; None: all of them."""
+    """The requests in the cache, int64 [requests]; None: all."""
     into: Tensor
     of: Tensor
-    """int64 [requests, 1]: which they are of the cache, and of the step."""
+    """int64 [requests, 1]: the requests as indices into the cache (``into``) and into the step (``of``)."""
     before: Tensor
-    """int32 [requests]: how long they are before the step."""
+    """int32 [requests]: lengths before the step, in tokens."""
     lengths: Tensor
-    """int32 [requests]: and after it."""
+    """int32 [requests]: lengths after the step, in tokens."""
     chunk: Tensor
-    """int32 [requests]: how many tokens each of them gets."""
+    """int32 [requests]: the number of new tokens of each request."""
     counts: Tensor
-    """int32 [requests, ranks]: how many slots of every rank are in use after it."""
+    """int32 [requests, ranks]: the slots of each rank in use after the step."""
     slots: Tensor
-    """int64 [requests, writes]: where this rank writes; the last slot takes what others hold."""
+    """int64 [requests, writes]: the slots that this rank writes; the last slot absorbs the tokens of other ranks."""
     source: Tensor | None
-    """int64 [requests, writes]: which of ``tokens`` is written there; None: the same one."""
+    """int64 [requests, writes]: the index in ``tokens`` of the token written to each slot; None: the only token."""
     owner_slots: Tensor
     owners: Tensor
-    """int16 [requests, remembered]: the rank of every new token, and where the cache notes it."""
+    """int16 [requests, remembered]: the rank of each new token. ``owner_slots`` int64: its place in ``KVCache.owners``."""
     certain: bool = True
-    """Whether some request gets a token, as far as the host knows: how many of ``valid`` are ones, only the device does."""
+    """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0
     host: tuple[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = ((), None)
-    """The requests as ints, and how many tokens of the chunk the ranks hold of each, None without a layout."""
+    """The requests as ints, and the tokens of the chunk that each rank holds of each request, None without a layout."""
     written: set[int] = field(default_factory=set)
-    """The layers that have been written."""
+    """The layers written so far."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What the cache has of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
+    """The cache's state of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: Tensor
     counts: Tensor
@@ -71,7 +71,7 @@ class Held:
 
 
 def appended(held: Held, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
-    """The tensors of a step of ``tokens`` tokens that are the same on every rank, of which ``valid`` [b, tokens] are some."""
+    """Return the tensors of a step of ``tokens`` tokens, the same on every rank; ``valid`` [b, tokens] marks the real ones."""
     spec, device = held.spec, held.counts.device
     if valid is None:
         chunk = torch.full_like(held.lengths, tokens)
@@ -108,14 +108,17 @@ def appended(held: Held, tokens: int, valid: Tensor | None) -> dict[str, Tensor 
 
 
 def prefilled(held: Held, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
-    """The tensors of a step of shards of ``local`` tokens in ``layout``, of which request i has the first ``chunk[i]``."""
+    """Return the tensors of a prefill step with shards of ``local`` tokens in ``layout``.
+
+    ``chunk`` int32 [b]: the number of first tokens of the chunk that belong to each request.
+    """
     spec, device = held.spec, held.counts.device
     of_rank, owners = shards(layout, spec.ranks, local, device)
     mine = of_rank[held.rank]
     more = (of_rank < chunk[:, None, None]).sum(-1, dtype=torch.int32)
     own = more[:, held.rank, None]
     writes = min(local, spec.slots)
-    index = own - writes + torch.arange(writes, device=device, dtype=torch.int32)  # the last ones, where a window keeps no more
+    index = own - writes + torch.arange(writes, device=device, dtype=torch.int32)  # only the last ones if a window keeps fewer
     here = index >= 0
     source = index.clamp(min=0).long()
     level = held.counts[:, held.rank, None] + index
@@ -131,14 +134,17 @@ def prefilled(held: Held, chunk: Tensor, layout: str, local: int) -> dict[str, T
 
 
 def _written(held: Held, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
-    """Where this rank writes, and the positions of its slots after that; what is not ``here`` goes into the last slot."""
+    """Return the slots that this rank writes, and the positions of all its slots afterwards.
+
+    A token that is not ``here`` goes into the last slot.
+    """
     slots = torch.where(here, level % held.spec.slots, held.spec.slots).long()
     position = torch.where(here, position, -1).to(torch.int32)
     return {"slots": slots, "k_positions": held.positions.scatter(1, slots, position)}
 
 
 def _noted(held: Held, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
-    """Where the cache notes the ranks ``of_token`` [b, tokens], of as many of the last ones as it remembers."""
+    """Return the ranks ``of_token`` [b, tokens] of the newest tokens, as many as the cache remembers, and their places there."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)
     token = chunk[:, None] - kept + torch.arange(kept, device=chunk.device, dtype=torch.int32)
@@ -148,7 +154,7 @@ def _noted(held: Held, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | No
 
 @lru_cache(maxsize=256)
 def known_rows(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [requests] on the device, kept: a copy to a GPU for every step would wait for it."""
+    """Return ``rows`` as int64 [requests] on the device. It is cached, since each copy to a GPU waits for the device."""
     return torch.tensor(rows, device=device)
 
 
@@ -159,7 +165,7 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 [ranks, local]: the place of every token in a chunk; int16 [tokens]: the rank of every place."""
+    """Return the index in a chunk of each token of a shard, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
     of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
     owners = placement.owners(layout, ranks, local)
     as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)

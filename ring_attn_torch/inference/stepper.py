@@ -1,4 +1,4 @@
-"""The step of generation, made once: every request's newest token goes in, its next one comes out, all of it on the device."""
+"""The decode loop: each step takes the newest token of every request and draws the next one, all on the device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ Read = Callable[[], list[int]]
 
 
 class Stepper:
-    """``tokens`` int64 [requests], the newest ones, and ``finished`` bool [requests]: which requests have ended, by a
-    stop id or with all their tokens.
+    """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
 
-    On a CPU a step is computed as it stands. On CUDA the first one is too, for kernels are compiled and communicators made in it,
-    the second is captured in a CUDA graph, and from then on the graph is replayed. Rank 0's tokens are everybody's: GPUs that
-    round differently would otherwise go apart.
+    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or all
+    its tokens.
+
+    On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
+    second is captured in a CUDA graph, which is replayed from then on. Rank 0 broadcasts its tokens, since GPUs that round
+    differently would otherwise diverge.
     """
 
     def __init__(self, model: Any, cache: KVCache, asked: Generation) -> None:
@@ -38,17 +40,17 @@ class Stepper:
         self._ends = torch.tensor(asked.ends, dtype=torch.int32, device=device)
         self._new = asked.new
         self.ahead = device.type == "cuda"
-        """Whether the host looks at tokens while the device computes the next ones."""
+        """True if the host reads tokens while the device computes the next ones."""
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._sent: list[Tensor] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """Draw the first new tokens, of the last hidden states [requests, dim] of the prompts, as ``last_hidden`` gives them."""
+        """Draw the first new tokens from the prompts' last hidden states [requests, dim], as ``last_hidden`` returns them."""
         self._take(logits_of(self._model, summed(hidden, self._cache)))
 
     def step(self) -> None:
-        """Put the newest token of every request that goes on into the cache, and draw the next one."""
+        """Append the newest token of each unfinished request to the cache, and draw the next one."""
         if not self.ahead:
             self._compute()
         elif self._graph is None:
@@ -58,7 +60,7 @@ class Stepper:
         self._steps += 1
 
     def read(self) -> Read:
-        """Have the newest tokens sent to the host; what is returned waits for them."""
+        """Start the copy of the newest tokens to the host. Return a function that waits for them."""
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:
@@ -74,7 +76,7 @@ class Stepper:
         return read
 
     def _begin_graph(self) -> None:
-        """The first step runs on a stream of its own, as torch.cuda.graph asks for; the second is captured, and replayed."""
+        """Run the first step on a side stream, as torch.cuda.graph requires; capture the second and replay it."""
         if self._steps == 0:
             stream = torch.cuda.Stream(self.tokens.device)
             stream.wait_stream(torch.cuda.current_stream())
@@ -88,7 +90,7 @@ class Stepper:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """The host does not wait to hear which requests a stop id has ended, and knows which have all their tokens."""
+        """Replay a step. The host counts requests that have all their tokens, without waiting for those ended by a stop id."""
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)
         graph.replay()
