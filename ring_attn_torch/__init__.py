@@ -1,4 +1,4 @@
-"""Exact ring attention for PyTorch: attention over sequences that no single device can hold."""
+"""Exact ring attention for PyTorch: attention over sequences too long for a single device."""
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 from ring_attn_core.cache.spec import CacheSizes

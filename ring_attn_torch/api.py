@@ -1,4 +1,4 @@
-"""The public call: its signature, and what is checked before the op runs."""
+"""The public call ``ring_attention``: its signature, its checks, and the choice between the op and the eager path."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of this rank's queries over the keys of every rank of the ring, forward and backward.
+    """Compute exact attention of this rank's queries over the keys of all ranks of the ring, with gradients.
 
         s_ij  = scale q_i . k_j                                     for the keys j that query i may see
         lse_i = log sum_j exp(s_ij)
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Query i may see key j where ``mask``, ``extents`` and ``key_mask`` all let it. The softmax is computed blockwise with (out,
+    Query i may see key j if ``mask``, ``extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
     lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
     online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
@@ -68,44 +68,47 @@ def ring_attention(
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
-        layout: "contiguous", "striped" or "zigzag": which tokens a rank holds; to_layout and from_layout go there and back.
+        layout: "contiguous", "striped" or "zigzag": the tokens that a rank holds; to_layout and from_layout convert.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
-            each query may see: ``document_extents``, ``prefix_extents``. Values outside the keys and reversed ones are refused at
-            every call on a CPU, and on a GPU, where looking is a wait, at the first call of a problem; later they are cut.
-        key_mask: bool ``[batch, kv_local]``, sharded like k, True where a key may be attended; any pattern.
-        scale: what q . k is multiplied by; None is ``head_dim ** -0.5``.
+            each query may see, as ``document_extents`` and ``prefix_extents`` return them. Values outside the keys and reversed
+            ones are refused at every call on a CPU. On a GPU, where reading values waits for the device, they are refused at the
+            first call of a problem and clamped later.
+        key_mask: bool ``[batch, kv_local]``, sharded like k, True if the key may be attended; any pattern.
+        scale: the factor of q . k; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
         sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
         alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
             arXiv:2108.12409, section 3).
         dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
-            scaled by ``1 / (1 - rate)``. Which ones depends on (seed, batch row, head, q_pos, k_pos) only, all global: for any
-            ranks and layout, and in JAX, the same. None: nothing is dropped, and a dropout_seed is refused.
-        dropout_seed: an int or a 0-d integer array, the same on every rank and another at every step.
-        dropout_offset: the global index of the first batch row and of the first head, where these are sharded too: the same on
-            every rank of a ring, which all hold the same rows and heads. Ranks compare ints, once for every new pair of them;
-            the values of tensors are on the device, where nobody looks at them.
-        length, kv_length: true global numbers of queries and keys; what the shards hold beyond is padding, never seen, out 0.
-            None: all that the shards hold (kv_length: ``length`` where q and k shards are equally long).
-        backend: "auto": the first that can, of "hopper" (its GPUs), "triton" (NVIDIA GPUs) and "blockwise" (everywhere);
-            "triton_tf32" multiplies float32 in tf32. Or, to compare with, "flash" and "cudnn", FlashAttention-2 and cuDNN as
-            PyTorch carries them, and "flash4", FlashAttention-4 where that is installed, as exact as they are; no windows,
-            extents, key_mask, softcap, ALiBi, dropout. strategy: "auto" or "ring". deterministic: gradients repeat to the bit,
-            as all but those three always do.
+            scaled by ``1 / (1 - rate)``. The dropped set depends only on (seed, batch row, head, q_pos, k_pos), all global, so it
+            is the same for any ranks and layout, and in JAX. None: no dropout, and a dropout_seed is refused.
+        dropout_seed: an int or a 0-d integer array, the same on every rank and different at every step.
+        dropout_offset: the global indices of the first batch row and the first head, if these are sharded too. They are the same
+            on every rank of a ring, since all its ranks hold the same rows and heads. Ranks compare ints, once for every new pair
+            of them; the values of tensors, which are on the device, are not compared.
+        length, kv_length: true global numbers of queries and keys; tokens beyond them are padding, never seen, out 0.
+            None: all that the shards hold (kv_length: ``length`` if q and k shards are equally long).
+        strategy: "auto" or "ring".
+        backend: "auto": the first that supports the call, of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (all
+            devices); "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", FlashAttention-2 and cuDNN as
+            PyTorch carries them, and "flash4", FlashAttention-4 if installed, with their own precision and without windows,
+            extents, key_mask, softcap, ALiBi and dropout.
+        deterministic: gradients repeat to the bit, as they always do except with "flash", "cudnn" and "flash4".
         return_lse: also return lse.
 
-    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local,
-    heads]`` in float32, natural log, differentiable. A query that sees nothing: out 0, lse -inf (or its sink), zero gradients.
+    Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
+    in float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink) and zero gradients.
 
-    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit, and for ones that the ranks
-    disagree on, where none of them has run its own before; RuntimeError after the group's timeout where a rank does not come. To
-    compare a call that a rank has run before would cost an exchange each time, so nobody does: where ranks make different calls
-    and each has run its own before, causal on one and full on another give wrong numbers, a skipped call shifts all later ones,
-    and shards of other sizes hang, or end a process of gloo. ``check_every_call`` finds these.
-    No second derivative, no forward mode, no torch.func.grad. An op of torch.library, so it works under
+    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit, or if the ranks disagree and none
+    of them has run its own call before. Raise RuntimeError after the group's timeout if a rank does not reach the call.
+    Calls that a rank has run before are not compared, since that would cost an exchange each time. If ranks then make different
+    calls, causal on one and full on another give wrong numbers, a skipped call shifts all later ones, and shards of other sizes
+    hang or end a gloo process. Find these with ``check_every_call``.
+
+    No second derivative, no forward mode, no torch.func.grad. The call is an op of torch.library, so it works under
     torch.compile(fullgraph=True) and selective checkpointing (the op to save is ``torch.ops.ring_attn.forward.default``);
-    autocast leaves it alone.
+    autocast does not affect it.
     """
     name = group_name(group)
     try:
@@ -137,7 +140,7 @@ def ring_attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """``ring_attention`` of records: (out, lse)."""
+    """Compute ``ring_attention`` from records. Return (out, lse)."""
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
     plain = unwatched(tensors)
     try:

@@ -1,4 +1,4 @@
-"""From what a user passes to a Problem, or a clear error."""
+"""Conversion of a user's arguments into a checked Problem and the parts that run it, or a clear error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None where not given; ``dropout_seed`` as ``draw_of`` makes it."""
+    """The optional arrays of a call under their public names, None if not passed; ``dropout_seed`` as ``draw_of`` returns it."""
 
     extents: Tensor | None = None
     key_mask: Tensor | None = None
@@ -43,7 +43,7 @@ class Arrays(NamedTuple):
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """Return those that were given, by name."""
+        """Return the arrays that were passed, by name."""
         if self is NOTHING:
             return {}
         return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
@@ -54,7 +54,7 @@ NOTHING = Arrays()
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """The call as plain data: the same record for every call that is like another."""
+    """Return the call as plain data, the same cached record for all equal calls."""
     kinds = [(q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype)]
     given = arrays.given
     kinds += [(x.shape, x.dtype) for x in given.values()]
@@ -65,7 +65,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 def _problem(
     kinds: tuple[tuple[torch.Size, torch.dtype], ...], names: tuple[str, ...], device: torch.device, ranks: int, options: Options
 ) -> Problem:
-    """``kinds``: shape and dtype of q, k, v and then of the optional arrays, whose ``names`` these are."""
+    """Build the problem. ``kinds``: shape and dtype of q, k, v and then of the optional arrays called ``names``."""
     (q, k, v), given = [tuple(shape) for shape, _ in kinds[:3]], kinds[3:]
     q_dtype, k_dtype, v_dtype, *dtypes = [str(dtype).removeprefix("torch.") for _, dtype in kinds]
     shapes = [() if name == "dropout_seed" else tuple(shape) for name, (shape, _) in zip(names, given, strict=True)]
@@ -74,7 +74,7 @@ def _problem(
 
 
 class Prepared(NamedTuple):
-    """A problem that passed every check: its plan, its score without the arrays, who computes a pass, and how keys travel."""
+    """A problem that passed every check: its plan, score without arrays, backend and strategy."""
 
     plan: RingPlan
     score: Score
@@ -82,7 +82,7 @@ class Prepared(NamedTuple):
     strategy: str
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
-        """Return what travels: k, v and the mask of keys."""
+        """Return k, v and the key mask as they travel."""
         return pack(k, v, arrays.key_mask, apart=self.backend.apart and not self.plan.hops)
 
     def scored(self, arrays: Arrays) -> Score:
@@ -97,16 +97,17 @@ class Prepared(NamedTuple):
         )
 
     def ring(self, group: Group) -> Ring:
-        """Return the ring of these ranks."""
+        """Return the ring of ``group``."""
         return Ring(self.plan, group, self.strategy)
 
 
 @lru_cache(maxsize=1024)
 def checked(problem: Problem, *, anywhere: bool) -> Prepared:
-    """What a problem needs to run forward, checked, and compiled, once for every problem that this process meets.
+    """Check the problem, compile its forward kernels, and cache the result.
 
-    ``anywhere``: it is a block that may stand wherever it is told to, not where the plan has it. A backend that was asked for by
-    name is known to run the backward too; "auto" decides about that when it comes, for it has another where one does not compile.
+    ``anywhere``: the problem is a block whose runs may begin at any position, not at those of the plan. A backend named by the
+    user is checked for the backward too. "auto" selects a backend for the backward only when it runs, and may take another one
+    there if one does not compile.
     """
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
@@ -117,7 +118,7 @@ def checked(problem: Problem, *, anywhere: bool) -> Prepared:
 
 @lru_cache(maxsize=1024)
 def checked_backward(problem: Problem, *, anywhere: bool) -> Prepared:
-    """What a problem that was ``checked`` needs to run backward."""
+    """Return the result of ``checked`` for the backward, with the kernels of the backward compiled."""
     prepared = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
         return prepared
@@ -132,12 +133,12 @@ def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Ba
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a dtype, as a config has it: "bfloat16" of torch.bfloat16."""
+    """Return the name of a dtype as configs spell it, such as "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """NotImplementedError for dual numbers, whose tangents a custom op would drop without a word, and under torch.func.grad."""
+    """Raise NotImplementedError for dual numbers, whose tangents a custom op silently drops, and under torch.func.grad."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -153,11 +154,11 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
 _alone: set[tuple[Any, ...]] = set()
 _on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 MOST_SEEN = 4096
-"""Kinds of tensors that were checked, of a ring of one and of a group, are remembered; this many at most."""
+"""The most checked combinations of device and layout that are remembered, for a ring of one and for each group."""
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """``check_tensors`` of Tensors that are of no subclass and not nested: once for all that are alike."""
+    """Run ``check_tensors`` once per combination of devices and layouts. The tensors must not be nested or of a subclass."""
     group = group_of(group_name)
     seen = _alone if group is None else _on.setdefault(group, set())
     kinds = tuple([(x.device, x.layout) for x in tensors])
@@ -170,10 +171,10 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
-    """ValueError for what an op's schema could not take or the group could not send.
+    """Raise ValueError if the op's schema cannot take an argument or the group cannot send it.
 
-    No tensors, DTensors, sparse or nested ones, several devices, a device that the group's backend does not serve, slopes that
-    want a gradient.
+    Refuse objects other than tensors, DTensors, sparse or nested tensors, several devices, a device that the group's backend does
+    not serve, and slopes that require a gradient.
     """
     for label, x in {"q": q, "k": k, "v": v, **arrays.given}.items():
         if is_dtensor(x):
@@ -195,6 +196,6 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
 
 @constant
 def _devices(name: str) -> list[str]:
-    """The kinds of device that the group has a backend for."""
+    """Return the device types that the group has a backend for."""
     config = dist.get_backend_config(group_of(name))
     return [pair.split(":")[0] for pair in config.split(",")]

@@ -1,4 +1,4 @@
-"""One block of attention and the exact merge of two: what a ring is made of, for whoever builds something else of it."""
+"""Attention of one block, and the exact merge of blocks: the building blocks of a ring, for use in other algorithms."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ def attend_block(
     dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "batch queries heads v_dim"], Float[Tensor, "batch queries heads"]]:
-    """Attention of a block of queries over a block of keys, both anywhere in a longer sequence: a pair for :func:`merge`.
+    """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
     ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
-    in float32 (float64 for float64), both differentiable. A query that sees none: out 0, lse -inf.
+    in float32 (float64 for float64), both differentiable; :func:`merge` merges such pairs. A query that sees no key has out 0 and
+    lse -inf.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; what a
-    block holds beyond its run's length is padding. None: from 0 on, all of them. Start and length may be
-    other ones at every call; nothing is compiled anew.
+    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
+    beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may differ at every call without a
+    recompilation.
 
-    The other arguments are those of ``ring_attention``, arrays those of the block. A sink is the block ``(0, sink)``: merge it in
-    once.
+    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the pair
+    ``(0, sink)``: merge it once.
 
-    Raises ValueError for inputs that do not fit. No second derivative.
+    Raise ValueError if inputs do not fit. No second derivative.
     """
     rate = rate_of(dropout_rate, dropout_seed)
     options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
@@ -75,17 +76,17 @@ def attend_block(
 def merge(
     a: tuple[Tensor, Tensor] | Sequence[tuple[Tensor, Tensor]], b: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The (out, lse) over the keys of two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B; differentiable.
+    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B into the pair over all keys.
 
-    Or of all pairs of one list, ``merge([a, b, c])``, in their order.
+    ``merge([a, b, c])`` merges a list of pairs in order. Differentiable.
 
-    Exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
+    The merge is exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
         lse = log(Z_A + Z_B) = log(exp(lse_A) + exp(lse_B))
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw nothing, out 0 and lse -inf, changes nothing. Raises ValueError for what are no such pairs.
+    A side that sees no key, with out 0 and lse -inf, changes nothing. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()
@@ -143,7 +144,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors  # read once: a checkpoint computes them again where they are read
+    kept = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     saved, given = kept[:5], kept[5:]
     dq, dk, dv = torch.ops.ring_attn.attend_block_backward(cotangents, saved, given, ctx.counts, ctx.asked)
     return dq, dk, dv, [None] * len(given), None, None
@@ -154,7 +155,7 @@ torch.library.register_autograd("ring_attn::attend_block_backward", refuse_secon
 
 
 class _Block(NamedTuple):
-    """What a backend takes of a block besides its queries, and the backend."""
+    """The arguments of a backend for a block, except the queries, and the backend."""
 
     keys: Keys
     rows: Rows
@@ -165,7 +166,7 @@ class _Block(NamedTuple):
 def _block(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str, backward: bool = False
 ) -> _Block:
-    """``counts``: of the runs, then those of the options."""
+    """Prepare a block. ``counts``: five numbers of the runs, then those of the options."""
     runs, of_options = counts[:5], tuple(counts[5:])
     call = Asked.read(asked, of_options)
     arrays = call.arrays(given)

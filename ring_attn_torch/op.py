@@ -1,8 +1,8 @@
-"""The ring with autograd: as ops of torch.library for whoever follows a call (torch.compile, modes, transforms), else plain.
+"""The ring with autograd: as ops of torch.library under torch.compile, modes and transforms, else called eagerly.
 
-A plain call skips the op: its way through the dispatcher, and the text in which it is told the options. Checks, agreement and
-loop are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions for a plain call. ``api.attention`` asks
-it; the backward of ``Eager`` asks it again, and takes the op under create_graph too.
+An eager call skips the op: its way through the dispatcher, and the encoding of its options as text. Checks, agreement and loop
+are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions of an eager call. ``api.attention`` tests
+them; the backward of ``Eager`` tests them again, and takes the op under create_graph too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PLAIN = Tensor, torch.nn.Parameter
 
 
 class Asked(NamedTuple):
-    """What an op is told besides its tensors, as ``text`` and ``counts``, since a schema knows no records.
+    """The arguments of an op besides its tensors. A schema has no records, so they are passed as ``text`` and ``counts``.
 
-    ``names``: of the optional arrays that were given, in their order. ``group``: the name of the ring, "" for one rank alone.
+    ``names``: the names of the optional arrays that were passed, in order. ``group``: the name of the ring, "" for a single rank.
     """
 
     options: Options
@@ -44,18 +44,18 @@ class Asked(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return everything but the ``counts`` of the options."""
+        """Return the record as text, except the ``counts`` of the options."""
         return f"{','.join(self.names)};{self.group};{self.options.text}"
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def read(text: str, counts: tuple[int, ...]) -> Asked:
-        """Return what has this ``text`` and these ``counts``."""
+        """Return the record with this ``text`` and these ``counts``."""
         group, options = text.split(";", 1)[1].rsplit(";", 1)
         return Asked(Options.read(options, counts), names_in(text), group)
 
     def arrays(self, given: Sequence[Tensor]) -> Arrays:
-        """Return the arrays by their names."""
+        """Return the optional arrays under their names."""
         if not self.names:
             return NOTHING
         return Arrays(**dict(zip(self.names, given, strict=True)))
@@ -69,7 +69,7 @@ def names_in(text: str) -> tuple[str, ...]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Asked, total: State | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's queries, once all ranks agree on the call; ``total``: as the loop takes it."""
+    """Return out and lse of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
     group, arrays = group_of(call.group), call.arrays(given)
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
     extents = arrays.extents
@@ -90,7 +90,10 @@ def forward(
 def backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], call: Asked
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradient of the sinks, empty without sinks, of (dout, dlse), given (q, k, v, out, lse)."""
+    """Return dq, dk, dv and the gradient of the sinks, empty without sinks.
+
+    ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse).
+    """
     (dout, dlse), (q, k, v, out, lse) = cotangents, saved
     group, arrays = group_of(call.group), call.arrays(given)
     prepared = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
@@ -106,12 +109,12 @@ NO_AUTOCAST = nullcontext()
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Whatever surrounds the call, the state stays in float32."""
+    """Return a context that disables autocast on ``device``, so that the state stays in float32."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_AUTOCAST
 
 
 def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv in k's dtype, contiguous and of separate memory, as an op's outputs must be."""
+    """Return dk and dv in k's dtype, contiguous and in separate memory, as an op's outputs must be."""
     if isinstance(dkv, tuple):
         dk, dv = dkv
         if dk.dtype == k.dtype:
@@ -125,7 +128,7 @@ LIBRARY = torch.library.Library("ring_attn", "DEF")
 
 
 def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function the op of that schema, on every device; ``torch.library.custom_op`` does too, but calls it more slowly."""
+    """Register a function as the op of ``schema`` on every device. A ``torch.library.custom_op`` takes longer per call."""
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
 
@@ -168,7 +171,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors  # read once: a checkpoint computes them again where they are read
+    kept = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     saved, given = kept[:5], kept[5:]
     dq, dk, dv, dsinks = torch.ops.ring_attn.backward(cotangents, saved, given, ctx.counts, ctx.asked)
     of_given = [dsinks if name == "sinks" else None for name in names_in(ctx.asked)]
@@ -184,7 +187,7 @@ torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
 class Eager(torch.autograd.Function):
-    """The same without the ops, whose way through the dispatcher costs the host more than all the rest of a short call."""
+    """The same function without the ops, whose dispatch costs the host more than all the rest of a short call."""
 
     @staticmethod
     def forward(
@@ -199,7 +202,7 @@ class Eager(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         call, kept = ctx.call, ctx.saved_tensors
         saved, given = kept[:5], kept[5:]
-        if torch.is_grad_enabled() or not unwatched((*cotangents, *kept)):  # the op knows how to refuse, or to be watched
+        if torch.is_grad_enabled() or not unwatched((*cotangents, *kept)):  # the op refuses create_graph, and can be traced
             parts = torch.ops.ring_attn.backward(cotangents, saved, given, call.options.counts, call.text)
         else:
             parts = backward(cotangents, saved, given, call)
@@ -208,7 +211,7 @@ class Eager(torch.autograd.Function):
 
 
 def unwatched(tensors: Iterable[Any]) -> bool:
-    """Whether nothing but autograd follows these tensors: no compiler, tracer, mode, transform or subclass of Tensor."""
+    """Return True if only autograd tracks these tensors: no compiler, tracer, mode, transform or subclass of Tensor."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -221,20 +224,21 @@ def unwatched(tensors: Iterable[Any]) -> bool:
 
 
 class Keeping:
-    """Inside this ``with``, every call asks ``known`` for its (out, lse) before it runs, and hands ``keep`` what it returns.
+    """A context that lets a recomputed function reuse its stored (out, lse) instead of running the ring again.
 
-    By this a function that is computed again for its backward runs no ring again. May be entered again, on any thread.
+    Inside this ``with``, every call asks ``known`` for its (out, lse) before it runs, and passes its result to ``keep``. It is
+    reentrant and may be entered on any thread.
     """
 
     def __init__(self) -> None:
         self._tokens: list[Token[Keeping | None]] = []
 
     def known(self) -> State | None:
-        """Return the pair of the next call, in the order of the calls and without gradients; None: it has to be computed."""
+        """Return the stored pair of the next call, in call order and without gradients, or None to compute it."""
         return None
 
     def keep(self, total: State) -> None:
-        """Take the pair that a call computed."""
+        """Store the pair that a call returned."""
 
     def __enter__(self) -> None:
         self._tokens.append(_keeping.set(self))
@@ -247,5 +251,5 @@ _keeping: ContextVar[Keeping | None] = ContextVar("ring_attn_keeping", default=N
 
 
 def keeping() -> Keeping | None:
-    """Return the innermost ``Keeping`` of this thread; None outside of any, and where torch.compile traces."""
+    """Return the innermost ``Keeping`` of this thread, or None outside of any and under torch.compile."""
     return None if torch.compiler.is_compiling() else _keeping.get()
