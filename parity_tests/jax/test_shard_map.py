@@ -143,6 +143,7 @@ WRONG = {
     "softcap must be a Python number": lambda q, k, v: ((q, k, v), {"softcap": 0.0}),
     "dropout_rate=0.5 needs dropout_seed": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5}),
     "dropout_seed must be an int": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
+    "jax.random.bits(key)), got False": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": False}),
     "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),
     "extents must be [batch": lambda q, k, v: ((q, k, v), {"extents": np.zeros((2, 2), int)}),
     "key_mask must have dtype bool, got float32": lambda q, k, v: ((q, k, v), {"key_mask": np.zeros((2, 16), np.float32)}),

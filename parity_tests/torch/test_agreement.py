@@ -80,6 +80,10 @@ WRONG: dict[str, Any] = {
         lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": torch.tensor([1])},
         "rank 2: dropout_seed must be an int or a 0-d integer tensor",
     ),
+    "a bool for a seed": (
+        lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": False},
+        "rank 2: .* integer tensor, got False",
+    ),
     "too wide a seed": (lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 2**63}, "rank 2: dropout_seed must fit"),
     "a negative offset": (
         lambda n: shards(n) | {"dropout_rate": 0.1, "dropout_seed": 1, "dropout_offset": (0, -1)},

@@ -42,7 +42,8 @@ def draw_of(seed: Any, offset: Any) -> Draw:
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
         )
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
-        if not (_is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)) or x is True:
+        of_integers = _is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)
+        if not of_integers or isinstance(x, bool):
             raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {x!r}")
     check_draw(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
     return Draw(*_words(seed), *(_words(x)[0] for x in offset))

@@ -45,7 +45,7 @@ def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
         )
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
-        if not (_is_integer(x) if isinstance(x, Tensor) else isinstance(x, int | np.integer)) or x is True:
+        if not (_is_integer(x) if isinstance(x, Tensor) else isinstance(x, int | np.integer)) or isinstance(x, bool):
             raise ValueError(f"{name} must be an int or a 0-d integer tensor, got {x!r}")
     given = [int(x) if isinstance(x, np.integer) else x for x in (seed, *offset)]
     check_draw(*given)

@@ -42,9 +42,10 @@ def lost(error: RuntimeError, hop: int, group: Group) -> RuntimeError:
     who = f"{_named(from_, group)}, which sends to it" + (
         ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
     )
+    said = str(error).strip().partition("\n")[0]
     return RuntimeError(
         f"rank {rank} lost the ring while it waited for {who}: one of them has died, stopped, or raised an error of its own. The "
-        f"rank whose log ends first, without this message, is where to look. ({str(error).strip().splitlines()[0]})"
+        f"rank whose log ends first, without this message, is where to look. ({said})"
     )
 
 
