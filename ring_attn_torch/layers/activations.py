@@ -1,4 +1,4 @@
-"""Who calls the blocks of a transformer, by what they are to keep for their backward."""
+"""The function that runs a transformer's blocks for each value of ``activations``: keep, recompute or offload."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from ring_attn_core.model.activations import check_activations
 
 Caller = Callable[..., Tensor]
-"""Takes a function, the input of a block and what all blocks share, and calls it; keeps as little as was asked for."""
+"""A function that calls a block's function on its input and the shared arguments, and limits what is stored for the backward."""
 
 
 def caller(activations: str) -> Caller | None:
-    """Return what calls the blocks of one forward pass; None where they keep all, or where nobody wants gradients.
+    """Return the function that runs the blocks of one forward pass, or None if they are called directly.
 
-    ``activations``: "keep", "recompute" or "offload"; ValueError for anything else.
+    ``activations``: "keep", "recompute" or "offload". None is returned for "keep" and when gradients are disabled. Raise
+    ValueError if ``activations`` has another value.
     """
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():
@@ -26,6 +27,6 @@ def caller(activations: str) -> Caller | None:
         from .recompute import recomputed
 
         return recomputed
-    from .offload import Host, offloaded  # it imports torch._dynamo
+    from .offload import Host, offloaded  # imports torch._dynamo
 
     return partial(offloaded, Host())

@@ -30,26 +30,25 @@ from .projections import Projections, ring_of
 class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
-    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the ring, a
-    ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computes in x's dtype
-    whatever dtype the weights are kept in.
+    ``dim``: features of x. ``heads``: query heads, of ``head_dim`` features (None: dim / heads). ``kv_heads`` (None: heads) must
+    divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the
+    ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computes in x's
+    dtype, whatever the dtype of the weights.
 
-    ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
-    ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
-    :class:`RMSNorm` over head_dim with ``eps`` before they are turned, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
-    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype in which weights
-    are made, by name or as the framework's own.
+    ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with its scaling if it has one;
+    ``rotary_base`` is short for ``Rotary(base)``, and None means no positions. ``qk_norm``: apply an :class:`RMSNorm` over
+    head_dim with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in Qwen2.
+    ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by name or as a
+    torch.dtype.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
-    denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get
-    ``slope_h (k_pos - q_pos)`` in global positions, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``.
-    ``dropout_rate``: the share of the attention probabilities that is dropped by a call with a ``dropout_seed``; a call without
-    one is evaluation.
+    denominator, the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
+    ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``. ``dropout_rate``: fraction of the attention
+    probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
 
-    A rank's gradients of the weights are its own part: sum them over the ranks, as :func:`sum_gradients` does. Raises ValueError
-    for sizes that do not fit, numbers outside their range, and ``deterministic`` with a backend that is not.
+    A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
+    do not fit, a number is outside its range, or ``deterministic`` is combined with a backend that is not deterministic.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class RingAttention(Projections):
         )
         check_vendor(options, differentiates_lse=False)
         super().__init__(config, options, group)
-        self.first_head = 0  # of this rank's, where tensor parallelism splits them
+        self.first_head = 0  # the first of this rank's heads under tensor parallelism
         self.sinks = nn.Parameter(torch.zeros(heads, dtype=accumulation_dtype(self.q.weight.dtype))) if sinks else None
 
     def forward(
@@ -117,19 +116,19 @@ class RingAttention(Projections):
         context_positions: Tensor | None = None,
         context_length: int | None = None,
     ) -> Tensor:
-        """x [b s dim], this rank's shard in layout order -> [b s dim].
+        """Apply attention to x [b s dim], this rank's shard in layout order; return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, where the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as ring_attention's.
-        ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and another at every step; dropout applies
-        exactly where it is given, whatever ``self.training`` says. ``dropout_offset``: as in ring_attention.
+        true global number of tokens, if the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as in ring_attention.
+        ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every step; dropout applies
+        exactly if it is passed, whatever the value of ``self.training``. ``dropout_offset``: as in ring_attention.
 
-        ``context`` [b t dim], sharded like x: cross-attention, keys and values are those of this other sequence, of
-        ``context_length`` true tokens (None: all that its shards hold), at ``context_positions``, as ``positions`` are x's.
-        ``key_mask`` [b t] and ``extents`` are then about its tokens, and so is the mask: a layer whose queries see all of it is
-        made with ``mask=full()``, and mostly with ``rotary_base=None``.
+        ``context`` [b t dim], sharded like x: cross-attention to this second sequence, which gives the keys and values.
+        ``context_length``: its true number of tokens (None: all tokens of its shards). ``context_positions``: its positions.
+        ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the whole context, make the
+        layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
-        Raises ValueError for an x or a context of another shape, and what ring_attention raises.
+        Raise ValueError if x or context has another shape, or if ring_attention refuses the call.
         """
         for name, given in (("context_positions", context_positions), ("context_length", context_length)):
             if given is not None and context is None:
@@ -146,10 +145,13 @@ class RingAttention(Projections):
         return self.o(out.flatten(2))
 
     def _held(self, tokens: int) -> int:
-        """How many tokens all ranks hold, of which this one holds ``tokens``."""
+        """Return the number of tokens on all ranks, each of which holds ``tokens``."""
         return tokens * ranks_of(ring_of(self.group))
 
     def _slopes(self, q: Tensor) -> Tensor:
-        """[heads] of the heads of q, float32 or float64 as q, made on its device: ``.bfloat16()`` would round a buffer."""
+        """Return the ALiBi slopes [heads] of q's heads on q's device, in float64 if q is float64, else in float32.
+
+        They are made anew at each call, because ``.bfloat16()`` would round a buffer.
+        """
         heads = torch.arange(self.first_head, self.first_head + q.shape[2], dtype=torch.float64, device=q.device)
         return alibi_slopes(self.config.heads, heads).to(accumulation_dtype(q.dtype))

@@ -1,11 +1,12 @@
-"""Whole sequences on every rank as the shards of a ring, and the ring's logits as whole ones again.
+"""Sharding of global batches over a ring, and gathering of the ring's logits into global ones.
 
-Every rank brings rows of its own, as many as it has. The ring computes all of them together, each rank its part of the tokens,
-and every rank gets the whole logits of the rows that it brought. Where all bring the same rows, these are computed once.
+Every rank passes batch rows of its own, any number of them. The ring computes all rows together, each rank its part of the
+tokens, and every rank receives the global logits of the rows that it passed. If all ranks pass the same rows, these are computed
+once.
 
-    brought             rank 0: a b    rank 1: c            rows a to c, tokens 0 to 7
+    input               rank 0: a b    rank 1: c            rows a to c, tokens 0 to 7
     inside the ring     rank 0: tokens 0 1 6 7 of a b c     rank 1: tokens 2 3 4 5 of a b c
-    taken home          rank 0: a b    rank 1: c            all tokens
+    output              rank 0: a b    rank 1: c            all tokens
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from .attention import RingAttention, ring_of
 
 
 class Rows(NamedTuple):
-    """Whose rows a ring computes, and how many tokens they have."""
+    """The batch rows that a ring computes, and their number of tokens."""
 
     layout: str
     ring: Group
     length: int
     brought: tuple[int, ...]
-    """How many rows each rank brings."""
+    """Number of rows passed by each rank."""
     same: bool
-    """Whether all bring the same."""
+    """True if all ranks pass the same rows and masks."""
     masked: bool
-    """Whether some rank has a mask."""
+    """True if any rank passes a mask."""
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor | None, attention: RingAttention) -> Rows:
-        """Return the record, once the ranks of the attention's ring have told each other; ValueError on all for what does not
-        fit."""
+        """Exchange the shapes within the attention's ring and return the record.
+
+        Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
+        """
         layout, ring = attention.options.layout, ring_of(attention.group)
         try:
             check_whole(ids, mask)
@@ -58,7 +61,7 @@ class Rows(NamedTuple):
         return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
 
     def shard(self, x: Tensor) -> Tensor:
-        """Integers [rows of this rank, length] -> this rank's part of the tokens of all rows, [rows, tokens]."""
+        """Return this rank's tokens of all ranks' rows, [rows, tokens], from integers [rows of this rank, length]."""
         ranks, rank = ranks_of(self.ring), rank_in(self.ring)
         parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
         if self.same:
@@ -66,16 +69,20 @@ class Rows(NamedTuple):
         return _exchange(torch.cat(parts), [len(x)] * ranks, list(self.brought), self.ring)
 
     def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Likewise of the mask, of ones where only others have one; None where nobody has."""
+        """Return this rank's tokens of all ranks' masks, or None if no rank passes a mask.
+
+        The mask of a rank that passes none is all True.
+        """
         if not self.masked:
             return None
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         return self.shard(mask).bool()
 
     def whole(self, x: Tensor) -> Tensor:
-        """[rows, tokens, features] of this rank's part of the tokens -> [rows of this rank, length, features], differentiable.
+        """Gather x [rows, tokens, features], this rank's tokens, into [rows of this rank, length, features]; differentiable.
 
-        In the backward every rank sends the gradients of its rows to who computed them, and what several send is added.
+        In the backward every rank sends the gradients of its rows to the ranks that computed them. If all ranks pass the same
+        rows, their gradients are added.
         """
         ranks, mine = ranks_of(self.ring), self.brought[rank_in(self.ring)]
         if ranks > 1:
@@ -87,11 +94,11 @@ class Rows(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """``_exchange``, whose adjoint sends the gradients back the same way."""
+    """``_exchange`` with a backward that sends each row's gradient to the rank that the row came from."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], ring: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.ring = sent, received, ring.group_name  # the group itself would live as long as the graph
+        ctx.sent, ctx.received, ctx.ring = sent, received, ring.group_name  # a stored group would live as long as the graph
         return _exchange(x, sent, received, ring)
 
     @staticmethod
@@ -101,14 +108,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:
-    """Send ``sent[r]`` rows of ``x`` to each rank r, in order, and return the ``received[r]`` that come from each."""
+    """Send ``sent[r]`` rows of ``x`` to each rank r, in order, and return the ``received[r]`` rows from each."""
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=ring)
     return out
 
 
 def check_whole(ids: Any, mask: Any) -> None:
-    """ValueError for what are no whole sequences and no mask of them."""
+    """Raise ValueError if ids are not integers [batch, tokens], or if mask is not bool of their shape."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
@@ -118,7 +125,7 @@ def check_whole(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **given: Tensor | int | None) -> None:
-    """ValueError for arguments of shards beside auto_shard, and for a mask of whole sequences without it."""
+    """Raise ValueError if arguments of shards are passed with auto_shard, or a mask of global sequences without it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in given.items():
@@ -127,6 +134,6 @@ def check_alone(auto_shard: bool, mask: Any, **given: Tensor | int | None) -> No
 
 
 def _content(ids: Tensor, mask: Tensor | None) -> str:
-    """A digest by which ranks see whether they bring the same."""
+    """Return a digest of the ids and the mask, by which ranks detect that they pass the same ones."""
     arrays = [ids.long(), *([] if mask is None else [mask])]
     return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

@@ -24,13 +24,13 @@ from .projections import Projections
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    The weights and their names are those of :class:`RingAttention`, and so are the arguments but for ``segments``, ``dilations``
-    and ``mixing``, which are :func:`dilated_attention`'s: pattern i lets a token attend, within its segment of ``segments[i]``
-    tokens, to every ``dilations[i]``-th one (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the
-    sequence, of dilation 1, it is RingAttention. There are no sinks, no ALiBi and no dropout.
+    The weights, their names and the arguments are those of :class:`RingAttention`, except ``segments``, ``dilations`` and
+    ``mixing``, which are those of :func:`dilated_attention`: in pattern i a token attends, within its segment of ``segments[i]``
+    tokens, to every ``dilations[i]``-th token (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers
+    the sequence and dilation 1, it equals RingAttention. Sinks, ALiBi and dropout are not supported.
 
-    A rank's gradients of the weights are its own part: sum them over the ranks, as :func:`sum_gradients` does. Raises ValueError
-    for sizes and patterns that do not fit and numbers outside their range.
+    A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
+    or patterns do not fit, or if a number is outside its range.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class DilatedRingAttention(Projections):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, length: int | None = None, *, key_mask: Tensor | None = None
     ) -> Tensor:
-        """x [b s dim], this rank's contiguous shard -> [b s dim].
+        """Apply attention to x [b s dim], this rank's contiguous shard; return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the true
-        global number of tokens, where the shards hold padding. ``key_mask`` bool [b s]: True where a key may be attended.
+        global number of tokens, if the shards hold padding. ``key_mask`` bool [b s]: True where a key may be attended.
 
-        Raises ValueError for an x of another shape, and what dilated_attention raises.
+        Raise ValueError if x has another shape, or if dilated_attention refuses the call.
         """
         q, k, v = self.projected(x, positions)
         options = self.options

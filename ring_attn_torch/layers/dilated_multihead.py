@@ -20,23 +20,24 @@ from .whole_mask import Parts
 
 
 class DilatedAttention(StandIn):
-    """``torch.nn.MultiheadAttention`` with :func:`dilated_attention` inside: its constructor, forward and state dict, on shards.
+    """``torch.nn.MultiheadAttention`` with :func:`dilated_attention` inside: the same constructor, forward and state dict, on
+    shards.
 
     ``segments``, ``dilations``, ``mixing``, ``group``, ``strategy``, ``backend``, ``deterministic``: as in
-    :func:`dilated_attention`. All other arguments are torch's. Shards are contiguous. With one segment that covers the sequence,
-    of dilation 1, it computes what torch's module does. A rank's gradients of the weights are its own part: sum them over the
-    ranks, as :func:`sum_gradients` does.
+    :func:`dilated_attention`. All other arguments are torch's. Shards are contiguous. With one segment that covers the sequence
+    and dilation 1, it computes the same as torch's module. A rank's gradients of the weights are partial: sum them over the ranks
+    with :func:`sum_gradients`.
 
-    What differs, each on purpose:
-        - The call returns ``(out, None)``, also by default: the weights of attention, tokens times tokens, are never made.
-        - ``is_causal=True`` needs no ``attn_mask``. Beside one it must tell the truth.
-        - A query that no pattern shows a key attends to nothing and its attention is 0.
-        - The key of ``add_bias_kv`` and that of ``add_zero_attn`` count once beside those of all patterns, for every query.
+    Intended differences:
+        - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.
+        - ``is_causal=True`` needs no ``attn_mask``. If one is passed too, it must be causal.
+        - The attention of a query that sees no key in any pattern is 0.
+        - The keys of ``add_bias_kv`` and ``add_zero_attn`` count once for every query, beside the keys of all patterns.
 
-    Refused, by name: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths than query; an ``attn_mask`` that
-    is no band (causal, a sliding window) but for keys hidden from everybody, is not the same for all heads, holds numbers other
-    than 0 and -inf, or is traced by torch.compile; nested tensors, DTensors, inputs of several dtypes; patterns that do not fit,
-    and what dilated_attention refuses.
+    Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths
+    than query; an ``attn_mask`` that is not a band (causal, a sliding window) apart from keys that no query sees, differs between
+    heads, holds numbers other than 0 and -inf, or is traced by torch.compile; nested tensors, DTensors, inputs of several dtypes;
+    patterns that do not fit; and whatever dilated_attention refuses.
     """
 
     def __init__(
@@ -81,16 +82,18 @@ class DilatedAttention(StandIn):
         *,
         length: int | None = None,
     ) -> tuple[Tensor, None]:
-        """Contiguous shards, query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens,
-        embed_dim] -> (out like query, None). key and value alike, of as many tokens and of kdim and vdim features.
+        """Attend over this rank's contiguous shards; return (out like query, None).
+
+        Shapes: query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens, embed_dim]; key and
+        value likewise, with as many tokens and with kdim and vdim features.
 
         ``key_padding_mask`` [batch, tokens] or [tokens]: this rank's shard, True or -inf where a key is padding. ``attn_mask``
-        [all tokens, all tokens] or [batch * heads, all tokens, all tokens]: whole, the same on every rank; its values are read to
-        the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the true global number of tokens, where the
-        shards hold padding; None: what attn_mask has, or all that the shards hold.
+        [all tokens, all tokens] or [batch * heads, all tokens, all tokens]: the global mask, the same on every rank; its values
+        are read on the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the true global number of tokens,
+        if the shards hold padding; None: that of attn_mask, or all tokens of the shards.
 
-        Raises ValueError, the same on every rank and before anything is sent, for what the class refuses and for shapes that do
-        not fit.
+        Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
+        fit.
         """
         asked = Asked(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
         inputs, parts, options = self._taken((query, key, value), asked)
@@ -115,8 +118,8 @@ class DilatedAttention(StandIn):
         return self._returned(out, query), None
 
     def _with_added_keys(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """out with the keys of add_zero_attn and add_bias_kv merged in, in q's dtype."""
-        if self.add_zero_attn:  # a score of 0 that brings no value
+        """Merge the keys of add_zero_attn and add_bias_kv into out, and return it in q's dtype."""
+        if self.add_zero_attn:  # a key of score 0 and value 0
             out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
         return self._with_bias_kv(q, out, lse).to(q.dtype)
 

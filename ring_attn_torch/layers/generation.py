@@ -1,4 +1,4 @@
-"""The method by which a transformer generates text."""
+"""The mixin by which a transformer generates text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..inference.generate import generated
 
 
 class Generates:
-    """What RingTransformer has of generation."""
+    """The ``generate`` method of RingTransformer."""
 
     def generate(
         self,
@@ -28,26 +28,27 @@ class Generates:
         cache_dtype: str | None = None,
         progress: Progress | None = None,
     ) -> list[list[int]]:
-        """The new tokens of every prompt, at most ``max_new_tokens``, up to and with the first that is one of ``stop``.
+        """Return the new tokens of every prompt, at most ``max_new_tokens``, up to and including the first one in ``stop``.
 
-        ``max_new_tokens``: an int, or one for each prompt; a request that has all its tokens takes part in no more steps.
+        ``max_new_tokens``: an int, or one for each prompt; a finished request takes part in no more steps.
 
-        ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank; the ring shares them. Prompts are
-        prefilled in shards of the model's layout, then every step computes the next token of all requests, until all have ended.
+        ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank; the ring divides them. Prompts are
+        prefilled in shards of the model's layout; each step then computes the next token of all requests, until all have
+        finished.
 
-        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` of the ``top_k``
-        most probable tokens, and of these from the fewest whose probabilities sum to ``top_p``. What is drawn is a function of
-        the logits, ``seed``, the prompt's number and the position: the same on any ring, in either framework, and whatever
-        other prompts there are.
+        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` over the
+        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. A draw depends only on the
+        logits, ``seed``, the prompt's index and the position: it is the same on any ring, in either framework, and beside any
+        other prompts.
 
-        ``on_token(request, token)`` is called on every rank as tokens come. ``chunk``: the most tokens of a prompt in one
-        prefill, so that activations are there for no more; None: all. ``progress(done, total)``: called after each chunk with
-        tokens of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+        ``on_token(request, token)``: called on every rank for each new token. ``chunk``: the maximum tokens of a prompt in one
+        prefill, which limits the memory of activations; None: all. ``progress(done, total)``: called after each chunk with tokens
+        of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
-        Raises ValueError, the same on every rank and before anything is sent, for what does not fit: empty prompts, text, ids
-        outside the vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither
-        causal nor a window before the token, weights that are split over ranks (FSDP, tensor parallelism), a chunk shorter than
-        a prompt where the model has ALiBi, and where the ranks were given different things.
+        Raise ValueError, the same on every rank and before anything is sent, on: empty prompts, text, ids outside the vocabulary,
+        numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a window before
+        the token, weights that are split over ranks (FSDP, tensor parallelism), a chunk shorter than a prompt if the model has
+        ALiBi, and arguments that differ between ranks.
         """
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}

@@ -23,21 +23,22 @@ from .stand_in import Asked, StandIn
 
 
 class MultiheadAttention(StandIn):
-    """``torch.nn.MultiheadAttention`` over a ring: its constructor, forward and state dict, on shards of the sequence.
+    """``torch.nn.MultiheadAttention`` over a ring: the same constructor, forward and state dict, on shards of the sequence.
 
     ``group``, ``layout``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. All other arguments are
-    torch's. A rank's gradients of the weights are its own part: sum them over the ranks, as :func:`sum_gradients` does.
+    torch's. A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`.
 
-    What differs, each on purpose:
-        - The call returns ``(out, None)``, also by default: the weights of attention, tokens times tokens, are never made.
-        - ``is_causal=True`` needs no ``attn_mask``. Beside one it must tell the truth.
-        - A query that sees no key attends to nothing and its attention is 0, where torch returns NaN or 0 by the path it takes.
-        - Dropout drops other probabilities than torch's does, the same ones on any number of ranks.
+    Intended differences:
+        - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.
+        - ``is_causal=True`` needs no ``attn_mask``. If one is passed too, it must be causal.
+        - The attention of a query that sees no key is 0; torch returns NaN or 0, depending on its code path.
+        - Dropout drops other probabilities than torch's does, and the same ones on any number of ranks.
 
-    Refused, by name: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an ``attn_mask`` that is not the
-    same for all heads, or neither a band nor one interval of keys for each query (apart from keys that are hidden from
-    everybody), or that torch.compile traces; ``is_causal=True`` beside an ``attn_mask`` that is not causal; ``add_bias_kv`` with
-    dropout while training; ``dropout=1``; nested tensors, DTensors, inputs of several dtypes, and what ring_attention refuses.
+    Raise ValueError, which names the argument, on: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an
+    ``attn_mask`` that differs between heads, or is neither a band nor one interval of keys for each query (apart from keys that
+    no query sees), or is traced by torch.compile; ``is_causal=True`` beside an ``attn_mask`` that is not causal; ``add_bias_kv``
+    with dropout while training; ``dropout=1``; nested tensors, DTensors, inputs of several dtypes; and whatever ring_attention
+    refuses.
     """
 
     def __init__(
@@ -81,19 +82,21 @@ class MultiheadAttention(StandIn):
         kv_length: int | None = None,
         dropout_seed: int | Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Shards in layout order, query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens,
-        embed_dim] -> (out like query, None). key and value alike, of kdim and vdim features.
+        """Attend over this rank's shards, in layout order; return (out like query, None).
+
+        Shapes: query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens, embed_dim]; key and
+        value likewise, with kdim and vdim features.
 
         ``key_padding_mask`` [batch, tokens of key] or [tokens of key]: this rank's shard, True or -inf where a key is padding.
-        ``attn_mask`` [all queries, all keys] or [batch * heads, all queries, all keys]: whole, in natural order, the same on
-        every rank; its values are read to the host, so for long sequences pass ``is_causal=True`` alone.
+        ``attn_mask`` [all queries, all keys] or [batch * heads, all queries, all keys]: the global mask in natural order, the
+        same on every rank; its values are read on the host, so for long sequences pass ``is_causal=True`` alone.
 
-        ``length``, ``kv_length``: as in :func:`ring_attention`; None: what attn_mask has, or all that the shards hold.
-        ``dropout_seed``: as there; None: drawn from torch's generator, and while training on several ranks broadcast from the
-        first. Without ``self.training`` or ``dropout`` there is none.
+        ``length``, ``kv_length``: as in :func:`ring_attention`; None: those of attn_mask, or all tokens of the shards.
+        ``dropout_seed``: as in ring_attention; None: drawn from torch's generator and, on several ranks, broadcast from the
+        first. Dropout applies only if ``self.training`` is True and ``dropout`` is above 0.
 
-        Raises ValueError, the same on every rank and before anything is sent, for what the class refuses and for shapes that do
-        not fit.
+        Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
+        fit.
         """
         asked = Asked(key_padding_mask, need_weights, attn_mask, is_causal, length, kv_length)
         inputs, parts, options = self._taken((query, key, value), asked)
@@ -102,7 +105,7 @@ class MultiheadAttention(StandIn):
             dropout = Dropout(self._seed() if dropout_seed is None else dropout_seed)
             options = replace(options, dropout_rate=self.dropout)
         q, k, v = self._projected(*inputs)
-        sinks = torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else None  # a score of 0 that brings no value
+        sinks = torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else None  # a score of 0, without a value
         arrays = Arrays(parts.extents, parts.key_mask, sinks)
         out, lse = attention(q, k, v, arrays, dropout, replace(options, mask=parts.band), group_name(self.group))
         return self._returned(self._with_bias_kv(q, out, lse), query), None
@@ -113,6 +116,6 @@ class MultiheadAttention(StandIn):
         super()._check(query, key, value, need_weights)
 
     def _seed(self) -> int:
-        """Where dropout draws from: a number of torch's generator, on all ranks the first one's."""
+        """Draw a dropout seed from torch's generator, and return the first rank's on all ranks."""
         seed, ring = int(torch.randint(2**31, ())), ring_of(self.group)
         return seed if ring is None or ranks_of(ring) == 1 else tell("dropout of MultiheadAttention", seed, ring)[0]

@@ -1,11 +1,12 @@
-"""Tensors that wait in host memory between forward and backward: copied there while the next block runs, fetched a block ahead.
+"""Offloading of tensors to host memory between forward and backward.
 
-On CUDA the memory is pinned and the copies run on a stream of their own. Elsewhere they are plain copies.
+A block's tensors are copied to the host while the next block runs, and copied back one block before their backward. On CUDA the
+memory is pinned and the copies run on a stream of their own. Elsewhere they are plain copies.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies                   0 -> host    1 -> host                      1 -> device  0 -> device
 
-What the last block puts away is still on the device when its backward begins, and is taken from there.
+The tensors of the last block are still on the device when its backward begins, and are used from there.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from torch.utils.checkpoint import checkpoint
 from .recompute import Fetch, Function, contexts
 
 PIECE = 2**26
-"""Bytes of the largest piece of pinned memory: torch rounds each up to a power of two, and a whole tensor might double."""
+"""Bytes of the largest pinned allocation: torch rounds each up to a power of two, which could double a whole tensor."""
 
 ON_THEIR_WAY = 3
-"""How many tensors may still be on the device while they are copied: what a block keeps, its input, out and lse."""
+"""Number of tensors that may stay on the device while they are copied: a block's input, out and lse."""
 
 
 @torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
 def offloaded(host: Host, function: Function, x: Tensor, *shared: object) -> Tensor:
-    """Return ``function(x, *shared)``; x and attention's (out, lse) wait in host memory, what is shared stays on the device."""
+    """Return ``function(x, *shared)`` and offload x and attention's (out, lse) to the host; shared inputs stay on the device."""
     host.begin()
     place, shape = x.data_ptr(), x.shape
 
@@ -42,23 +43,26 @@ def offloaded(host: Host, function: Function, x: Tensor, *shared: object) -> Ten
     def unpack(kept: Tensor | Fetch) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept()
 
-    with saved_tensors_hooks(pack, unpack):  # for the inputs: inside, checkpoint has hooks of its own
+    with saved_tensors_hooks(pack, unpack):  # for the inputs: checkpoint sets hooks of its own inside
         return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(contexts, host.put))
 
 
 class Host:
-    """What the blocks of one forward pass keep in host memory."""
+    """The offloaded tensors of the blocks of one forward pass."""
 
     def __init__(self) -> None:
         self._block: Block | None = None
         self._leaving: deque[Page] = deque()
 
     def begin(self) -> None:
-        """Begin another block: what is put from now on belongs to it."""
+        """Begin another block, to which the tensors of later ``put`` calls belong."""
         self._block = Block(self._block)
 
     def put(self, x: Tensor) -> Page:
-        """Start to copy ``x``, whose values must not change any more; call what is returned to have it back, once or more."""
+        """Start to copy ``x`` to the host and return its page; call the page, any number of times, to get the tensor back.
+
+        The values of ``x`` must not change any more.
+        """
         assert self._block is not None
         page = Page(x.detach().contiguous(), self._block)
         self._leaving.append(page)
@@ -68,20 +72,23 @@ class Host:
 
 
 class Block:
-    """The pages of a block, and the block before it, whose turn comes next in the backward. Who needs the pages holds them."""
+    """The pages of a block, and the block before it, which follows in the backward.
+
+    Pages are referenced weakly: the autograd graph that needs them keeps them alive.
+    """
 
     def __init__(self, before: Block | None) -> None:
         self.before = before
         self.pages: WeakSet[Page] = WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy all pages back."""
+        """Start to copy all pages back to the device."""
         for page in list(self.pages):
             page.fetch()
 
 
 class Page:
-    """A tensor in host memory; on the device too while it is copied, in either direction."""
+    """A tensor in host memory, and on the device too during a copy in either direction."""
 
     def __init__(self, x: Tensor, block: Block) -> None:
         self._block, self._shape = block, x.shape
@@ -103,13 +110,13 @@ class Page:
             self._copy(x, _pieces(x), self._pieces)
 
     def leave(self) -> None:
-        """Give up the tensor on the device; its memory is used again only once it is copied."""
+        """Release the tensor on the device; its memory is reused only after the copy."""
         self._settle()
         if self._here is not None:
             self._device, self._here = self._here.device, None
 
     def __call__(self) -> Tensor:
-        """Return the tensor, on its device, and start to copy back what the block before this one keeps."""
+        """Return the tensor on its device, and start to copy back the pages of the block before this one."""
         self.fetch()
         x = self._here
         assert x is not None
@@ -119,7 +126,7 @@ class Page:
         return x
 
     def _settle(self) -> None:
-        """Let what was computing when the copy began go on after it only."""
+        """Make the stream that was current when the copy began wait for the copy."""
         if self._copied is not None and self._stream is not None:
             self._stream.wait_event(self._copied)
         self._copied = None
@@ -129,13 +136,13 @@ class Page:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """The elements of a contiguous tensor, cut into pieces."""
+    """Return the elements of a contiguous tensor as views of at most ``PIECE`` bytes."""
     return x.view(-1).split(PIECE // x.element_size())
 
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
-    """A stream beside the current one, from what that has been given on: (the current one, it), None where there are none."""
+    """Enter a side stream that waits for the current one; yield (current, side), or (None, None) without CUDA."""
     if device.type != "cuda":
         yield None, None
         return

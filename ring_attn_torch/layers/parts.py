@@ -1,4 +1,4 @@
-"""What the layers are made of: linear maps and norms, their weights kept in a dtype of their own."""
+"""Linear maps and norms of the layers, with weights stored in a dtype of their own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ..arguments import dtype_name as dtype_name
 
 
 class Linear(nn.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever dtype the weight is kept in: [..., in] -> [..., out].
+    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the dtype of the weight: [..., in] -> [..., out].
 
-    The weight starts normal with deviation ``in ** -0.5``, the bias 0. ``param_dtype``: the name of their dtype.
+    The weight is initialized normally with standard deviation ``in ** -0.5``, the bias with 0. ``param_dtype``: the name of their
+    dtype.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:
@@ -28,7 +29,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in float32 at least."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32."""
 
     def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the attention layers have besides their attention: projections, norms of heads, rotary embeddings, and their ring."""
+"""The base of the attention layers: projections, head norms, rotary embeddings and the ring."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .rotary import RotaryEmbedding
 
 
 class Projections(nn.Module):
-    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary`` as ``config`` says.
+    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary``, as ``config`` specifies.
 
-    ``options``: what attention is asked for; its layout says where the tokens of a shard stand. ``group``: the ring.
+    ``options``: the options of attention; the layout among them gives the positions of a shard's tokens. ``group``: the ring.
     """
 
     def __init__(self, config: AttentionConfig, options: Options, group: dist.ProcessGroup | DeviceMesh | None) -> None:
@@ -40,10 +40,10 @@ class Projections(nn.Module):
     def projected(
         self, x: Tensor, positions: Tensor | None, context: Tensor | None = None, context_positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [b s heads head_dim] of x [b s dim], k and v [b t kv_heads head_dim] of context [b t dim] (None: of x).
+        """Return q [b s heads head_dim] of x [b s dim], and k and v [b t kv_heads head_dim] of context [b t dim].
 
-        q and k are normed and turned, each by its positions, None for those of the layout. ValueError, told to the other ranks,
-        for an x or a context of another shape than the layer takes.
+        Without a context, k and v are those of x. q and k are normalized and rotated by their positions (None: those of the
+        layout). Raise ValueError on all ranks if x or context has another shape than the layer takes.
         """
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
@@ -64,13 +64,13 @@ class Projections(nn.Module):
         return q, k, v
 
     def layout_positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
-        """int32 [tokens]: the global positions of this rank's shard of ``tokens``, padding included."""
+        """Return int32 [tokens], the global positions of this rank's shard of ``tokens``, padding included."""
         ring = ring_of(self.group)
         held = positions_of(self.options.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
-        return held[:tokens]  # longer where the layout cannot cut ``tokens`` equally, which ring_attention refuses on all ranks
+        return held[:tokens]  # longer if the layout cannot split ``tokens`` equally, which ring_attention refuses on all ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the group's name for the group, which can be neither copied nor pickled."""
+        """Return the state with the group's name in place of the group, which can be neither copied nor pickled."""
         return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -81,5 +81,5 @@ class Projections(nn.Module):
 
 @constant
 def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """The process group that a user's ``group`` stands for."""
+    """Return the process group for a user's ``group``."""
     return group_of(group_name(group))

@@ -1,6 +1,7 @@
-"""Blocks that keep their input and attention's (out, lse) alone; their backward computes the rest again, without the ring.
+"""Recomputation of blocks from their input and attention's (out, lse), which alone are saved, without the ring.
 
-torch.utils.checkpoint computes it again. What is here hands out the (out, lse) meanwhile.
+The block runs again under torch.utils.checkpoint; the contexts of this module store each (out, lse) and return it in the second
+run.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from ..attend.state import State
 from ..op import Keeping
 
 Function = Callable[..., Tensor]
-"""Of a block's input and of what all blocks share, None or tensors among it; it is called by positions."""
+"""A function of a block's input and the arguments that all blocks share, tensors and None among them; all are positional."""
 
 Fetch = Callable[[], Tensor]
-"""Returns a tensor that waits somewhere."""
+"""A function that returns a stored tensor."""
 
 
 def recomputed(function: Function, *inputs: object) -> Tensor:
-    """Return ``function(*inputs)``; the inputs and attention's (out, lse) stay on the device."""
+    """Return ``function(*inputs)``, saving only the inputs and attention's (out, lse), on the device."""
     if torch.compiler.is_compiling():
         saved = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.forward.default])
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=saved)
@@ -32,13 +33,13 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 
 
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[Keeping, Keeping]:
-    """Return what a function runs in for the first time, and again: each (out, lse) goes to ``put``, and comes back."""
+    """Return the contexts of a function's first run, which stores each (out, lse) by ``put``, and of its recomputation."""
     kept: list[tuple[Fetch, Fetch]] = []
     return First(put, kept), Again(kept)
 
 
 class First(Keeping):
-    """Puts every (out, lse) where it waits."""
+    """The context of the first run, which stores each (out, lse)."""
 
     def __init__(self, put: Callable[[Tensor], Fetch], kept: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class First(Keeping):
 
 
 class Again(Keeping):
-    """Fetches every (out, lse), from the first on whenever it is entered."""
+    """The context of the recomputation, which fetches each (out, lse), beginning with the first whenever it is entered."""
 
     def __init__(self, kept: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()

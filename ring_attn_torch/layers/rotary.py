@@ -17,20 +17,20 @@ COARSE = 1024
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama; no parameters.
+    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama, without parameters.
 
         angle_i = position * base ** (-2 i / head_dim)                          0 <= i < head_dim / 2 = h
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
-    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) give the angles of another
-    frequency, and YaRN multiplies y by its attention factor.
+    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
+    angles, and YaRN also multiplies y by its attention factor.
 
-    Angles are float32, of a float64 x float64. A float32 product of position and frequency is off by 0.06 rad at a million
-    tokens, so a position is split into a multiple of 1024, whose angle is reduced by whole turns in float64 beforehand, and a
-    rest: 4e-4 rad.
+    Angles are float32, or float64 for a float64 x. A float32 product of position and frequency is off by 0.06 rad at a million
+    tokens. Therefore a position is split into a multiple of 1024, whose angle is reduced modulo 2 pi in float64 beforehand, and a
+    remainder: 4e-4 rad.
 
-    Raises ValueError for an odd head_dim, a base of at most 1, and what is no scaling.
+    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not a scaling.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
@@ -39,9 +39,10 @@ class RotaryEmbedding(nn.Module):
         check_rotary(self.head_dim, self.rotary)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [b s h head_dim], global positions int [s] or [b s] of its tokens (``positions``, ``shard_batch``) -> like x.
+        """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s]; return a tensor like x.
 
-        Raises ValueError for another head_dim, another number of positions, and positions that are no integers.
+        ``positions`` and ``shard_batch`` make the positions. Raise ValueError if head_dim or the number of positions differs, or
+        if positions are not integers.
         """
         self._check(x, positions)
         cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
@@ -49,11 +50,11 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
     def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
+        """Return cos and sin times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
         pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         fine = inverse_frequencies(self.rotary, self.head_dim, pair)
         coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
-        positions = positions if positions.dtype in (torch.int32, torch.int64) else positions.long()  # 1024 fits no int8
+        positions = positions if positions.dtype in (torch.int32, torch.int64) else positions.long()  # 1024 does not fit in int8
         quotient, rest = (t[..., None].to(dtype) for t in (positions // COARSE, positions % COARSE))
         angles = quotient * coarse.to(dtype) + rest * fine.to(dtype)
         factor = attention_factor(self.rotary)

@@ -1,4 +1,4 @@
-"""What the stand-ins for torch.nn.MultiheadAttention share: its weights and their names, its inputs and its masks."""
+"""The base of the replacements for torch.nn.MultiheadAttention: its weights and their names, its inputs and its masks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class Asked(NamedTuple):
-    """What a call has besides query, key and value; the lengths are ring_attention's."""
+    """The arguments of a call besides query, key and value; the lengths are those of ring_attention."""
 
     key_padding_mask: Tensor | None
     need_weights: bool | None
@@ -38,23 +38,25 @@ class Asked(NamedTuple):
 
 
 class StandIn(nn.MultiheadAttention):
-    """torch's module, whose constructor it keeps, on a ring; a class made of it says in ``forward`` how it attends."""
+    """``torch.nn.MultiheadAttention`` on a ring, with the same constructor; a subclass defines attention in ``forward``."""
 
     group: dist.ProcessGroup | DeviceMesh | None
     options: Options
-    """What attention is asked for, apart from what a call says."""
+    """The options of attention, except the arguments of a call."""
 
     def _reset_parameters(self) -> None:
-        """As torch's; and what says that q, k and v share a weight says no from then on: with it torch's encoder layer would
-        take this layer's weights and attend by itself, within a shard."""
+        """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
+
+        Otherwise TransformerEncoderLayer would take its fast path: use this layer's weights and attend within a shard.
+        """
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
     def _taken(self, inputs: Tensors, asked: Asked) -> tuple[Tensors, Parts, Options]:
-        """The inputs as [batch, tokens, features], who sees whom as this rank's shards, and the options with the lengths.
+        """Return the inputs as [batch, tokens, features], the mask as this rank's shards, and the options with the lengths.
 
-        Raises ValueError, the same on every rank and before anything is sent, for what does not fit.
+        Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
         """
         query, key, _ = inputs
         try:
@@ -67,11 +69,11 @@ class StandIn(nn.MultiheadAttention):
                 parts = parts._replace(key_mask=present if parts.key_mask is None else present & parts.key_mask)
         except Exception as error:
             refuse(error, group_of(group_name(self.group)), getattr(getattr(query, "device", None), "type", "cpu"))
-            raise  # refuse has raised already, which type checkers do not see
+            raise  # unreachable, but type checkers do not know that refuse raises
         return (q, k, v), parts, options
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
-        """ValueError for weights that are asked for, and for inputs of other types, dtypes and shapes."""
+        """Raise ValueError if attention weights are requested, or if an input has another type, dtype or shape."""
         if need_weights:
             raise ValueError(
                 "need_weights=True asks for the weights of attention, tokens times tokens, which are never made: leave it out, "
@@ -93,11 +95,14 @@ class StandIn(nn.MultiheadAttention):
             raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} must have the same tokens and batch")
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """An input as [batch, tokens, features]; and, since that is its own inverse, such an output as the inputs are."""
+        """Return an input as [batch, tokens, features].
+
+        With a batch, this is its own inverse: it also returns such an output in the order of the inputs.
+        """
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _seen(self, q: Tensor, k: Tensor, asked: Asked, options: Options) -> tuple[Parts, Options]:
-        """Who sees whom by attn_mask and is_causal, arrays as this rank's shards, and the options with the mask's lengths."""
+        """Return the mask of attn_mask and is_causal, its arrays as this rank's shards, and the options with its lengths."""
         attn_mask = asked.attn_mask
         if attn_mask is None:
             return Parts(causal() if asked.is_causal else full()), options
@@ -117,7 +122,7 @@ class StandIn(nn.MultiheadAttention):
         return Parts(parts.band, **arrays), replace(options, length=lengths[0], kv_length=lengths[1])
 
     def _projected(self, *inputs: Tensor) -> Iterator[Tensor]:
-        """q, k and v [batch, tokens, heads, head_dim]."""
+        """Yield q, k and v [batch, tokens, heads, head_dim]."""
         separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -125,7 +130,7 @@ class StandIn(nn.MultiheadAttention):
             yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """out with one more key merged in, which every query sees, where there is add_bias_kv."""
+        """Merge the key of add_bias_kv, which every query sees, into out; return out unchanged without add_bias_kv."""
         if self.bias_k is None or self.bias_v is None:
             return out
         bias_k, bias_v = (x.unflatten(-1, (self.num_heads, -1)).to(lse.dtype) for x in (self.bias_k, self.bias_v))
@@ -133,12 +138,12 @@ class StandIn(nn.MultiheadAttention):
         return merge((out, lse), (bias_v, score))[0].to(out.dtype)
 
     def _returned(self, out: Tensor, query: Tensor) -> Tensor:
-        """What the call returns for out [batch, tokens, heads, head_dim]: projected, and with the dimensions of the query."""
+        """Project out [batch, tokens, heads, head_dim] and return it with the dimensions of query."""
         projected = self.out_proj(out.flatten(2))
         return projected[0] if query.ndim == 2 else self._batch_first(projected)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the group's name for the group, which can be neither copied nor pickled."""
+        """Return the state with the group's name in place of the group, which can be neither copied nor pickled."""
         return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,7 +153,7 @@ class StandIn(nn.MultiheadAttention):
 
 
 def _present(key_padding_mask: Tensor, key: Tensor, k: Tensor) -> Tensor:
-    """bool [batch, tokens of key]: True where a key is no padding."""
+    """Return bool [batch, tokens of key], True where a key is not padding."""
     expected = key.shape[:1] if key.ndim == 2 else k.shape[:2]
     if key_padding_mask.shape != expected:
         raise ValueError(

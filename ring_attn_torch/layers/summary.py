@@ -1,4 +1,4 @@
-"""Summary attention, which is approximate, as a module."""
+"""Summary attention, an approximation, as a module."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from .projections import Projections
 class SummaryAttention(Projections):
     """Approximate causal multi-head attention: ``o(summary_attention(rotary(q(x)), rotary(k(x)), v(x), pool))``.
 
-    It stands in for :class:`RingAttention` where exact attention to the last tokens and to summaries of all blocks before them
-    will do. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
-    parameter ``pool`` [summaries, kv_heads, head_dim] is 0 at first for one summary a block, its mean; more of them, which would
-    stay equal, start normal. ``pooling="mean"`` has no such parameter. The other arguments are RingAttention's.
+    Use it in place of :class:`RingAttention` when exact attention to the last tokens, plus summaries of all blocks before them,
+    is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
+    parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 for one summary per block, which is then the block's mean;
+    several summaries would stay equal, so they are initialized normally. ``pooling="mean"`` has no such parameter. The other
+    arguments are RingAttention's.
 
-    A rank's gradients of the weights, ``pool`` among them, are its own part: sum them over the ranks, as :func:`sum_gradients`
-    does. Raises ValueError for sizes that do not fit and numbers outside their range.
+    A rank's gradients of the weights, ``pool`` included, are partial: sum them over the ranks with :func:`sum_gradients`. Raise
+    ValueError if sizes do not fit or a number is outside its range.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class SummaryAttention(Projections):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, length: int | None = None, *, key_mask: Tensor | None = None
     ) -> Tensor:
-        """x [b s dim], this rank's shard in contiguous layout -> [b s dim].
+        """Apply attention to x [b s dim], this rank's shard in contiguous layout; return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, where the shards hold padding. ``key_mask`` [b s]: as summary_attention's.
+        true global number of tokens, if the shards hold padding. ``key_mask`` [b s]: as in summary_attention.
 
-        Raises ValueError for an x of another shape, and what summary_attention raises.
+        Raise ValueError if x has another shape, or if summary_attention refuses the call.
         """
         q, k, v = self.projected(x, positions)
         pool = None if self.pool is None else local(self.pool)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which weights of a RingTransformer are split over an axis of the mesh, and how."""
+"""The tensor-parallel plan of a RingTransformer: the weights that are split over an axis of the mesh, and their styles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ if TYPE_CHECKING:
 
 
 def tensor_plan(model: RingTransformer) -> dict[str, ParallelStyle]:
-    """The plan for ``parallelize_module(model, mesh["tensor"], tensor_plan(model))``: heads and the MLP's features are split.
+    """Return the plan that splits the heads and the MLP features of ``model`` over an axis of the mesh.
 
-    Every rank of the axis keeps ``heads / ranks`` query and ``kv_heads / ranks`` key heads with their sinks, slopes and dropout,
-    ``hidden / ranks`` features of the MLP, and, unless tied, a part of the head's vocabulary; embedding and norms whole. Ids in
-    and logits out are plain tensors, the same on all of them. All parameters become DTensors of that axis, so that
-    ``torch.nn.utils.clip_grad_norm_`` finds one norm over all of them.
+    Apply it with ``parallelize_module(model, mesh["tensor"], tensor_plan(model))``.
 
-    The ranks of the axis hold the same tokens: pass ``group=`` the other axes to ``loss`` and :func:`sum_gradients`. Use FSDP2
-    (``fully_shard``) after it, over the other axes. ``parallelize_module`` raises ValueError for heads that it cannot share.
+    Every rank of the axis holds ``heads / ranks`` query and ``kv_heads / ranks`` key heads with their sinks, slopes and dropout,
+    ``hidden / ranks`` features of the MLP, and, unless tied, a part of the head's vocabulary; embedding and norms are replicated.
+    Ids in and logits out are plain tensors, the same on all of these ranks. All parameters become DTensors of that axis, so that
+    ``torch.nn.utils.clip_grad_norm_`` computes one norm over all of them.
+
+    The ranks of the axis hold the same tokens: pass ``group=`` the other axes to ``loss`` and :func:`sum_gradients`. Apply FSDP2
+    (``fully_shard``) afterwards, over the other axes. ``parallelize_module`` raises ValueError if the ranks do not divide the
+    heads.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel

@@ -1,4 +1,4 @@
-"""How tensor parallelism treats what torch.distributed has no style for; imported with the first ``tensor_plan``."""
+"""Tensor-parallel styles that torch.distributed lacks; imported by the first call of ``tensor_plan``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .attention import RingAttention
 
 
 class Whole(ParallelStyle):
-    """Every rank keeps the module's weights whole, as DTensors, and computes the same on the same plain tensors."""
+    """A style that replicates the module's weights as DTensors: every rank computes the same on the same plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, input_fn=_replicated, output_fn=_local)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class Heads(ParallelStyle):
-    """Tells a RingAttention which of its heads a rank has, and splits its sinks alike."""
+    """A style that sets the first of a rank's heads in a RingAttention, and splits its sinks alike."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RingAttention)

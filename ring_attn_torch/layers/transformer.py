@@ -34,7 +34,7 @@ from .parts import Linear, RMSNorm, dtype_name
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: at most so many tokens at a time, recomputed in the backward; None: all. ``bias``: of all three maps.
+    ``chunk``: the maximum tokens computed at a time, recomputed in the backward; None: all. ``bias``: all three maps have biases.
     """
 
     def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
@@ -54,8 +54,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
 
-    ``mlp_chunk``: tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps and the
-    weights' dtype are those of the attention.
+    ``mlp_chunk``: the maximum tokens that the MLP computes at a time, None for all. ``mlp_bias``: its maps have biases. The
+    norms' eps and the weights' dtype are those of the attention.
     """
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
@@ -78,8 +78,11 @@ class Block(nn.Module):
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         call: Caller | None = None,
     ) -> Tensor:
-        """x [b s dim] -> [b s dim]; ``call`` of :func:`caller` runs it, else the other arguments are those of RingAttention."""
-        if call is not None:  # in here, so that hooks of the block, as FSDP's, stay around it
+        """Apply the block to x [b s dim]; return [b s dim].
+
+        If ``call``, from :func:`caller`, is passed, it runs the block. The other arguments are those of RingAttention.
+        """
+        if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
             return call(self._again, x, positions, length, extents, key_mask, dropout_seed, dropout_offset)
         x = x + self.attention(
             self.attention_norm(x),
@@ -93,7 +96,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _again(self, x: Tensor, positions: Any, length: Any, extents: Any, key_mask: Any, seed: Any, offset: Any) -> Tensor:
-        """``forward`` without keywords: of torch.utils.checkpoint's arguments, those by position are saved like activations."""
+        """Call ``forward`` without keywords: torch.utils.checkpoint saves only positional arguments as activations."""
         masks = {"extents": extents, "key_mask": key_mask}
         return self.forward(x, positions, length, **masks, dropout_seed=seed, dropout_offset=offset)
 
@@ -102,27 +105,27 @@ class RingTransformer(Generates, nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: what the config keeps for
-    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used
-    (None: the weights' own); with float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32.
-    ``mlp_chunk``: the MLP takes so many of a rank's tokens at a time, so that its ``hidden`` features are there for no more;
-    None: all at once. The price is that the backward computes them again, once; where ``activations`` is not "keep", it does so
-    anyway, and no more often. The other arguments are those of :class:`RingAttention`.
+    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: the config's data for
+    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast at use (None: the weights' own); with
+    float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum of a rank's
+    tokens that the MLP computes at a time, which limits the memory of its ``hidden`` features; None: all. The backward then
+    recomputes them once; it does so anyway, and no more often, if ``activations`` is not "keep". The other arguments are those of
+    :class:`RingAttention`.
 
-    ``windows``: one value a layer, how many tokens before itself and, where ``mask`` lets it, after itself a token of that layer
-    sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` lets it see.
-    ``rotaries``: one value a layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
-    all norms, 1e-5 in Llama. ``config`` says all of this as one record, from which :meth:`from_config` makes the same model.
+    ``windows``: one value per layer, the number of tokens that a token sees before itself and, if ``mask`` permits, after itself:
+    the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all of ``mask``. ``rotaries``: one value
+    per layer in place of ``rotary``: a Rotary, a base, or None for a layer without positions. ``eps``: of all norms, 1e-5 in
+    Llama. ``config`` holds all of these as one record, from which :meth:`from_config` makes the same model.
 
-    ``auto_shard``: a call takes whole sequences in natural order, ``model(ids, mask=None)``, and returns whole logits of this
-    rank's rows. A rank may bring another number of rows than the others; where all bring the same, they are computed once.
+    ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global logits of this
+    rank's rows. Ranks may pass different numbers of rows; if all pass the same rows, they are computed once.
 
-    ``activations``: what a block keeps for its backward. "keep": everything. "recompute": its input and attention's (out, lse),
-    from which the backward computes the rest again without the ring. "offload": these in host memory, which is pinned and copied
-    beside the computation on CUDA, and fetched one block ahead.
+    ``activations``: what a block saves for its backward. "keep": everything. "recompute": its input and attention's (out, lse),
+    from which the backward recomputes the rest without the ring. "offload": the same, but in host memory, which on CUDA is
+    pinned, copied beside the computation, and fetched one block ahead.
 
-    A rank's gradients are its own part: call :func:`sum_gradients` after backward. Raises ValueError for sizes that do not fit
-    and numbers outside their range.
+    A rank's gradients are partial: call :func:`sum_gradients` after backward. Raise ValueError if sizes do not fit or a number is
+    outside its range.
     """
 
     def __init__(
@@ -217,7 +220,7 @@ class RingTransformer(Generates, nn.Module):
         auto_shard: bool = False,
         activations: str = "keep",
     ) -> RingTransformer:
-        """The model that ``config`` says, on this ring: what a config leaves out are the constructor's other arguments."""
+        """Return the model of ``config`` on this ring; the keywords are the constructor's arguments that a config lacks."""
         how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
         return cls(**config.arguments, **how, group=group, auto_shard=auto_shard, activations=activations)
 
@@ -234,31 +237,32 @@ class RingTransformer(Generates, nn.Module):
         mask: Tensor | None = None,
         return_hidden: bool = False,
     ) -> Tensor:
-        """Token ids int [b s], this rank's shard in layout order -> logits [b s vocab] in the compute dtype.
+        """Return logits [b s vocab] in the compute dtype for token ids int [b s], this rank's shard in layout order.
 
-        ``return_hidden``: what the head would be given instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no
-        more, nor does the last token (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_mask``: as in
-        :class:`RingAttention`; ``shard_batch`` makes them. Raises ValueError for ids of another shape or outside the vocabulary
-        (on a GPU these are a device assertion), and what ring_attention raises.
+        ``return_hidden``: return the input of the head instead, [b s dim]: enough for :func:`loss` with
+        ``head=model.head_weight`` and for the last token (:func:`gather_token`). ``positions``, ``length``, ``extents``,
+        ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raise ValueError if ids have another shape or are
+        outside the vocabulary (on a GPU the latter is a device assertion), or if ring_attention refuses the call.
 
-        ``dropout_seed``: dropout applies exactly where it is given, whatever ``self.training`` says. One seed serves all layers:
-        layer i, from 0, draws as if its heads were numbers i * heads and on, independently of the others. ``dropout_offset``: as
-        in ring_attention; (global index of the first batch row, 0) where ranks hold different rows.
+        ``dropout_seed``: dropout applies exactly if it is passed, whatever the value of ``self.training``. One seed serves all
+        layers: layer i, from 0, draws for head numbers from i * heads on, independently of the others. ``dropout_offset``: as in
+        ring_attention; (global index of the first batch row, 0) if ranks hold different rows.
 
-        With ``auto_shard``: whole ids int [batch, tokens], of this rank's own rows or the same on all ranks, and ``mask`` bool
-        likewise, False where a token is padding -> whole logits [batch, tokens, vocab] of these rows; no positions, length,
-        extents and key_mask. Gradients are those of the sum of what the ranks backpropagate, each its own part, so all ranks
-        must call backward; :func:`loss` of whole labels gives one device's. Rows count through all ranks in dropout.
+        With ``auto_shard``: global ids int [batch, tokens], of this rank's own rows or the same on all ranks, and ``mask`` bool
+        of the same shape, False where a token is padding -> global logits [batch, tokens, vocab] of these rows; positions,
+        length, extents and key_mask are not accepted. Gradients are those of the sum of all ranks' backpropagated losses, each
+        rank holding its part, so all ranks must call backward; :func:`loss` of global labels gives one device's. Dropout numbers
+        the rows through all ranks.
         """
         check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
-        attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # whatever wraps the blocks
+        attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # also if blocks are wrapped
         rows = Rows.of(ids, mask, attention) if self.auto_shard else None
         if rows is not None:
             ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             error = ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
             refuse(error, ring_of(attention.group), ids.device.type)
-        ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes no bytes
+        ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
         if ids.device.type == "cpu" and unwatched([ids]):
             check_ids(ids, self.config.vocab, attention)
         if positions is None:
@@ -276,12 +280,12 @@ class RingTransformer(Generates, nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's where it is tied."""
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if the head is tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
 
 def check_ids(ids: Tensor, vocab: int, attention: RingAttention) -> None:
-    """ValueError, told to the other ranks of the attention's ring, for token ids that a vocabulary does not have."""
+    """Raise ValueError on all ranks of the attention's ring if a token id is outside the vocabulary."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):
         error = ValueError(

@@ -1,4 +1,4 @@
-"""A mask of all queries by all keys as what ring attention takes: a band, or intervals of keys, and which keys nobody sees."""
+"""Conversion of a query-by-key mask to arguments of ring attention: a band or intervals of keys, and a mask of unused keys."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ring_attn_core.runs import Band
 
 
 class Parts(NamedTuple):
-    """A query sees the keys that all three let it see."""
+    """A mask as three parts: a query sees the keys that all of them permit."""
 
     band: Band
     extents: Tensor | None = None
-    """int [batch, queries, 2], as ``extents=`` of ring_attention, whole and in natural order."""
+    """``int`` [batch, queries, 2], as ``extents=`` of ring_attention, but of the global sequence in natural order."""
     key_mask: Tensor | None = None
-    """bool [batch, keys], likewise."""
+    """``bool`` [batch, keys], likewise."""
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """Return the arrays that there are, by name."""
+        """Return the arrays that are not None, by name."""
         return {name: x for name, x in (("extents", self.extents), ("key_mask", self.key_mask)) if x is not None}
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """bool, True where a mask of torch lets attend: where a bool mask is False, where an additive one is 0.
+    """Return bool, True where a torch mask permits attention: where a bool mask is False, or an additive one is 0.
 
-    Raises ValueError for other dtypes and, unless torch.compile hides the values, for an additive mask that holds anything but 0
-    and -inf.
+    Raise ValueError if the dtype is neither, or if an additive mask holds a value other than 0 and -inf; torch.compile, which
+    hides the values, skips the latter check.
     """
     if mask.dtype == torch.bool:
         return ~mask
@@ -46,9 +46,9 @@ def visible_of(name: str, mask: Tensor) -> Tensor:
 
 
 def whole_of(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
-    """bool [1 or batch, queries, keys], True where ``attn_mask`` of torch.nn.MultiheadAttention lets attend.
+    """Return bool [1 or batch, queries, keys], True where ``attn_mask`` of torch.nn.MultiheadAttention permits attention.
 
-    Raises ValueError for another number of dimensions, and for a mask that is not the same for all heads.
+    Raise ValueError if the number of dimensions is not 2 or 3, or if the mask differs between heads.
     """
     if attn_mask.ndim not in (2, 3) or (attn_mask.ndim == 3 and attn_mask.shape[0] != batch * heads):
         raise ValueError(
@@ -64,12 +64,13 @@ def whole_of(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
-    """The parts of ``visible`` bool [batch, queries, keys] in natural order, with a band wherever one will do.
+    """Return the parts of ``visible`` bool [batch, queries, keys] in natural order, with a band if one fits.
 
-    Were ``visible`` some band or interval, and keys hidden from everybody, then it is also the tightest ones round what each
-    query sees, and the keys that nobody sees: only these are tried. ``is_causal``: it is said to be causal.
+    If ``visible`` is a band, or one interval per query, apart from keys that no query sees, then it is also the tightest band or
+    interval around the keys of each query, without the unused keys: only these are tried. ``is_causal``: the caller states that
+    ``visible`` is causal.
 
-    Raises ValueError where neither fits, where it is not as causal as it is said to be, and where torch.compile hides what it is.
+    Raise ValueError if neither fits, if ``is_causal`` is wrong, or if torch.compile hides the values.
     """
     _, queries, keys = visible.shape
     if is_causal:
@@ -84,7 +85,7 @@ def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
     first, end = visible.byte().argmax(-1), keys - visible.flip(-1).byte().argmax(-1)
     lo = torch.where(counts > 0, row - end + 1, queries).min()
     hi = torch.where(counts > 0, row - first, -keys).max()
-    lo, hi = torch.minimum(lo, hi), hi  # where nobody sees anything any band will do
+    lo, hi = torch.minimum(lo, hi), hi  # if no query sees a key, any band fits
 
     everybody, seen = visible.new_ones(visible.shape[0], keys), visible.any(1)
     begins = {True: torch.zeros_like(row), False: (row - hi).clamp(0, keys)}
@@ -92,7 +93,7 @@ def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
     tried = [(open_lo, open_hi, hidden) for hidden in (False, True) for open_lo in (True, False) for open_hi in (True, False)]
     fits = [(_between(seen if h else everybody, begins[b], ends[a]) == counts).all() for a, b, h in tried]
     fits += [(_between(mask, first, end)[counts > 0] == counts[counts > 0]).all() for mask in (everybody, seen)]
-    lowest, highest, *fit = torch.stack([lo, hi, *(x.long() for x in fits)]).tolist()  # the host waits once
+    lowest, highest, *fit = torch.stack([lo, hi, *(x.long() for x in fits)]).tolist()  # one host sync
     for fitting, (open_lo, open_hi, hidden) in zip(fit, tried, strict=False):
         if fitting:
             band = Band(None if open_lo else lowest, None if open_hi else highest)
@@ -107,7 +108,7 @@ def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """How many keys of ``mask`` [batch, keys] stand in each interval: [batch, queries]."""
+    """Return the number of keys of ``mask`` [batch, keys] within each interval: [batch, queries]."""
     before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
     rows = (mask.shape[0], first.shape[-1])
     return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]
