@@ -1,4 +1,7 @@
-"""Checkpoints of a run: written while it goes on, each whole or not there at all, the newest few kept."""
+"""Checkpoints of a run, written while it continues, each of them complete or absent; the newest few are kept.
+
+A save writes to a temporary folder, renames it, and writes ``run.json`` last.
+"""
 
 from __future__ import annotations
 
@@ -43,24 +46,25 @@ from .ranks import agreed, by_rank, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and where the data stands.
+    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
-        progress = checkpoints.resume(model, optimizer)  # None where there is none yet
+        progress = checkpoints.resume(model, optimizer)  # None at the first start
         ...
         checkpoints.save(step, model, optimizer, data=dataset.state())
         ...
         checkpoints.close()
 
-    ``keep``: how many stay. ``group``: all ranks that train together; None is the default group. Each makes the same calls, and
-    all of them see ``folder``. Where they are but a part of the default group, ``save`` returns when all is written, for torch
-    makes no second group of them without the ranks that take no part. Parameters and optimizer states may be DTensors (FSDP2,
-    tensor parallelism): each rank writes its shards through torch.distributed.checkpoint, and a run may be resumed on another
-    number of ranks.
+    ``keep``: the number of checkpoints that are kept. ``group``: all ranks that train together; None is the default group. Each
+    of them makes the same calls and sees ``folder``. If they are only a part of the default group, ``save`` returns when
+    everything is written, because torch cannot make a second group of them without the other ranks. Parameters and optimizer
+    states may be DTensors (FSDP2, tensor parallelism): each rank writes its shards through torch.distributed.checkpoint, and a
+    run may be resumed on another number of ranks.
 
     A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has another name
-    until its files are on the disk, and ``run.json`` comes last, with a digest of every file, so that a kill or a full disk at
-    any moment leaves the ones before it whole. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
+    until its files are on the disk, and ``run.json`` is written last, with a digest of every file, so that a kill or a full disk
+    at any moment leaves the earlier checkpoints complete. One run at a time writes to a folder: the first ``save`` locks it until
+    ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -75,7 +79,7 @@ class Checkpoints:
         self._background: Any = None
         if self._ring is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        elif ranks_of(self._ring) == dist.get_world_size():  # one of its own, away from the training's collectives
+        elif ranks_of(self._ring) == dist.get_world_size():  # a group of its own, apart from the training's collectives
             self._background = dist.new_group(backend="gloo")
 
     def save(
@@ -87,15 +91,16 @@ class Checkpoints:
         data: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """Begin to save the run after ``step`` steps, and return as soon as everything is copied to host memory.
+        """Start saving the run after ``step`` steps, and return as soon as everything is copied to host memory.
 
-        ``data``: what ``SequenceShardedDataset.state()`` returns. ``more``: anything else that JSON can hold, such as a
-        scheduler's ``state_dict()``. Of both the first rank's are saved. The generators of this rank's CPU and GPU are saved
-        too. Waits for the save before.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: anything else that JSON can hold, such as a
+        scheduler's ``state_dict()``. Both are saved from the first rank. The generators of this rank's CPU and GPU are saved too.
+        The call first waits for the previous save.
 
-        Raises ValueError for a step that is not after the newest one, for what is not JSON, for a model whose names, shapes or
-        dtypes differ between ranks (``check_ranks`` compares the values), for a folder in which another run saves, and if some
-        ranks do not see the folder of the first; OSError where the save before has failed. The same on every rank.
+        Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
+        dtypes of the model differ between ranks (``check_ranks`` compares the values), another run saves in the folder, or some
+        ranks do not see the first rank's folder. Raise OSError if the previous save has failed. The error is the same on every
+        rank.
         """
         self.wait()
         optimizer = innermost(optimizer)
@@ -129,10 +134,10 @@ class Checkpoints:
             self._undeleted = self._files.delete_old(self.keep)
 
         if self._ring is None or self._background is not None:
-            # Not torch's async_save, which refuses a default group of NCCL alone even if nothing is sent over it.
+            # Not torch's async_save: it refuses a default group with NCCL only, even if nothing is sent over it.
             thread = ThreadPoolExecutor(1, "checkpoint")
             self._pending = step, thread.submit(write, new, copied(tensors), commit, self._background)
-            thread.shutdown(wait=False)  # once the save is done
+            thread.shutdown(wait=False)  # the thread ends after the save
         else:
             try:
                 write(new, tensors, commit, self._ring)
@@ -140,13 +145,16 @@ class Checkpoints:
                 raise failed(step, error) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress | None:
-        """Set weights, optimizer and generators to those of the newest checkpoint; None, and nothing changed, without one.
+        """Load the newest checkpoint into weights, optimizer and generators. Return None, and change nothing, without a
+        checkpoint.
 
-        Returns ``step``, ``data`` for ``dataset.resume(data)``, and ``more``. A rank that had no part in the saved run keeps its
-        generators. Raises ValueError for a checkpoint of another model or optimizer, naming what differs, and for one that is
-        damaged, naming the file: delete its folder to resume from the one before; and where ranks see other checkpoints than the
-        first; OSError where files cannot be read. The same on every rank, and then neither model nor optimizer nor generators
-        change. Everything is read into host memory first.
+        The result holds ``step``, ``data`` for ``dataset.resume(data)``, and ``more``. A rank that had no part in the saved run
+        keeps its generators.
+
+        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
+        file (delete its folder to resume from the one before); or if a rank sees other checkpoints than the first. Raise OSError
+        if files cannot be read. The error is the same on every rank, and model, optimizer and generators then stay unchanged,
+        because everything is first read into host memory.
         """
         self.wait()
         optimizer = innermost(optimizer)
@@ -199,9 +207,9 @@ class Checkpoints:
         return progress
 
     def wait(self) -> None:
-        """Wait for the save under way, if any; OSError where it has failed, which says that the ones before it are whole.
+        """Wait for the save in progress, if any. Raise OSError if it has failed; the checkpoints before it are then complete.
 
-        Warns of old checkpoints that could not be deleted after it.
+        Warn if old checkpoints could not be deleted afterwards.
         """
         if self._pending is not None:
             (step, saving), self._pending = self._pending, None
@@ -214,7 +222,10 @@ class Checkpoints:
             warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
 
     def close(self) -> None:
-        """Wait for the save under way, as ``wait`` does, and let other runs have the folder: at the end of the run."""
+        """Wait for the save in progress, as ``wait`` does, and unlock the folder for other runs.
+
+        Call it at the end of the run.
+        """
         try:
             self.wait()
         finally:
@@ -225,7 +236,7 @@ class Checkpoints:
         return self._files.steps()
 
     def _check_shared(self, new: Path) -> None:
-        """Raise ValueError on every rank if some rank does not see the folder that the first one has just made."""
+        """Raise ValueError on every rank if some rank does not see the folder that the first rank has just made."""
         if self._ring is None:
             return
         sees = agreed("Checkpoints.save: the folder", lambda: seen(new), self._ring)

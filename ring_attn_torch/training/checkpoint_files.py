@@ -1,4 +1,4 @@
-"""The files of a checkpoint: safetensors that torch.distributed.checkpoint writes and reads, each rank its shards."""
+"""The files of a checkpoint: safetensors, written and read by torch.distributed.checkpoint, each rank its shards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..ring.groups import Group
 from .optimizer_states import check_tensors
 
 SHARDS = "DCP_SHARDING_INFO"
-"""The entry of a safetensors header that says which part of a tensor a file holds."""
+"""Key in a safetensors header of the entry that gives the part of each tensor in the file."""
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's own tensors by name, in which a load sets them, and copies of this rank's generators."""
+    """Return the model's tensors by name, uncopied so that a load fills them, and copies of this rank's generator states."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
@@ -42,12 +42,15 @@ def config_of(model: nn.Module) -> TransformerConfig | None:
 
 
 def kinds_of(tensors: dict[str, Any]) -> Kinds:
-    """Return dtype and whole shape of tensors and DTensors."""
+    """Return dtype and global shape of tensors and DTensors."""
     return {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return copies of tensors and DTensors in host memory, whatever the default device is: torch's stager names none."""
+    """Return copies of tensors and DTensors in host memory.
+
+    The default device is set to the CPU meanwhile, because torch's stager allocates without naming a device.
+    """
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
     with torch.device("cpu"):
@@ -55,9 +58,9 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
-    """Write this rank's part into ``folder``; then the first rank calls ``commit`` with size and digest of each file.
+    """Write this rank's part into ``folder``; the first rank then calls ``commit`` with size and digest of each file.
 
-    Every rank of ``group`` calls it. Raises the same on all of them if one fails.
+    Every rank of ``group`` must call it. If one fails, all raise the same error.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -68,7 +71,7 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
             results = super().write_data(plan, planner).wait()
             found = digests(folder, sorted({result.storage_data.relative_path for result in results}))
             done: Any = Future()
-            done.set_result([replace(result, storage_data=found) for result in results])  # which the first rank is sent
+            done.set_result([replace(result, storage_data=found) for result in results])  # sent to the first rank
             return done
 
         def finish(self, metadata: Any, results: Any) -> None:
@@ -83,7 +86,7 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 
 
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
-    """Return dtype and shape of all tensors of a checkpoint. Raise ValueError that names a damaged file."""
+    """Return dtype and shape of all tensors of a checkpoint. Raise ValueError if a file is damaged, and name it."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     for file in where.glob("*.safetensors"):
@@ -98,7 +101,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read tensors into ``places``, as all ranks of ``group`` do. Raise OSError on all of them if one fails."""
+    """Read tensors into ``places`` on all ranks of ``group``. Raise OSError on all of them if one fails."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -112,7 +115,10 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
 
 
 def failed(step: int, error: BaseException) -> BaseException:
-    """Return what a save that ended in ``error`` raises: an OSError with the first rank's reason, or an interrupt as it is."""
+    """Return the error to raise for a save that ended in ``error``.
+
+    It is an OSError with the lowest failed rank's reason, or ``error`` itself if that is an interrupt.
+    """
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
     rank, first = reason(error)
@@ -122,15 +128,15 @@ def failed(step: int, error: BaseException) -> BaseException:
 
 
 def reason(error: BaseException) -> tuple[int, BaseException]:
-    """Return the lowest rank that failed, and its error, from what torch.distributed.checkpoint raises."""
+    """Return the lowest rank that failed, and its error, from an exception of torch.distributed.checkpoint."""
     failures = getattr(error, "failures", None) or {0: (error, None)}
     rank, (first, _) = min(failures.items())
     return rank, first
 
 
 def _check_header(file: Path) -> None:
-    """Raise ValueError if a file is truncated or does not say which part of each tensor it holds."""
-    with opened(file) as tensors:  # which compares its length with what its header promises
+    """Raise ValueError if a file is truncated, or if its header does not give the offsets of each tensor's part."""
+    with opened(file) as tensors:  # checks the file's length against its header
         text = (tensors.metadata() or {}).get(SHARDS)
         if text is None:
             return

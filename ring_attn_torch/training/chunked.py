@@ -1,11 +1,11 @@
-"""The cross-entropy of one rank's labels, summed, chunk by chunk: of logits, and of hidden states whose logits nobody keeps.
+"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits or from hidden states whose logits are not stored.
 
     total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
     dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
 A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
 
-Everything that is float32 and as wide as the vocabulary is one chunk of tokens long.
+Each float32 array as wide as the vocabulary holds one chunk of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ring_attn_core.model.chunks import even_chunk
 
 
 class Labels(NamedTuple):
-    """int64 ``labels`` [n] of tokens, of which those that are ``ignored`` count nothing, and how many tokens make a ``chunk``."""
+    """The int64 ``labels`` [n] of tokens, the label ``ignored`` in all sums, and the maximum number of tokens in a ``chunk``."""
 
     labels: Tensor
     ignored: int
@@ -30,23 +30,24 @@ class Labels(NamedTuple):
 
     @property
     def slices(self) -> Iterator[slice]:
-        """Return where each chunk stands."""
+        """Return the slice of tokens of each chunk."""
         tokens = self.labels.shape[0]
         step = even_chunk(tokens, self.chunk)
         return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
 
 
 def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
-    """The sum of the cross-entropies of ``logits`` [n vocab], in float32; a 0-d tensor."""
+    """Return the sum of the cross-entropies of ``logits`` [n vocab] as a 0-d tensor, in at least float32."""
     if torch.is_grad_enabled() and logits.requires_grad:
         return _OfLogits.apply(logits, *labels)[0]  # type: ignore[index]
     return _of_logits(logits, labels)[0]
 
 
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
-    """The same of the logits ``hidden head^T``, for hidden [n dim] and head [vocab dim], computed in hidden's dtype.
+    """Return the same sum for the logits ``hidden head^T`` of hidden [n dim] and head [vocab dim].
 
-    Under autocast in its dtype. What is summed over tokens, the softmax and the head's gradient, is float32.
+    Products are computed in hidden's dtype, under autocast in autocast's. The softmax, and sums over tokens such as the head's
+    gradient, are float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
@@ -58,7 +59,7 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
 
 
 class _OfLogits(torch.autograd.Function):
-    """Keeps the logits, which are the caller's, and their log-sum-exp; makes their gradient, in their dtype, in the backward."""
+    """A sum that saves the caller's logits and their log-sum-exp, and computes their gradient in the backward, in their dtype."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ class _OfLogits(torch.autograd.Function):
 
 
 class _OfHidden(torch.autograd.Function):
-    """Makes the gradients while the logits of a chunk are there: nothing is recomputed, and the backward only scales them."""
+    """A sum that computes the gradients in the forward, while the logits of a chunk exist; the backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int) -> Tensor:
@@ -103,7 +104,7 @@ class _OfHidden(torch.autograd.Function):
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
-    """The total, and the log-sum-exp [n] of every token."""
+    """Return the total, and the log-sum-exp [n] of every token."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
     for rows in of.slices:
@@ -118,7 +119,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The total and, where they are ``wanted``, the gradients of hidden, in its dtype, and of the head, in float32."""
+    """Return the total and the ``wanted`` gradients: hidden's in its dtype, the head's in float32."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     dhidden = torch.empty_like(hidden) if wanted[0] else None
@@ -126,7 +127,7 @@ def _of_hidden(
     for rows in of.slices:
         labels = of.labels[rows]
         ignored = (labels == of.ignored)[:, None]
-        x = hidden[rows].masked_fill(ignored, 0)  # what stands there may be NaN
+        x = hidden[rows].masked_fill(ignored, 0)  # hidden states of ignored labels may be NaN
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
         wrong = strange_labels(labels, of.ignored, p.shape[-1])
         part = F.nll_loss(p, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="sum")
@@ -142,12 +143,12 @@ def _of_hidden(
 
 
 def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
-    """Return which labels are neither ``ignored`` nor in a vocabulary of ``vocab`` ids."""
+    """Return a bool mask of the labels that are neither ``ignored`` nor in a vocabulary of ``vocab`` ids."""
     return (labels != ignored) & ((labels < 0) | (labels >= vocab))
 
 
 def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """``p`` less 1 where the label stands, 0 for an ignored one, NaN for one outside the vocabulary: in place."""
+    """Subtract 1 from ``p`` at each label, in place; the row of an ignored label becomes 0, of one outside the vocabulary NaN."""
     wrong = strange_labels(labels, ignored, p.shape[-1])[:, None]
     left_out = (labels == ignored)[:, None] | wrong
     p.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)
@@ -155,14 +156,14 @@ def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a b`` in ``dtype``, into which only CUDA multiplies narrower ones as they are."""
+    """Return ``a b`` in ``dtype``; narrower inputs are converted first, except on CUDA."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a b`` in total's dtype, in place."""
+    """Add ``a b`` to ``total`` in place, in total's dtype."""
     if a.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     return total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -1,4 +1,4 @@
-"""The ranks' gradients of a module's weights, added up."""
+"""Summation of a module's gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from .weights import named_parameters
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Replace the gradients of ``module``'s parameters by their sum over the ranks of ``group``, in one all-reduce.
 
-    ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. Summed in float32. A parameter
-    without a gradient counts as zero, so that ranks whose tokens do not reach it take part. What comes out is the gradient of
-    one device, also of a module in these hands:
+    ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
+    float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not reach it take part. The result is
+    the gradient of one device, also for a module under one of these:
 
-    - DistributedDataParallel has made all gradients of a group their mean, and the sum of that over its ranks is theirs.
-    - FSDP2 (``fully_shard``) has made its own sum already, divided by the number of its ranks or by
-      ``set_gradient_divide_factor``. This is multiplied back, and ranks that FSDP has not summed over are: all of ``group``, or
-      none of it.
+    - DistributedDataParallel has replaced all gradients of a group by their mean, whose sum over its ranks is
+      that of the gradients.
+    - FSDP2 (``fully_shard``) has already computed its own sum, divided by the number of its ranks or by
+      ``set_gradient_divide_factor``. This factor is multiplied back, and the sum continues over ranks that FSDP has not summed
+      over: all of ``group``, or none of it.
     - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks that share them hold the same tokens, so
       ``group`` is one of the other axes of the mesh.
 
-    Raises ValueError, the same on every rank and before anything is sent, that names a parameter whose mesh and ``group`` have
-    some ranks in common and not as above.
+    Raise ValueError, the same on every rank and before anything is sent, if the mesh of a parameter, which the error names, and
+    ``group`` have ranks in common in another way than above.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
@@ -48,14 +49,17 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 
 
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
-    """The gradient sharded like its parameter: of a norm of tensor parallel heads every rank has a part of the sum."""
+    """Return the gradient sharded like its parameter.
+
+    The gradient of a norm of tensor parallel heads, for example, is a partial sum on every rank.
+    """
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)
     return gradient
 
 
 def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
-    """Replace each by its sum over the ranks, all at once."""
+    """Replace each tensor by its sum over the ranks, in one all-reduce."""
     dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
     flat = torch.cat([x.flatten().to(dtype) for x in gradients])
     dist.all_reduce(flat, group=ring)
@@ -64,7 +68,7 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: Reduced | None, ring: Group) -> bool:
-    """Whether the gradient of ``p`` is summed over the ring already; ValueError where it is over a part of it."""
+    """Return True if FSDP has already summed the gradient of ``p`` over the ring. Raise ValueError if over a part of it only."""
     if ranks_of(ring) == 1:
         return True
     members, covered = set(dist.get_process_group_ranks(ring)), 1

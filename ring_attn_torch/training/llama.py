@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's Llama, Mistral, Qwen2 and Qwen3 models, read and written."""
+"""Loading and saving of Llama, Mistral, Qwen2 and Qwen3 models in Hugging Face's folders."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def load_llama(
 ) -> RingTransformer:
     """Make a RingTransformer of a Llama, Mistral, Qwen2 or Qwen3 model in Hugging Face's layout, on the default device.
 
-    ``folder``: what ``save_pretrained`` writes or a download has, ``config.json`` and safetensors files, one or several with an
-    index. Logits are those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w``
-    is ``w - 1`` here, for it counts the token itself) and tied heads are taken over; ``model.config`` says all of it.
+    ``folder``: a folder as written by ``save_pretrained`` or downloaded, with ``config.json`` and safetensors files, one or
+    several with an index. Logits are those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows
+    (Hugging Face's ``w`` is ``w - 1`` here, because it counts the token itself) and tied heads are supported; ``model.config``
+    records all of them.
 
-    ``dtype``: in which to keep the weights; None is what config.json says. ``compute_dtype``: in which to compute, None as the
-    weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group
-    calls it, and reads the files by itself, one weight at a time.
+    ``dtype``: the dtype of the weights; None is that of config.json. ``compute_dtype``: the dtype of the computation, None for
+    the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
+    the group must call it, and reads the files by itself, one weight at a time.
 
-    Raises ValueError for another architecture, for what our layers do not compute (quantised weights, "dynamic" rotary
-    scaling), for a file that is missing, truncated or a pickle, and for weights that do not fit the config, naming
-    them: the same on every rank, before a weight is read.
+    Raise ValueError if the architecture is another one, the model needs a feature that our layers lack (quantised weights,
+    "dynamic" rotary scaling), a file is missing, truncated or a pickle, or weights, which the error names, do not fit the config.
+    The error is the same on every rank and comes before a weight is read.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -44,9 +45,9 @@ def save_llama(
 ) -> None:
     """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
 
-    ``length``: the longest sequence, in tokens, that other programs should allow: their ``max_position_embeddings``. None: what
-    ``model.config.published`` says, which ``load_llama`` keeps together with the special ids, or else 131072. No tokenizer is
-    written. All else is as in :func:`save_weights`. Raises ValueError for what none of the four computes: softcap, sinks, ALiBi,
-    a mask that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
+    ``length``: the longest sequence, in tokens, that other programs should allow: their ``max_position_embeddings``. None: that
+    of ``model.config.published``, which ``load_llama`` stores together with the special ids, or else 131072. No tokenizer is
+    written. Everything else is as in :func:`save_weights`. Raise ValueError if none of the four supports the model: softcap,
+    sinks, ALiBi, a mask that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
     """
     save_folder(model, folder, lambda config: json.dumps(their_config(config, length), indent=2), llama_name, ring_of(group))

@@ -1,4 +1,4 @@
-"""The loss over all labels of all ranks."""
+"""The cross-entropy loss over all labels of all ranks."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ def loss(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Mean cross-entropy over every label of every rank that is not ``ignore_index``, in float32: the same scalar on all ranks.
+    """Return the float32 mean cross-entropy over all labels of all ranks except ``ignore_index``, the same scalar on all ranks.
 
         sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
 
-    logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it shards). ``group``: all
-    ranks that hold different tokens, data parallel ones included; None is the default group.
+    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each (``shard_batch`` shifts them before it shards).
+    ``group``: all ranks that hold different tokens, data parallel ones included; None is the default group.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    are those of the whole logits; they are computed in the forward, a chunk at a time, and held until the backward: hidden's in
+    are those of the full logits; they are computed in the forward, a chunk at a time, and stored until the backward: hidden's in
     its dtype, the head's summed in float32. Products are in hidden's dtype, under autocast in autocast's, logits and softmax in
     float32.
 
-    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the labels of all microbatches together
+    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
     (:func:`count_labels`): the mean of their means is not the mean over all labels.
 
     Its gradient on a rank is that rank's part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is one device's.
-    DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by their number. Raises ValueError for
-    shapes that do not fit and, on CPUs, for labels of any rank outside the vocabulary, the same on every rank; on GPUs, and under
-    torch.compile, these make the loss and its gradients NaN on every rank. No second derivative.
+    DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
+    derivatives are not supported.
+
+    Raise ValueError, the same on every rank, if shapes do not fit or, on CPUs, if a label of any rank is outside the vocabulary;
+    on GPUs and under torch.compile, such a label makes the loss and its gradients NaN on every rank.
     """
     ring = ring_of(group)
 
@@ -59,18 +61,18 @@ def loss(
 
     alike = ("ignore_index", ignore_index), ("reduction", reduction), ("head", head is not None)
     agree_on(Call("loss", _device(logits), alike), ring, check)
-    tokens = Labels(labels.flatten().long(), ignore_index, chunk)  # unsigned ones have no place for ignore_index
+    tokens = Labels(labels.flatten().long(), ignore_index, chunk)  # unsigned dtypes cannot hold ignore_index
     flat = logits.flatten(0, -2)
     part = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
     return over_ranks(part, labels, ring, ignore_index, reduction, flat.shape[-1] if head is None else head.shape[0])
 
 
 def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str, vocab: int | None = None) -> Tensor:
-    """The mean, or sum, over the labels of all ranks of ``ring``; ``part``: the sum over this rank's, 0-d, with a gradient.
+    """Return the mean, or sum, over the labels of all ranks of ``ring``.
 
-    ``vocab``: how many ids there are, for a ValueError on every rank where a label is none of them; it is raised on CPUs only.
-    How many labels are wrong is summed together with the loss: no rank stops before the others have come, and nothing waits for
-    a GPU, on which the loss and its gradient are NaN on every rank.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; on CPUs, raise ValueError on
+    every rank if a label is outside them. The count of wrong labels is summed together with the loss: no rank stops before the
+    others have taken part, and nothing waits for a GPU, on which the loss and its gradient become NaN on every rank.
     """
     strange = labels.new_zeros(()) if vocab is None else strange_labels(labels.long(), ignore_index, vocab).sum()
     total = torch.stack([x.to(part.dtype) for x in (part.detach(), _count(labels, ignore_index), strange)])
@@ -79,15 +81,15 @@ def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, red
     if vocab is not None and part.device.type == "cpu" and unwatched([total]) and total[2]:
         raise _strange(labels, ring, ignore_index, vocab)
     count = total[1].clamp(min=1) if reduction == "mean" else torch.ones_like(total[1])
-    count = count.masked_fill(total[2] > 0, torch.nan)  # and with it this rank's part of the gradients
+    count = count.masked_fill(total[2] > 0, torch.nan)  # which makes this rank's gradients NaN too
     mine = part / count
     with torch.no_grad():
-        mine.copy_(total[0] / count)  # everybody's value, equal to the bit, with the gradient of this rank's part
+        mine.copy_(total[0] / count)  # all ranks' value, bit for bit the same, with the gradient of this rank's part
     return mine
 
 
 def _strange(labels: Tensor, ring: Group, ignore_index: int, vocab: int) -> ValueError:
-    """What every rank raises where one has a label outside the vocabulary; all of them know it and are here."""
+    """Return the error that every rank raises if any has a label outside the vocabulary. Every rank must call it."""
     flat = labels.flatten().long()
     mine = flat[strange_labels(flat, ignore_index, vocab)][:1].tolist()
     everybody = [mine] if ranks_of(ring) == 1 else tell("the loss's labels", mine, ring)  # type: ignore[arg-type]
@@ -100,11 +102,11 @@ def _strange(labels: Tensor, ring: Group, ignore_index: int, vocab: int) -> Valu
 
 
 def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
-    """How many labels of all ranks are not ``ignore_index``: what the mean of :func:`loss` divides by; int64, 0-d.
+    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int64, 0-d.
 
-    labels: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
-    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. Raises ValueError for what is no
-    tensor.
+    ``labels``: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
+    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. Raise ValueError if labels are not
+    a tensor.
     """
     ring = ring_of(group)
     call = Call("count_labels", _device(labels), (("ignore_index", ignore_index),))
@@ -120,7 +122,7 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _check(ignore_index: Any, given: dict[str, Any]) -> None:
-    """ValueError for what is no tensor or a DTensor, and for an ignored label that is no number."""
+    """Raise ValueError if a value is a DTensor or not a tensor, or if the ignored label is not a number."""
     for name, x in given.items():
         if is_dtensor(x):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The states of an optimizer by the names of their parameters, and the settings of its groups of parameters."""
+"""The states of an optimizer by the names of their parameters, and the settings of its parameter groups."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ring_attn_core.mistakes import in_words
 from ..ring.groups import is_dtensor
 
 States = dict[str, dict[str, Tensor]]
-"""Tensors by the name of a parameter and of a state, such as exp_avg. A parameter without a gradient so far has no entry."""
+"""Tensors by the names of a parameter and of a state, such as exp_avg. A parameter without a gradient so far has no entry."""
 
 
 STATE = "optimizer.state."
-"""What the names of states begin with in a checkpoint; the parameter's and the state's follow."""
+"""Prefix of the names of states in a checkpoint, followed by the names of the parameter and of the state."""
 
 
 def innermost(optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the optimizer inside of wrappers such as Accelerate's."""
+    """Return the optimizer inside wrappers such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[union-attr]
     return optimizer
 
 
 def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the model's parameters that the optimizer has, by their names without those of wrappers such as DDP."""
+    """Return the optimizer's parameters by their names in the model, without the prefixes of wrappers such as DDP."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     listed = [p for p in model.parameters() if p in stepped]
     if not listed:
         return {}
-    # torch names states, not parameters: those of an optimizer made here, whose state is the parameter's number.
+    # torch names states, not parameters: here of an SGD whose state is the parameter's index.
     numbers = torch.optim.SGD(listed)
     for number, p in enumerate(listed):
         numbers.state[p] = {"number": torch.tensor(number)}
@@ -47,7 +47,7 @@ def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
-    """Return the states that the optimizer has. Raise ValueError if one is not a tensor or its parameter is not the model's."""
+    """Return the optimizer's states. Raise ValueError if a state is not a tensor or its parameter is not the model's."""
     named = parameters_by_name(model, optimizer)
     strange = sum(1 for p in optimizer.state if p not in set(named.values()))
     if strange:
@@ -66,7 +66,7 @@ def flat(states: States) -> dict[str, Tensor]:
 
 
 def held_states(held: Iterable[str]) -> dict[str, set[str]]:
-    """Return the names of the states of each parameter, from the names of all tensors of a checkpoint."""
+    """Return the names of each parameter's states, from the names of all tensors of a checkpoint."""
     found: dict[str, set[str]] = {}
     for name in held:
         if name.startswith(STATE):
@@ -76,7 +76,7 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
 
 
 def check_tensors(values: Mapping[str, Any]) -> None:
-    """Raise ValueError that names what is not a tensor."""
+    """Raise ValueError if a value is not a tensor, and name it."""
     strange = [f"{name} is {in_words(x)}" for name, x in values.items() if not isinstance(x, Tensor)]
     if strange:
         raise ValueError(
@@ -91,7 +91,7 @@ def kinds(states: States) -> dict[str, dict[str, str]]:
 
 
 def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str]]:
-    """Return, by rank, the parameters without states there that have states on another rank."""
+    """Return, by rank, the parameters that have states on another rank only."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
@@ -102,9 +102,9 @@ def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
-    """Return the states with zeros for the shards that other ranks need to make their own states whole.
+    """Return the states, plus zeros for absent shards that other ranks need to assemble their own states.
 
-    A plain tensor is a copy on every rank, of which one rank's is enough.
+    A plain tensor is a replica on every rank, and one rank's is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
@@ -116,10 +116,10 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
 
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
-    """Return tensors for the states of a checkpoint: the optimizer's own, or new ones that the optimizer does not know yet.
+    """Return tensors to load a checkpoint's states into: the optimizer's own, or new ones that are not yet in the optimizer.
 
-    ``held``: the names of the states of each parameter in the checkpoint. A new one is made by a step of a copy of the optimizer
-    with a copy of the parameter, one at a time. Model, optimizer and generators stay as they are.
+    ``held``: the names of each parameter's states in the checkpoint. New states are made by a step of a copy of the optimizer on
+    a copy of the parameter, one parameter at a time. Model, optimizer and generators stay unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -137,7 +137,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, without: list[str]) -> None:
-    """Give the optimizer these states and no others; ``without``: parameters that are to have none on this rank."""
+    """Set the optimizer's states to exactly these; parameters in ``without`` get none on this rank."""
     for name, p in parameters_by_name(model, optimizer).items():
         if name in states and name not in without:
             optimizer.state[p] = states[name]
@@ -151,9 +151,9 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of every group of parameters, such as lr, as JSON carries them, and the names of its parameters.
+    """Return the settings of every parameter group, such as lr, as JSON values, and the names of its parameters.
 
-    Raises ValueError that names a setting which JSON cannot carry exactly.
+    Raise ValueError if JSON cannot hold a setting exactly, and name it.
     """
     names = {p: name for name, p in parameters_by_name(model, optimizer).items()}
     plain = lambda number, group: {
@@ -170,10 +170,10 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
     if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
         raise ValueError(f"optimizer in {where} must be a list of objects: the checkpoint is damaged")
-    if kind not in (None, class_of(optimizer)):  # None of an earlier version
+    if kind not in (None, class_of(optimizer)):  # None in checkpoints of an earlier version
         raise ValueError(f"the optimizer of {where} is {in_words(kind)}, and this one {class_of(optimizer)!r}: make it as it was")
     own = groups_of(model, optimizer)
-    count = lambda x: len(x) if isinstance(x, list) else x  # earlier versions kept only the number
+    count = lambda x: len(x) if isinstance(x, list) else x  # earlier versions stored only the number
     theirs, mine = ([count(group.get("params")) for group in groups] for groups in (found, own))
     if theirs != mine:
         raise ValueError(f"the optimizer of {where} has groups of {theirs} parameters, and this one of {mine}: make it as it was")
@@ -193,13 +193,13 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
-    """Set what ``groups_of`` gave."""
+    """Set the settings of the groups to ``found``, as returned by ``groups_of``."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
         group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
 
 
 def _plain(name: str, x: Any) -> Any:
-    """Return a setting as JSON carries it. Raise ValueError if JSON gives another value back."""
+    """Return a setting as a JSON value. Raise ValueError if JSON does not return the same value."""
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, list | tuple):
@@ -216,7 +216,10 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _restored(own: Any, x: Any) -> Any:
-    """Return a setting of a checkpoint: tensors filled in place, and a tuple, such as betas, where JSON has made a list."""
+    """Return a checkpoint's setting in the type of ``own``.
+
+    A tensor is filled in place, and JSON's list becomes a tuple, such as betas.
+    """
     if isinstance(own, Tensor):
         return own.fill_(x)
     if not isinstance(x, list) or isinstance(own, list):
@@ -225,7 +228,7 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return whether two settings are of one type, a number, flag, text or list; None goes with anything."""
+    """Return True if two settings have the same type: number, flag, text or list. A None of ``mine`` fits any type."""
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)
         return same and all(x is None or _alike(own, x) for own, x in zip(mine, theirs, strict=True))
@@ -237,7 +240,7 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> dict[str, Any]:
-    """Return the states that the optimizer would give a parameter at its first step."""
+    """Return the states that the optimizer would make for a parameter in its first step."""
     copy = p.detach().clone().requires_grad_()
     copy.grad = torch.zeros_like(p)
     other = object.__new__(type(optimizer))
@@ -245,7 +248,7 @@ def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn
     lr = {"lr": group["lr"].clone()} if isinstance(group.get("lr"), Tensor) else {}
     vars(other).update(vars(optimizer) | hooks, param_groups=[group | lr | {"params": [copy]}])
     other.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
-    vars(other).pop("step", None)  # a scheduler's, which counts steps of the optimizer itself
+    vars(other).pop("step", None)  # a scheduler's wrapper, which counts steps of the original optimizer
     with torch.no_grad():
         other.step()
     return other.state.get(copy, {})

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same weights, seeds and arguments."""
+"""Checks that all ranks hold the same weights, seeds and arguments."""
 
 from __future__ import annotations
 
@@ -38,28 +38,29 @@ if TYPE_CHECKING:
 REMEDY = "Load or broadcast one rank's values, and pass the same seeds and arguments on every rank"
 
 SHOWN = (torch.int64, torch.int32, torch.float32, torch.float64)
-"""The dtypes of which one number stands in the message: a seed, a count, a rate."""
+"""The dtypes of single numbers that an error shows: a seed, a count, a rate."""
 
 
 def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Compare ``what`` between the ranks of ``group``, and raise on all of them if it is not the same: for a training's start.
+    """Compare ``what`` between the ranks of ``group`` at the start of training, and raise on all of them if it differs.
 
     ``what``: an nn.Module, whose parameters and buffers are compared, a tensor, a number (numpy's too), str, bool, None, mask or
     Run, or dicts, lists and tuples of all these, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``: the
     ranks that should hold the same, a ring or all ranks; None is the default group. Every rank must call it, at the same place
-    among its calls of ``ring_attention``. On a ring of one it only looks at the types.
+    among its calls of ``ring_attention``. On a ring of one it only checks the types.
 
-    Compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and shapes count
-    as well, and whether a parameter is frozen, but neither devices nor the order of names. A weight that a module holds under two
-    names is compared once.
+    Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes,
+    shapes and whether a parameter is frozen are compared too; devices and the order of names are not. A weight that a module
+    holds under two names is compared once.
 
-    Of a DTensor (FSDP2, tensor parallelism) dtype, whole shape, mesh shape and placements are compared between all ranks, and
-    the local shards between those ranks that stand at the same place of every mesh dim over which it is not replicated, whose
-    shards are copies. Shards that are plain tensors, FSDP1's for one, are taken for whole: they differ, and the error says so.
+    For a DTensor (FSDP2, tensor parallelism), dtype, global shape, mesh shape and placements are compared between all ranks.
+    Local shards are compared between replicas: ranks with the same coordinate on every mesh dim over which it is not replicated.
+    Shards that are plain tensors, such as FSDP1's, are taken for whole tensors: they differ, and the error says so.
 
-    Raises ValueError, the same on every rank, that names up to 8 entries that differ and which ranks hold what, or an entry that
-    cannot be compared; RuntimeError after the group's timeout where a rank does not come. It reads every tensor to the host and
-    exchanges one digest through the group's store; where that differs, or DTensors are sharded, a line for every entry.
+    Raise ValueError, the same on every rank, if entries differ, naming up to 8 of them and the ranks' values, or if an entry
+    cannot be compared. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is read to the host,
+    and one digest is exchanged through the group's store; if that differs, or if DTensors are sharded, one line for every entry
+    follows.
     """
     ring = ring_of(group)
     try:
@@ -69,13 +70,13 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
         table = {name: [_copy(("rank", rank_in(ring)), x)] for name, x in entries.items()}
     except Exception as error:
         refuse(error, ring, "cpu")
-        raise  # refuse has raised already, which type checkers do not see
+        raise  # unreachable, but type checkers do not know that refuse raises
     if len(set(tell("check_ranks", essence(table), ring))) > 1:
         check_copies(as_told(tell("check_ranks", table, ring)), "rank", REMEDY)
 
 
 def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensors and values in it under their dotted names; ValueError for one that cannot be compared."""
+    """Yield the tensors and values inside ``what`` under their dotted names. Raise ValueError if one cannot be compared."""
     if isinstance(what, nn.Module):
         inside: Any = [*what.named_parameters(), *what.named_buffers()]
     elif isinstance(what, Mapping):
@@ -123,7 +124,7 @@ def _kind(kind: str, x: Tensor) -> str:
 
 
 def _part(x: DTensor) -> str:
-    """Where a rank stands in every mesh dim over which ``x`` is not replicated: ranks at the same place hold the same."""
+    """Return this rank's coordinate on every mesh dim over which ``x`` is not replicated: ranks at the same one hold replicas."""
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
     if place is None:
         return "no part of it"
@@ -133,11 +134,11 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Raise on every rank what the block raises on one, of several on the lowest: as an OSError, or else as a ValueError.
+    """Raise on every rank the error that the block raises on one, or the lowest rank's if it raises on several.
 
-    Every rank of ``ring`` comes here at the same ``call``. One with an error does not wait long for those that do not. Texts that
-    the block appends to the yielded list must be the same on every rank. Where they are not, or only some ranks had an error, the
-    ValueError is an Unlike.
+    The error is an OSError if it was one, and else a ValueError. Every rank of ``ring`` must enter at the same ``call``; a rank
+    with an error waits only briefly for the others. Texts that the block appends to the yielded list must be the same on every
+    rank. If they are not, or if only some ranks had an error, the ValueError is an Unlike.
     """
     error, alike = None, list[str]()
     try:
@@ -163,9 +164,9 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
 
 
 def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
-    """Raise ValueError on every rank if names, dtypes, shapes or placements of tensors are not the same on all of them.
+    """Raise ValueError on every rank if names, dtypes, shapes or placements of tensors differ between ranks.
 
-    Every rank of ``ring`` comes here at the same ``call``. Contents are not read.
+    Every rank of ``ring`` must call it with the same ``call``. Values are not read.
     """
     if ring is None or ranks_of(ring) == 1:
         return
@@ -175,15 +176,16 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 
 
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
-    """Call the function on every rank, and return what it returns on each of them, which JSON must hold.
+    """Call the function on every rank, and return all ranks' return values, which JSON must be able to hold.
 
-    Every rank of ``ring`` comes here at the same ``call``. Raises on all ranks what it raises on one, of several on the lowest:
-    as an OSError, or else as a ValueError; and ValueError if ``alike``, values by name, differ between ranks.
+    Every rank of ``ring`` must call it with the same ``call``. If the function raises on one rank, all ranks raise the same, and
+    the lowest rank's error if it raises on several: an OSError if it was one, and else a ValueError. Raise ValueError if
+    ``alike``, values by name, differ between ranks.
     """
     error, value = None, None
     try:
         value = function()
-    except Exception as objection:  # of whatever kind: the others would wait for this rank
+    except Exception as objection:  # of any kind: the others would wait for this rank
         error = objection
     if ring is None or ranks_of(ring) == 1:
         if error is not None:
@@ -208,5 +210,5 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
 
 
 def by_rank(name: str, values: list[Any]) -> str:
-    """Return what each rank has of something, in words."""
+    """Return a text that lists each rank's value."""
     return f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"

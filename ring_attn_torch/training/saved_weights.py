@@ -1,4 +1,4 @@
-"""Weights in a folder: config.json and safetensors files, which either framework reads."""
+"""Weights in a folder of config.json and safetensors files, which both packages read."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
 LOADING, SAVING = "loading weights", "saving weights"
-"""What the ranks call it, whichever kind of folder each of them takes it for."""
+"""Names of the ranks' common calls, the same for each kind of folder."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Seconds after which ranks look again that have not all found the same weights."""
+"""Pauses in seconds before ranks that have not all found the same weights try again."""
 
 
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Save the weights and the config of a RingTransformer in ``folder``, which takes the place of the one there, if any.
+    """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing one.
 
-    The folder has ``config.json``, what ``TransformerConfig.to_json`` writes, and ``model.safetensors`` (beyond 5 GB several
+    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several
     files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
-    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is whole.
+    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is complete.
 
-    ``model``: a RingTransformer, or one inside of torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are put
-    together. ``group``: all ranks that hold parts or copies of it; None is the default group. Each must call it; its rank 0
-    writes, and nobody returns before it has. Raises ValueError for a model that is none, for names, shapes or dtypes of weights
-    that differ between ranks, and for a folder in which other things are kept, and OSError where it cannot be written, the same
-    on every rank.
+    ``model``: a RingTransformer, or one inside torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are gathered.
+    ``group``: all ranks that hold parts or copies of it; None is the default group. Each must call it; rank 0 writes, and every
+    call returns after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ
+    between ranks, or the folder holds other files, and OSError if it cannot be written. The error is the same on every rank.
     """
     save_folder(model, folder, lambda config: config.to_json(), OWN.renamed, ring_of(group))
 
@@ -56,22 +55,22 @@ def load_weights(
 ) -> RingTransformer:
     """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``, on the default device.
 
-    ``dtype``: in which to keep the weights, and ``compute_dtype``: in which to compute; None is what the config says. ``ring``:
-    the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group calls it, and
+    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None is the config's. ``ring``: the
+    arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it, and
     reads the files by itself, one weight at a time.
 
-    Raises ValueError for a folder that is none, a config that cannot be read, a file that is missing or truncated, and weights
-    that are missing, unexpected or of another shape than the config says, naming them: the same on every rank, whichever of them
-    has found it, before a weight is read.
+    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights, which
+    the error names, are missing, unexpected or of another shape than in the config. The error is the same on every rank,
+    whichever rank found it, and comes before a weight is read.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Return the model of a folder; ``dtypes``: in which to keep the weights and to compute, None as the config says.
+    """Return the model of a folder; ``dtypes``: those of the weights and of the computation, None for the config's.
 
-    Where only some ranks find the folder, or others find other weights, a save may reach some of them late: all of them look
-    again, for 10 seconds, and then raise.
+    If only some ranks find the folder, or ranks find different weights, a save may not be visible to all of them yet: all ranks
+    retry for 10 seconds, and then raise.
     """
     group = ring_of(ring.get("group"))
     for pause in (*PAUSES, None):
@@ -101,14 +100,14 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model without its weights, and where they stand: for every file what to read from it, our name and the file's."""
+    """A model without its weights, and for every file the weights to read from it: our names and the file's."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config``, for the weights of an open folder."""
+    """Return the model of ``config`` without its weights, and their places in an open folder."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config, **ring)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -123,7 +122,7 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
     for file, names in empty.files.items():
         weights = held.files[file].weights
         for name, theirs in names.items():
-            state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # not a part of the mapped file
+            state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # copied out of the mapped file
     model.load_state_dict(state, assign=True)
     return model
 
@@ -131,7 +130,10 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: nn.Module, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str], ring: Group
 ) -> None:
-    """Save the weights under ``renamed(our name)`` beside the text of config.json; every rank of ``ring`` calls it."""
+    """Save the weights under ``renamed(our name)``, and ``text(config)`` as config.json.
+
+    Every rank of ``ring`` must call it.
+    """
     from safetensors.torch import save_file
 
     parameters: dict[str, nn.Parameter] = {}
@@ -159,7 +161,7 @@ def save_folder(
     except Exception as objection:
         error = objection
     try:
-        for _ in weights:  # whoever does not write helps to put shards together, and so does a rank that failed in the middle
+        for _ in weights:  # ranks that do not write, or failed in the middle, take part in gathering the shards
             pass
     except Exception as objection:
         error = error or objection
@@ -173,7 +175,7 @@ def save_folder(
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:
-    """Return the RingTransformer that ``model`` is or wraps; ValueError where there is none."""
+    """Return the RingTransformer that ``model`` is or wraps. Raise ValueError if it contains none."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, RingTransformer):
             return module
@@ -181,7 +183,7 @@ def transformer_in(model: nn.Module) -> RingTransformer:
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """The weights by name on the host, one after the other, each put together of its shards."""
+    """Yield the weights by name on the host, one at a time, each gathered from its shards."""
     for name, p in parameters.items():
         x = p.detach()
         yield name, (x.full_tensor() if is_dtensor(x) else x).cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Over which ranks a parameter is sharded, and who sums its gradients: FSDP2 and tensor parallelism."""
+"""The ranks over which a parameter is sharded, and FSDP's reduction of its gradient, under FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..ring.groups import is_dtensor
 
 
 class Reduced(NamedTuple):
-    """What FSDP does to a gradient: the ranks that it sums over, a set for each dim of its mesh, and what it divides by."""
+    """FSDP's reduction of a gradient: the ranks it sums over, one tuple for each dim of its mesh, and the divisor."""
 
     ranks: list[tuple[int, ...]]
     divisor: float
 
 
 def dim_ranks(p: nn.Parameter) -> list[tuple[int, ...]]:
-    """The ranks of every dim of a DTensor's mesh that share it with this rank; none of a plain tensor."""
+    """Return, for each dim of a DTensor's mesh, the ranks of this rank's group; an empty list for a plain tensor."""
     if not is_dtensor(p):
         return []
     return [ranks_in(p.device_mesh.get_group(dim)) for dim in range(p.device_mesh.ndim)]
@@ -31,11 +31,11 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, Reduced]:
-    """Of every parameter that ``fully_shard`` has sharded, how its gradient is reduced.
+    """Return the gradient reduction of every parameter that ``fully_shard`` has sharded.
 
-    FSDP tells nobody by what it divides, so this reads its own records, of which PyTorch has changed the name once.
+    FSDP does not publish its divisor, so this reads its private attributes, one of which PyTorch has renamed once.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a second to import: until somebody has, nothing is sharded by it
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
     found: dict[nn.Parameter, Reduced] = {}
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return found

@@ -1,4 +1,4 @@
-"""Weights as numpy arrays, under the same names and in the same orientation in both packages."""
+"""Weights as numpy arrays, with the same names and orientation in both packages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..ring.groups import is_dtensor
 Module = TypeVar("Module", bound=nn.Module)
 
 WRAPPED = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-"""What torch.compile, checkpoint_wrapper and FSDP1 call the module that they wrap."""
+"""Attributes in which torch.compile, checkpoint_wrapper and FSDP1 hold the module that they wrap."""
 
 
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
-    """The parameters of a module as copies in numpy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
+    """Return copies of a module's parameters in numpy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
-    bfloat16 and float16 come as float32. ``from_numpy`` of either package reads them. What torch.compile,
-    DistributedDataParallel and checkpoint_wrapper put before the names is left out. DTensors (FSDP2, tensor parallelism) come
-    whole, and are gathered one after the other: every rank of their mesh must call it.
+    bfloat16 and float16 become float32. ``from_numpy`` of either package reads the result. The prefixes of torch.compile,
+    DistributedDataParallel and checkpoint_wrapper are removed from the names. DTensors (FSDP2, tensor parallelism) are gathered
+    one after the other: every rank of their mesh must call it.
     """
     state = {}
     for name, p in named_parameters(module).items():
@@ -36,10 +36,10 @@ def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module``, each in its own dtype, to what ``to_numpy`` of either package gave; returns ``module``.
+    """Set the parameters of ``module``, each in its own dtype, to the arrays of either package's ``to_numpy``; return ``module``.
 
-    Of a DTensor a rank takes its shard out of the ``state`` that it was given, and nothing is sent. Raises ValueError that lists
-    what is missing, unexpected or of another shape, and then changes nothing.
+    For a DTensor, a rank takes its shard from its own ``state``, and nothing is sent. Raise ValueError if weights are missing,
+    unexpected or of another shape; it lists them, and nothing changes.
     """
     parameters = named_parameters(module)
     check_state({name: p.shape for name, p in parameters.items()}, {name: np.shape(x) for name, x in state.items()})
@@ -50,7 +50,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module by the names that they have without a wrapper."""
+    """Return the parameters of a module by their names without wrappers."""
     return {_inside(module, name): p for name, p in module.named_parameters()}
 
 
@@ -65,7 +65,7 @@ def _inside(module: nn.Module, name: str) -> str:
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """``whole``, which every rank has, as a DTensor that is sharded like ``p`` if that is one."""
+    """Return ``whole``, which every rank has, sharded like ``p`` if that is a DTensor."""
     if not is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
