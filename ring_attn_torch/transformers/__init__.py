@@ -1,11 +1,13 @@
-"""Hugging Face's models over a ring: importing this registers ``attn_implementation="ring"``.
+"""Hugging Face's models over a ring. Importing this package registers ``attn_implementation="ring"``.
 
-import ring_attn_torch.transformers as ring
+Example:
 
-model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="ring")
-with ring.sequence_parallel(model):             # whole input_ids and labels, the same on every rank
-    model(input_ids=ids, labels=ids).loss.backward()
-ring.RingTrainer(model=model, args=args, train_dataset=rows).train()  # or this, on its own
+    import ring_attn_torch.transformers as ring
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="ring")
+    with ring.sequence_parallel(model):             # global input_ids and labels, the same on every rank
+        model(input_ids=ids, labels=ids).loss.backward()
+    ring.RingTrainer(model=model, args=args, train_dataset=rows).train()  # or this, outside of sequence_parallel
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ __all__ = ["RingTrainer", "RingTraining", "enable", "sequence_parallel"]
 
 
 def __dir__() -> list[str]:
-    """Return every public name, those too that are imported when they are asked for."""
+    """Return every public name, including those imported on first access."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """The Trainer is imported by who asks for it: transformers' own takes seconds."""
+    """Import the Trainer on first access, because transformers' own takes seconds to import."""
     if name in ("RingTrainer", "RingTraining"):
         from . import trainer
 

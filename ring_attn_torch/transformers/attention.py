@@ -1,4 +1,4 @@
-"""What transformers calls in place of its own attention."""
+"""The attention function that transformers calls in place of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNHEEDED = {
     "token_type_ids",
     "use_cache",
 }
-"""Arguments of a call that say nothing which the mask has not said: documents, positions and causality are in it already."""
+"""Ignored arguments: their documents, positions and causality are already in the mask."""
 
 
 def ring_attention_forward(
@@ -52,14 +52,13 @@ def ring_attention_forward(
     sinks: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over the ring: query [batch, heads, tokens, head_dim] -> (out [batch, tokens, heads, v_dim], None).
+    """Compute the attention of one layer: query [batch, heads, tokens, head_dim] -> (out [batch, tokens, heads, v_dim], None).
 
-    ``attention_mask``: what ``ring_mask`` returned for this kind of layer, who sees whom. ``s_aux`` or ``sinks``: [heads], as
-    sinks of :func:`ring_attention`. ``sliding_window`` and ``is_causal`` count only where there is no mask, as in eager
-    attention.
+    ``attention_mask``: the return value of ``ring_mask`` for this kind of layer. ``s_aux`` or ``sinks``: [heads], as sinks of
+    :func:`ring_attention`. ``sliding_window`` and ``is_causal`` are used only without a mask, as in eager attention.
 
-    Under autocast query, key and value are cast as transformers' own attention casts them. Raises ValueError, by name, for what
-    it cannot honour.
+    Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError if an argument is not
+    supported, and name it.
     """
     name = type(module).__name__
     ask()
@@ -122,7 +121,7 @@ def ring_attention_forward(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype of autocast, if it is on: rotary embeddings leave q and k in float32 beside a v of 16 bits."""
+    """Return a tensor in the dtype of autocast, if it is on: rotary embeddings leave q and k in float32, with v in 16 bits."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -130,7 +129,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> Seen:
-    """What a layer to which its model gives no mask sees, on one device."""
+    """Return the mask of a layer that gets none from its model, on one device."""
     try:
         check_alone()
     except ValueError as error:
@@ -151,10 +150,10 @@ def _no_window(name: str, size: int) -> ValueError:
 
 
 def _tuned(module: nn.Module, query: Tensor, seen: Seen) -> Tensor:
-    """The queries of Llama 4's layers without rotary embedding, which it scales by their positions, counted within a shard.
+    """Return the queries of a Llama 4 layer without rotary embedding, scaled by their positions in the document.
 
-    By log(1 + floor((p + 1) / floor_scale)) attn_scale + 1; here the factor for the p of the shard gives way to the one for that
-    of the document.
+    Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
+    shard. This replaces the factor by that of the position in the document.
     """
     if seen.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query

@@ -1,4 +1,4 @@
-"""transformers' Cache whose keys and values are spread over a ring."""
+"""A transformers Cache whose keys and values are distributed over a ring."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .models import text_config
 from .whole import Ring
 
 PAGE = 256
-"""By how many tokens a rank the cache grows, at least."""
+"""The minimum number of tokens by which a rank's part of the cache grows."""
 
 NAMES = "cache", "past_key_values"
-"""Names of the argument that carries a cache: the first since transformers 5.24, the second before."""
+"""Names of the argument for a cache: the first since transformers 5.24, the second before."""
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Return the name of the argument of ``model`` that carries a cache."""
+    """Return the name of the argument of ``model`` for a cache."""
     for interface in (model.forward, masking_utils.create_causal_mask):
         parameters = inspect.signature(interface).parameters
         for name in NAMES:
@@ -35,9 +35,9 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments ``given`` of a call, with a cache under the name that ``model`` has for it.
+    """Return the arguments ``given`` of a call, with the cache under the name that ``model`` uses.
 
-    Raise ValueError if it is there under both names.
+    Raise ValueError if it is passed under both names.
     """
     names = [name for name in NAMES if name in given]
     if len(names) > 1:
@@ -47,11 +47,11 @@ def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[st
 
 
 class RingCache(Cache):
-    """What ``model.generate()`` keeps inside ``sequence_parallel``: a :class:`KVCache`, made when the first layer has its keys.
+    """The cache of ``model.generate()`` inside ``sequence_parallel``: a :class:`KVCache`, made from the first layer's first keys.
 
     A call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns one as ``cache``
-    (``past_key_values`` before transformers 5.24), and the next call takes it from there. ``tokens`` counts the tokens of a
-    row, padding on the left included, as transformers counts them; the KVCache has none for padding.
+    (``past_key_values`` before transformers 5.24), and the next call continues it. ``tokens`` counts the tokens of a row as
+    transformers does, padding on the left included; the KVCache holds no padding.
     """
 
     def __init__(self, ring: Ring, layers: int) -> None:
@@ -59,7 +59,7 @@ class RingCache(Cache):
         self.ring, self.depth, self.tokens = ring, layers, 0
         self.kv: KVCache | None = None
         self.inside = False
-        """Whether a call inside sequence_parallel goes on from it."""
+        """True during a call inside sequence_parallel that continues this cache."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingCache:
         """Return a cache of the same tokens on the same ring, whose group cannot be copied."""
@@ -69,7 +69,10 @@ class RingCache(Cache):
         return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
-        """The KVCache, made for k and v [batch, tokens, kv_heads, dim] like these, with room for ``tokens`` more of each row."""
+        """Return the KVCache, with room for ``tokens`` more of each row.
+
+        The first call makes it for k and v [batch, tokens, kv_heads, dim] like these.
+        """
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
             at = {"page": PAGE, "group": self.ring.group, "device": k.device}
@@ -81,9 +84,9 @@ class RingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values as they are: attention itself puts them into the cache.
+        """Return the new keys and values unchanged: attention itself appends them to the cache.
 
-        ValueError outside of ``sequence_parallel``, where a model would attend to the new tokens alone.
+        Raise ValueError outside of ``sequence_parallel``, because a model would attend to the new tokens alone.
         """
         if not self.inside:
             raise ValueError(
@@ -93,31 +96,31 @@ class RingCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens a row has, padding included."""
+        """Return the number of tokens of a row, padding included."""
         return self.tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the tokens of a call, from 0 on: masks are those of its own tokens, and attention counts from what is cached."""
+        """Return (query_length, 0): masks cover the call's own tokens, and attention adds the cached ones."""
         return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: the cache grows."""
+        """Return -1: the cache grows without a maximum."""
         return -1
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer is linear attention, which none is: generate() then counts the cached tokens."""
+        """False for each layer, because none is linear attention; generate() then counts the cached tokens."""
         return [False] * self.depth
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken back."""
+        """True: tokens can be removed from the end."""
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens of every row back, as speculative decoding does with rejected ones: -n takes n tokens.
+        """Remove the last tokens of every row, such as those rejected in speculative decoding: -n removes n tokens.
 
-        A number above 0 is, as in transformers 5.13 and 5.14, how many tokens stay.
+        A number above 0 is the number of tokens that stay, as in transformers 5.13 and 5.14.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:
@@ -125,27 +128,27 @@ class RingCache(Cache):
             self.tokens = max(0, self.tokens - removed)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i go on from what row ``beam_idx[i]`` has, as beam search does."""
+        """Make row i continue from row ``beam_idx[i]``, as beam search does."""
         if self.kv is not None:
             self.kv.fork(beam_idx.tolist(), list(range(len(beam_idx))))
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.kv, self.tokens = None, 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """ValueError: rows are repeated before their prompts are read."""
+        """Raise ValueError: rows must be repeated before their prompts are read."""
         raise ValueError("a cache on a ring keeps its number of rows: repeat the rows of input_ids, then generate")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """ValueError: a finished row stays."""
+        """Raise ValueError: a finished row stays in the cache."""
         raise ValueError("a cache on a ring keeps its number of rows: generate from the rows that you want, without it")
 
 
 def cache_of(model: PreTrainedModel, ring: Ring, given: dict[str, Any]) -> RingCache | None:
-    """The cache of a call with the arguments ``given``, a new one for its first call, None where it asks for none.
+    """Return the cache of a call with the arguments ``given``: a new one in the first call, or None if it uses no cache.
 
-    ValueError, by name, for a model that cannot keep one, and for caches of other kinds.
+    Raise ValueError, with the reason, if the model cannot keep a cache, or if the cache is of another kind or ring.
     """
     name = cache_name(model)
     kept = given.get(name)
@@ -185,9 +188,10 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """[batch, keep, dim]: of hidden states [batch, local, dim] at ``positions`` those of the last ``keep`` tokens of each row.
+    """Return [batch, keep, dim], the hidden states of the last ``keep`` tokens of each row.
 
-    0 for tokens that this rank does not hold, and for such as there are none. ``lengths`` int [batch]: where the rows end.
+    ``hidden`` [batch, local, dim] is at ``positions``, and ``lengths`` int [batch] are the ends of the rows. The result is 0 for
+    tokens that this rank does not hold, and for those before the beginning of a short row.
     """
     wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
     here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]

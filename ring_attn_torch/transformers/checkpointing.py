@@ -1,4 +1,4 @@
-"""A model's own activation checkpointing over a ring: what layers keep for their backward includes attention's (out, lse)."""
+"""Activation checkpointing of transformers' models over a ring, in which layers also save attention's (out, lse)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..layers.offload import Host, offloaded
 from ..layers.recompute import Function, recomputed
 
 FUNCTION = "_gradient_checkpointing_func"
-"""Where transformers keeps how a layer computes its forward again."""
+"""The attribute in which transformers stores a layer's checkpoint function."""
 
 
 class Checkpointing:
-    """The layers of a model that can compute their forward again, and how they did before ``keep_attention``.
+    """The layers of a model that support checkpointing, and their checkpoint functions before ``keep_attention``.
 
-    Where the model was told ``activation_checkpointing_enable(offload=True)``, all that they keep waits in host memory.
+    After ``activation_checkpointing_enable(offload=True)``, all tensors that they save wait in host memory.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -32,7 +32,10 @@ class Checkpointing:
         self.ours = (recomputed, offloading)
 
     def keep_attention(self) -> None:
-        """Let them keep attention's (out, lse). Called before each call, since a Trainer sets checkpointing on its own time."""
+        """Make the layers save attention's (out, lse).
+
+        Called before each call of the model, because a Trainer may set checkpointing at any time.
+        """
         self.host = Host()
         for layer in self.layers:
             function = layer.__dict__.get(FUNCTION, recomputed)
@@ -41,12 +44,12 @@ class Checkpointing:
                 setattr(layer, FUNCTION, self.ours[_offloads(function)])
 
     def restore(self) -> None:
-        """Let them do as they were told last."""
+        """Restore the checkpoint functions that were set last."""
         for layer, function in self.before.items():
             if layer.__dict__.get(FUNCTION) in self.ours:
                 setattr(layer, FUNCTION, function)
 
 
 def _offloads(function: Any) -> bool:
-    """Whether layers were told to save on the host: transformers then puts a function of its own round torch's checkpoint."""
+    """Return True if layers were set to save on the host: transformers then wraps torch's checkpoint in a function of its own."""
     return getattr(function, "func", function) is not checkpoint

@@ -1,4 +1,4 @@
-"""The config of a model while it attends over a ring: a copy of its own, so that other models of the same config do not."""
+"""The config of a model while it attends over a ring: a copy, so that other models of the same config are not affected."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .masks import NAME
 from .models import hugging_face_model, text_config
 
 IMPLEMENTATION = "_attn_implementation_internal"
-"""The attribute in which a config keeps what ``config._attn_implementation`` returns."""
+"""The attribute in which a config stores the value of ``config._attn_implementation``."""
 
 
 @contextmanager
 def attending(model: nn.Module) -> Iterator[None]:
-    """Inside this ``with`` the part of ``model`` that reads tokens attends over the ring.
+    """Make the part of ``model`` that reads tokens attend over the ring inside this ``with``.
 
     Its modules hold copies of their configs meanwhile. Attributes that are set in a copy are set in the config at the end.
     """
@@ -41,17 +41,17 @@ def attending(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
         for (original, mine), then in zip(pairs, before, strict=True):
             _hand_back(original, vars(mine), then)
-            vars(mine)[IMPLEMENTATION] = vars(original)[IMPLEMENTATION]  # for models that were made of the copy
+            vars(mine)[IMPLEMENTATION] = vars(original)[IMPLEMENTATION]  # for models that were made from the copy
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """Return (config, copy) of the config of the part that reads tokens, set to the ring, and of each that contains it."""
+    """Return (config, copy) of the config of the part that reads tokens, set to the ring, and of each config that contains it."""
     text = text_config(config)
     pairs = [(text, copy.copy(text))]
     vars(pairs[0][1])[IMPLEMENTATION] = NAME
 
     def copied(outer: PreTrainedConfig) -> PreTrainedConfig | None:
-        """Return the copy of ``outer`` if it holds the text's config at any depth."""
+        """Return the copy of ``outer`` if it holds the text's config at any depth, and else None."""
         for original, mine in pairs:
             if original is outer:
                 return mine
@@ -69,7 +69,7 @@ def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrained
 
 
 def _hand_back(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Set in ``config`` what has changed in its copy, except for which attention it asks."""
+    """Set in ``config`` the attributes that changed in its copy, except the attention implementation."""
     for name in before.keys() - now.keys():
         vars(config).pop(name, None)
     for name, value in now.items():

@@ -1,4 +1,4 @@
-"""Features of images that models add to the hidden states of several layers, beside those that inputs_embeds hold (DeepStack)."""
+"""Features of images that models add to the hidden states of several layers, besides those in inputs_embeds (DeepStack)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from .whole import Whole
 
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
-"""The arguments that Qwen3-VL and its likes take: which tokens are of images, and what is added to them layer by layer."""
+"""Arguments of Qwen3-VL and similar models: the mask of image tokens, and the features added to these layer by layer."""
 
 OTHERS = ("deepstack_features", "per_layer_inputs")
-"""Arguments of other models that belong to tokens too, and are not split."""
+"""Arguments of other models that also belong to tokens, and are not split."""
 
 
 def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
-    """Return the part of ``model`` whose forward takes one of the arguments ``names``, the innermost; None if there is none."""
+    """Return the innermost part of ``model`` whose forward takes one of the arguments ``names``, or None."""
     found = None
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):
@@ -30,7 +30,7 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
 
 
 def check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError for inputs_embeds without the features that belong to them, and for features that do not fit."""
+    """Raise ValueError if inputs_embeds come without the features that belong to them, or if features do not fit."""
     name, passed = type(model).__name__, [argument for argument in VISUAL if argument in given]
     if "inputs_embeds" not in given and not passed:
         return
@@ -64,7 +64,7 @@ def check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int
 
 
 def shards_of_features(whole: Whole, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the mask of this rank's tokens of images [batch, local], and their rows of every layer's features."""
+    """Return the mask of this rank's image tokens [batch, local], and their rows of each layer's features."""
     mask = given[VISUAL[0]].to(whole.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
     mine = whole.filled(mask, 0)
@@ -74,7 +74,7 @@ def shards_of_features(whole: Whole, given: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def added(model: PreTrainedModel, features: dict[str, Any]) -> Iterator[None]:
-    """Inside this ``with`` the part of ``model`` that reads features gets these; models around it have none to hand on."""
+    """Pass the features to the part of ``model`` that reads them, inside this ``with``; the models around it do not."""
     reader = reader_of(model, VISUAL)
     assert reader is not None and reader is not model
 

@@ -1,4 +1,4 @@
-"""A model's head, which makes logits of hidden states, as one that makes the loss of them, a chunk of tokens at a time."""
+"""A model's head that returns the loss of hidden states in place of their logits, computed a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..training.chunked import Labels, sum_of_hidden
 
 
 class Head:
-    """The head of ``model``. While it is ``summing``, what it returns in place of logits is a rank's sum of cross-entropies.
+    """The head of ``model``, which inside ``summing`` returns a rank's sum of cross-entropies in place of logits.
 
-    Raises ValueError, by name, for a head that is no matrix alone.
+    Raise ValueError, with the reason, if the head is not a matrix without a bias.
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
@@ -36,7 +36,7 @@ class Head:
 
     @contextmanager
     def summing(self, labels: Tensor, ignore_index: int) -> Iterator[None]:
-        """Inside this ``with`` the head returns the sum over ``labels`` as [1, 1, 1]; the model must hand it on as it is."""
+        """Make the head return the sum over ``labels`` as [1, 1, 1] inside this ``with``; the model must return it unchanged."""
         made: list[Tensor] = []
         tokens = Labels(labels.flatten(), ignore_index, self.chunk)
 

@@ -1,4 +1,4 @@
-"""The arguments of a call with whole sequences as this rank's shards, checked on all ranks before anything is sent."""
+"""This rank's shards of a call's global sequences, checked on all ranks before anything is sent."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .turn import Turn, check_turn, turn_of
 from .whole import Ring, Whole, documents_of, ends_of_blocks
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
-"""transformers' losses that are sums over tokens: of the next token, and of the token itself."""
+"""Losses of transformers that are sums over tokens: of the next token, and of the token itself."""
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
-"""The models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
+"""Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
 
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
@@ -36,7 +36,10 @@ REFUSED = {
 }
 KEPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators of packed documents add. seq_idx is for short convolutions, which a ring does not know, and is not read."""
+"""Arguments added by collators of packed documents.
+
+seq_idx is not read: it is for short convolutions, which a ring does not support.
+"""
 
 
 class Shards(NamedTuple):
@@ -48,11 +51,14 @@ class Shards(NamedTuple):
     count: Any = None
     ignore_index: int = -100
     features: dict[str, Any] | None = None
-    """Of images, for a part of the model that the model itself does not hand them to."""
+    """Image features for a part of the model to which the model itself does not pass them."""
 
 
 def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs: dict[str, Any]) -> Shards:
-    """This rank's shards of a call with whole sequences; ValueError, the same on every rank, for one that cannot be split."""
+    """Return this rank's shards of a call with global sequences.
+
+    Raise ValueError, the same on every rank, if the call cannot be split.
+    """
     device = "cpu"
     try:
         _check_attends(model)
@@ -67,7 +73,7 @@ def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs
         mine.append(int(torch.randint(2**31, ())) if model.training else None)
     except Exception as error:
         refuse(error, ring.group, device)
-        raise  # refuse has raised already, which type checkers do not see
+        raise  # unreachable, but type checkers do not know that refuse raises
     seed = mine[2]
     if ring.ranks > 1:
         told = tell("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
@@ -89,7 +95,7 @@ def _check_attends(model: PreTrainedModel) -> None:
 
 
 def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that were given, by name."""
+    """Return the arguments of a call that are not None, by name."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
@@ -99,7 +105,7 @@ def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _tokens(given: dict[str, Any]) -> Tensor:
-    """What says how many tokens there are."""
+    """Return the tensor that gives the number of tokens: input_ids or inputs_embeds."""
     if ("input_ids" in given) == ("inputs_embeds" in given):
         raise ValueError(
             "the model takes either input_ids or inputs_embeds inside sequence_parallel, got " + (", ".join(given) or "nothing")
@@ -115,7 +121,7 @@ def _tokens(given: dict[str, Any]) -> Tensor:
 
 
 def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
-    """ValueError for arguments that cannot be split, and for ones that are not of ``shape`` [batch, length]."""
+    """Raise ValueError if an argument cannot be split, or is not of ``shape`` [batch, length]."""
     name, length = type(model).__name__, shape[1]
     if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
@@ -163,7 +169,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
 
 
 def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """ValueError for position_ids that are missing where they have to be given, or not of the whole sequence."""
+    """Raise ValueError if position_ids are missing although required, or are not those of the global sequence."""
     name, (batch, length), x = type(model).__name__, shape, given.get("position_ids")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
@@ -186,21 +192,21 @@ def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple
 
 
 def _said(given: dict[str, Any]) -> list[Any]:
-    """Names, shapes and plain values of a call, as ranks compare them."""
+    """Return names, shapes and plain values of a call, which ranks compare."""
     plain = lambda x: x if isinstance(x, int | float | str | bool) else type(x).__name__
     kinds = {n: [str(x.dtype), *x.shape] if isinstance(x, Tensor) else plain(x) for n, x in given.items()}
     return [[name, kinds[name]] for name in sorted(kinds)]
 
 
 def _content(given: dict[str, Any]) -> list[list[str]]:
-    """A digest of every integer tensor of a call."""
+    """Return a digest of every integer tensor of a call."""
     whole = {n: x for n, x in sorted(given.items()) if isinstance(x, Tensor) and not x.is_floating_point()}
     digest = lambda x: blake2b(x.detach().contiguous().cpu().numpy().tobytes(), digest_size=16).hexdigest()
     return [[name, digest(x)] for name, x in whole.items()]
 
 
 def _compare(told: list[list[Any]]) -> None:
-    """ValueError that names the argument which ranks pass differently."""
+    """Raise ValueError if ranks pass an argument differently, and name it."""
     for part, what in ((0, "shape or value"), (1, "content")):
         first = dict(told[0][part])
         for rank, theirs in enumerate(told):
@@ -220,7 +226,7 @@ def _compare(told: list[list[Any]]) -> None:
 
 
 def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: Tensor, seed: int | None) -> Shards:
-    """The shards of a call that is known to be good."""
+    """Return the shards of a call that has passed all checks."""
     batch, length = tokens.shape[:2]
     move = lambda name: given[name].to(tokens.device) if name in given else None
     position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")

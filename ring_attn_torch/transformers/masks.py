@@ -1,4 +1,7 @@
-"""What transformers calls in place of making a mask: it returns who sees whom as bands and intervals, never tokens by tokens."""
+"""The mask function that transformers calls in place of its own.
+
+It returns masks as bands and intervals, never as arrays of tokens by tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from .turn import Continued, Turn
 from .whole import Ring, Seen, Whole
 
 NAME = "ring"
-"""What ``attn_implementation`` says."""
+"""The value of ``attn_implementation``."""
 
 
 class _Calls(threading.local):
-    """The sequences of the calls that a thread is in the middle of, the innermost last.
+    """The global sequences of a thread's calls in progress, the innermost last.
 
-    ``asked``: how often layers have asked the ring in these calls.
+    ``asked``: the number of times that layers have called ring attention in this thread.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ _calls = _Calls()
 
 @contextmanager
 def during(whole: Whole | Turn) -> Iterator[None]:
-    """Inside this ``with`` masks of this thread are those of ``whole``."""
+    """Set ``whole`` as the sequence of this thread's masks inside this ``with``."""
     _calls.open.append(whole)
     try:
         yield
@@ -46,18 +49,18 @@ def during(whole: Whole | Turn) -> Iterator[None]:
 
 
 def current() -> Whole | Turn | None:
-    """Return the sequence of the call that this thread is in the middle of."""
+    """Return the sequence of this thread's innermost call in progress, or None."""
     return _calls.open[-1] if _calls.open else None
 
 
 def ask() -> None:
-    """Count a layer's attention over the ring."""
+    """Count a layer's call of ring attention."""
     if not torch.compiler.is_compiling():
         _calls.asked += 1
 
 
 def asked() -> int:
-    """Return how often layers of this thread have attended over a ring."""
+    """Return the number of times that layers of this thread have called ring attention."""
     return _calls.asked
 
 
@@ -71,13 +74,13 @@ def ring_mask(
     local_size: int | None = None,
     **others: Any,
 ) -> Seen | Continued | NoWindow:
-    """Who sees whom in layers of one kind. Called by transformers' create_causal_mask and its likes, with keywords.
+    """Return the mask of one kind of layer, as called by transformers' create_causal_mask and similar functions, with keywords.
 
-    Raises ValueError for a cache, for cross attention, outside of ``sequence_parallel`` on several ranks, and for a mask that is
-    none of the patterns in ``pattern.py``.
+    Raise ValueError with another cache than the ring's, with cross attention, outside of ``sequence_parallel`` on several ranks,
+    or if the mask is not one of the patterns in ``pattern.py``.
     """
     offset, whole = others.get("q_offset", 0), current()
-    goes_on = isinstance(whole, Turn)  # from a cache that has told kv_length as if it were empty
+    goes_on = isinstance(whole, Turn)  # from a cache, which reports kv_length as if it were empty
     if kv_length != q_length or (isinstance(offset, int) and offset != 0 and not goes_on) or others.get("kv_offset", 0):
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
@@ -107,7 +110,7 @@ def _unknown(config: Any) -> str:
 
 
 def check_alone() -> None:
-    """ValueError outside of ``sequence_parallel`` where the default group has several ranks."""
+    """Raise ValueError outside of ``sequence_parallel`` if the default group has several ranks."""
     if ranks_of(group_of(group_name(None))) > 1:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '
@@ -120,7 +123,7 @@ def check_alone() -> None:
 def _alone(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
 ) -> Seen:
-    """Who sees whom where one device holds the whole sequence and nobody has said what it is made of."""
+    """Return the mask if one device holds the global sequence, outside of ``sequence_parallel``."""
     check_alone()
     (batch, tokens), ring = shape, Ring(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device

@@ -1,7 +1,7 @@
-"""Layers that mix tokens and never ask the ring: found in the first forward of a model, and refused by name.
+"""Detection of layers that mix tokens without calling ring attention, in the first forward of a model. Such models are refused.
 
-A layer that has no attention of its own, as one that is an MLP alone, asks no ring either, and is right on a shard. Which of the
-two a layer is shows when it runs once more on hidden states of which two tokens are NaN: in a layer that mixes tokens NaN
+A layer without attention, such as a plain MLP layer, does not call ring attention either, and is correct on a shard. To
+distinguish the two, the layer runs once more on hidden states in which two tokens are NaN: in a layer that mixes tokens, NaN
 spreads to others.
 """
 
@@ -22,7 +22,7 @@ from .models import text_config
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the decoder and encoder layers of ``model`` by name, without layers inside of layers.
 
-    They are transformers' layers that can be checkpointed, and in models of other authors the modules of a list as long as
+    They are transformers' checkpointable layers or, in models of other authors, the modules of a list as long as
     ``num_hidden_layers``.
     """
     depth = getattr(text_config(model.config), "num_hidden_layers", None)
@@ -38,7 +38,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 class MixingLayers:
-    """The layers of ``model`` whose first forward is watched, and the names of those that mix tokens without the ring."""
+    """Hooks on the first forward of the layers of ``model``, and the names of those that mix tokens without the ring."""
 
     def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
         self.inside = inside
@@ -51,7 +51,7 @@ class MixingLayers:
                 self._watch(name, layer)
 
     def _watch(self, name: str, layer: nn.Module) -> None:
-        """Register hooks that compare how often attention asked the ring before and after a forward of ``layer``."""
+        """Register hooks that compare the count of ring attention calls before and after a forward of ``layer``."""
         before: list[int] = []
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class MixingLayers:
         self.handles.append(layer.register_forward_hook(leave, with_kwargs=True))
 
     def _mixes(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a token of ``layer``'s output depends on others, which is assumed if that cannot be tried."""
+        """Return True if a token of ``layer``'s output depends on other tokens, or if this cannot be tested."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2 or hidden.shape[-2] < 3:
             return True
@@ -82,7 +82,7 @@ class MixingLayers:
                 output = layer.eval()(*args, **kwargs)
             result = output if isinstance(output, Tensor) else output[0]
             return result.shape != hidden.shape or bool(result[..., ~spoilt, :].isnan().any())
-        except Exception:  # whatever a layer makes of NaN
+        except Exception:  # any error that NaN causes in a layer
             return True
         finally:
             self.again = False
@@ -90,13 +90,13 @@ class MixingLayers:
                 module.training = training
 
     def forget(self) -> None:
-        """Stop watching."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def end(self) -> None:
-        """Stop watching. Raise ValueError, with their names, if layers mix tokens and never asked the ring."""
+        """Remove the hooks. Raise ValueError, with their names, if layers mix tokens and never called ring attention."""
         self.forget()
         if self.names:
             some = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")

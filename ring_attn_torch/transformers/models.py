@@ -1,4 +1,4 @@
-"""Which models run over a ring: what is looked at before the first call, and refused by name."""
+"""Checks before the first call that a model can run over a ring."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NOT_SOFTMAX = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
     "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier"
 )
-"""Classes of modules that mix tokens otherwise than by softmax attention over all keys."""
+"""Classes of modules that mix tokens by other means than softmax attention over all keys."""
 
 OWN_MASKS = {"DogeAttention": "adds to its mask what it computes of every key's value"}
-"""Classes of modules that change the mask which attention gets, and how."""
+"""Classes of modules that change attention's mask, and the error's words for the change."""
 DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwen2", "qwen3"}
-"""The models, by config.model_type, each of whose weights has a gradient after every backward."""
+"""Models, by config.model_type, in which each weight has a gradient after every backward."""
 
 OF_ROWS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
-"""Classes of models whose head reads one token of a row, or whose loss is a softmax over its tokens."""
+"""Classes of models whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
-    """The outermost model of transformers in ``model``: itself, or what PEFT, DDP, FSDP or torch.compile have wrapped."""
+    """Return the outermost transformers model in ``model``: itself, or the one inside PEFT, DDP, FSDP or torch.compile."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -40,12 +40,12 @@ def hugging_face_model(model: nn.Module) -> PreTrainedModel:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the part that reads tokens, which is what the ring shares."""
+    """Return the config of the part that reads tokens, which runs over the ring."""
     return config.get_text_config()
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """ValueError for a config of a model that cannot run over a ring."""
+    """Raise ValueError if a config is of a model that cannot run over a ring."""
     _check_stack(config)
     name, text = type(config).__name__, text_config(config)
     kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
@@ -61,7 +61,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def _check_stack(config: PreTrainedConfig) -> None:
-    """Raise ValueError for an encoder with a decoder."""
+    """Raise ValueError if the config is of an encoder with a decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(config).__name__} is of an encoder with a decoder, whose cross attention "
@@ -70,7 +70,7 @@ def _check_stack(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError, with the names of the modules, for a model that cannot run over a ring."""
+    """Raise ValueError, with the names of the modules, if a model cannot run over a ring."""
     warn_if_untried("transformers", not dist.is_initialized() or dist.get_rank() == 0)
     inside = hugging_face_model(model)
     _check_stack(inside.config)
@@ -103,14 +103,14 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_head(model: nn.Module) -> None:
-    """ValueError for a model whose head answers once a row, where a rank has a shard of it."""
+    """Raise ValueError if a model's head returns one result per row, because a rank has only a shard of the row."""
     inside = hugging_face_model(model)
     if any(OF_ROWS.search(kind.__name__) for kind in type(inside).__mro__):
         raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {answers_once(model)}")
 
 
 def answers_once(model: nn.Module) -> str:
-    """What is wrong with a head that answers once a row, and what to do."""
+    """Return the end of an error about a head with one result per row: the reason and the remedy."""
     under = type(hugging_face_model(model).base_model).__name__
     called = "model.get_base_model().base_model" if _adapters(model) else "model.base_model"
     return (
@@ -121,16 +121,16 @@ def answers_once(model: nn.Module) -> str:
 
 
 def _adapters(model: nn.Module) -> list[Any]:
-    """The configs of PEFT's adapters."""
+    """Return the configs of PEFT's adapters."""
     configs = getattr(model, "peft_config", {})
     return list(configs.values()) if isinstance(configs, dict) else []
 
 
 def own_positions(model: PreTrainedModel) -> bool:
-    """Whether a call without position_ids counts tokens from 0 on, as models with rotary embeddings do."""
+    """Return True if a call without position_ids counts tokens from 0, as models with rotary embeddings do."""
     return any("Rotary" in type(module).__name__ for module in model.modules())
 
 
 def uses_all_weights(model: PreTrainedModel) -> bool:
-    """Return whether each weight is known to have a gradient after every backward."""
+    """Return True if each weight is known to have a gradient after every backward."""
     return model.config.model_type in DENSE

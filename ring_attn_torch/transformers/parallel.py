@@ -1,4 +1,4 @@
-"""A model of transformers on whole sequences, of which every rank computes its shard."""
+"""Calls of a transformers model with global sequences, of which every rank computes its shard."""
 
 from __future__ import annotations
 
@@ -46,51 +46,51 @@ def sequence_parallel(
     gather_logits: bool = False,
     loss_chunk: int | None = None,
 ) -> Iterator[nn.Module]:
-    """Inside this ``with``, ``model(...)`` takes whole sequences, the same on every rank, and each rank computes a shard of them.
+    """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
-    ``model``: a model of transformers, or one that PEFT (LoRA), FSDP2, DDP or torch.compile hold. ``group``: the ring;
-    ``layout``: which tokens a rank holds; None: what ``enable`` was told, else the default group and "zigzag".
+    ``model``: a model of transformers, or one inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring; ``layout``:
+    the distribution of tokens over ranks; None: the settings of ``enable``, else the default group and "zigzag".
 
     The call takes, by name:
-        input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: what does not divide is padded here.
+        input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
         labels [batch, length], as transformers takes them: shifted here, before they are sharded, for models that predict the
             next token. Or ``shift_labels`` beside them, shifted already.
         attention_mask [batch, length], 0 for padding, anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
-            None: 0, 1, 2, ... Where they begin again a new document does, which sees nothing of the others; without an
-            attention_mask every jump is such a place, as for transformers. Or cu_seq_lens_q, for a batch of one row.
-        visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: which tokens are of
-            images, and [tokens of images, dim] for each of the first layers.
-        token_type_ids [batch, length]; of Gemma 3 they say which tokens are of an image, which see all of their image.
-        num_items_in_batch, what the loss is divided by in place of the number of labels.
+            None: 0, 1, 2, ... A restart begins a new document, which sees none of the others; without an attention_mask every
+            jump does, as in transformers. Or cu_seq_lens_q, for a batch of one row.
+        visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
+            and [tokens of images, dim] for each of the first layers.
+        token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image, which see their whole image.
+        num_items_in_batch, the divisor of the loss in place of the number of labels.
 
-    Returns what the model returns, with
+    The call returns the model's output, with
         loss: the mean over all labels of all ranks, the same on every rank; its gradient is this rank's part. The *sum* over the
-            ranks is one device's (:func:`sum_gradients`); DDP and FSDP take the mean, so multiply the loss by their ranks. A
-            term of your own that every rank computes alike, as a penalty on weights: divide it by the ranks of the ring.
-        logits (of a model without them last_hidden_state): this rank's shard in layout order, with what pads it at the end of the
-            sequence; or with ``gather_logits`` whole, in natural order. Hidden states are shards.
+            ranks is one device's (:func:`sum_gradients`); DDP and FSDP take the mean, so multiply the loss by their ranks. Divide
+            a term of your own that every rank computes alike, such as a penalty on weights, by the ranks of the ring.
+        logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
+            of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
-    ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of so many tokens of a rank at a
-    time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does: [tokens, vocab] is never held. For models whose logits
-    are their head's, a matrix, and no more.
+    ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most so many tokens of a
+    rank at a time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does: [tokens, vocab] never exists. It requires a
+    model whose logits are its head's, and whose head is a matrix without a bias.
 
-    ``model.generate(...)`` reads the prompts as a ring, and keeps their keys and values in a cache of which every rank has a
-    part; then all ranks compute the same new tokens, so seed them alike where tokens are drawn. A loop of your own does it by
-    ``use_cache=True`` and the ``cache`` that comes back (``past_key_values`` before transformers 5.24; either name is taken),
+    ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
+    ranks; then all ranks compute the same new tokens, so seed them alike if tokens are drawn. A loop of your own does the same
+    with ``use_cache=True`` and the returned ``cache`` (``past_key_values`` before transformers 5.24; either name is accepted),
     under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (1) of a prompt, which may be
     padded on the left. In other calls the cache is off.
 
-    Layers under activation checkpointing keep attention's (out, lse), so that the ring runs once; after
-    ``activation_checkpointing_enable(offload=True)`` in host memory, as their inputs. accelerate's hooks for context parallelism,
-    which take masks away, are taken off meanwhile. Attention's dropout is the same for any number of ranks; other dropout draws
-    from each rank's own generator, which should differ.
-    Leaving restores the model: its attention, hooks, head and checkpointing.
+    Layers under activation checkpointing save attention's (out, lse), so that the ring runs once; after
+    ``activation_checkpointing_enable(offload=True)`` in host memory, with their inputs. accelerate's hooks for context
+    parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks; other dropout
+    draws from each rank's own generator, which should differ. Leaving restores the model: its attention, hooks, head and
+    checkpointing.
 
-    Raises ValueError, the same on every rank and before anything is sent round the ring, for models and arguments that cannot be
-    split, by name, heads that answer once a row among them; for a backend of GPUs where the model is on a CPU; where torchrun has
-    started several processes and there is no process group; where the ranks do not hold the same weights; and for batches that
-    they do not share, which are compared at every call.
+    Raise ValueError, the same on every rank and before anything is sent round the ring, if a model or an argument, which it
+    names, cannot be split, such as a head with one result per row; a GPU backend is set for a model on a CPU; torchrun has
+    started several processes without a process group; ranks hold different weights; or ranks pass different batches (compared at
+    every call).
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
@@ -108,7 +108,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: Ring, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """What ``sequence_parallel`` does, of a model whose weights are, or will be, the same on every rank.
+    """Enter ``sequence_parallel`` for a model whose weights are, or will be, the same on every rank.
 
     ``averaged``: multiply the gradient of each loss by the ranks of the ring, for DDP or FSDP, which average gradients.
     """
@@ -137,14 +137,14 @@ def on_shards(
 
 
 def check_entry(model: nn.Module, ring: Ring, device: str) -> None:
-    """ValueError for a model, to compute on a kind of ``device``, that cannot be split, or not by the backend of ``ring``."""
+    """Raise ValueError if a model, on a kind of ``device``, cannot be split, or not with the backend of ``ring``."""
     check_model(model)
     check_head(model)
     check_backend(ring.backend, device)
 
 
 def _check_launched() -> None:
-    """ValueError in one of several processes of torchrun that nobody has connected: each would train on all tokens by itself."""
+    """Raise ValueError if torchrun started processes without a process group: each would train on all tokens by itself."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
     from torch.distributed.elastic.utils.api import get_env_variable_or_raise
@@ -158,7 +158,7 @@ def _check_launched() -> None:
 
 
 def _check_weights(model: nn.Module, ring: Ring) -> None:
-    """ValueError where ranks hold other weights, as far as the sums of their bytes show; split ones are not looked at."""
+    """Raise ValueError if ranks hold different weights, by the sums of their bytes; sharded weights are not compared."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return
@@ -175,12 +175,12 @@ def _check_weights(model: nn.Module, ring: Ring) -> None:
 
 
 def calls_of(model: nn.Module) -> Calls:
-    """Return what happens round each call of ``model``, for which sequence_parallel is on."""
+    """Return the hooks around the calls of ``model``, which must be inside sequence_parallel."""
     return _inside[hugging_face_model(model)]
 
 
 class _Call(NamedTuple):
-    """A call that ``module`` is in the middle of; where ``summed`` its head makes the sum of the losses instead of logits."""
+    """A call of ``module`` in progress; if ``summed``, its head returns the sum of the losses in place of logits."""
 
     module: nn.Module
     shards: Shards
@@ -189,20 +189,20 @@ class _Call(NamedTuple):
 
 
 class _Open(threading.local):
-    """The calls of a model that a thread is in the middle of."""
+    """The calls of a model in progress in a thread."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
 
 class Calls:
-    """What happens before and after each call of a model."""
+    """The hooks that run before and after each call of a model."""
 
     def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool, loss_chunk: int | None) -> None:
         self.model, self.ring, self.gather_logits = model, ring, gather_logits
         self.head = None if loss_chunk is None else Head(model, loss_chunk)
         self.factor = 1
-        """What the gradient of a loss is multiplied by."""
+        """The factor of the loss's gradient."""
         self._of_threads = _Open()
         self.checkpointing = Checkpointing(model)
         self.accelerates = AcceleratesHooks(model)
@@ -214,12 +214,12 @@ class Calls:
 
     @property
     def open(self) -> list[_Call]:
-        """Return the calls that this thread is in the middle of."""
+        """Return the calls in progress in this thread."""
         return self._of_threads.calls
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Inside this ``with`` logits are whole."""
+        """Return global logits inside this ``with``."""
         before, self.gather_logits = self.gather_logits, True
         try:
             yield
@@ -227,11 +227,11 @@ class Calls:
             self.gather_logits = before
 
     def called(self, model: nn.Module) -> list[nn.Module]:
-        """Return what may be called: ``model``, and the model inside of one that is not compiled, which PEFT's generate calls."""
+        """Return the modules that are called: ``model`` and, if not compiled, the model inside, which PEFT's generate calls."""
         return [model] if self.model is model or isinstance(model, OptimizedModule) else [model, self.model]
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Shard the arguments, unless the model outside has done so."""
+        """Shard the arguments, unless an enclosing call has done so."""
         if self.open:
             return None
         shards = sharded(self.model, self.ring, args, kwargs)
@@ -251,7 +251,7 @@ class Calls:
         return (), shards.kwargs
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
-        """Add the loss, and gather where that is wanted; without an output, after an error, only end the call."""
+        """Add the loss, and gather logits if requested; if the call failed and has no output, only end it."""
         if not self.open or self.open[-1].module is not module:
             return None
         _, shards, scope, summed = self.open.pop()
@@ -272,7 +272,7 @@ class Calls:
         if shards.labels is not None:
             changed["loss"] = self._loss(result, shards.labels, shards, summed)
         if fields is not None and fields.get("pooler_output") is not None:
-            changed["pooler_output"] = None  # of the first token of a shard
+            changed["pooler_output"] = None  # it would be that of a shard's first token
         if summed:
             result = None
         elif self.gather_logits:
@@ -282,7 +282,7 @@ class Calls:
         return type(output)(**{**fields, **changed, **({name: result} if name else {})})
 
     def _loss(self, result: Tensor, labels: Tensor, shards: Shards, summed: bool) -> Tensor:
-        """The mean over the labels of all ranks, or their sum over ``num_items_in_batch``; ``result``: logits, or its sum."""
+        """Return the mean loss of all ranks' labels, or their sum over ``num_items_in_batch``; ``result``: logits or a sum."""
         count = shards.count
         reduction = "mean" if count is None else "sum"
         if summed:

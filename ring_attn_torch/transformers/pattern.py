@@ -1,4 +1,4 @@
-"""The patterns of who sees whom that transformers' models have, and which of them a mask function of transformers is.
+"""The mask patterns of transformers' models, and the recognition of a mask function of transformers as one of them.
 
 With 6 tokens (rows are queries, columns keys, # may be attended), W = 2 and chunks of 3:
 
@@ -10,7 +10,7 @@ With 6 tokens (rows are queries, columns keys, # may be attended), W = 2 and chu
     ######    #####.    ...##.    ..####    ...##.
     ######    ######    ....##    ...###    ...###
 
-A causal window of W counts the token itself, q - k < W; one to both sides does not, |q - k| <= W.
+A causal window of W counts the token itself, q - k < W; a window to both sides does not, |q - k| <= W.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_core.runs import Band
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of transformers: (batch row, head, q_pos, k_pos) -> bool, broadcast."""
+"""A mask function of transformers: (batch row, head, q_pos, k_pos) -> bool, broadcast."""
 
 
 class Pattern(NamedTuple):
-    """A band, and causal chunks of ``chunk`` tokens where that is not 0."""
+    """A band, and causal chunks of ``chunk`` tokens if that is not 0."""
 
     band: Band
     chunk: int = 0
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return where a query at position ``q`` sees a key at ``k``."""
+        """Return True where a query at position ``q`` sees a key at ``k``."""
         lo, hi = self.band.lo, self.band.hi
         seen = torch.ones_like(q - k, dtype=torch.bool)
         seen = seen if lo is None else seen & (q - k >= lo)
@@ -44,13 +44,13 @@ class Pattern(NamedTuple):
 
 
 class NoWindow(NamedTuple):
-    """The mask of layers with a sliding window of ``size`` < 1, which models also make if none of their layers has a window."""
+    """The mask of layers with a sliding window of ``size`` < 1, which models also request without any such layer."""
 
     size: int
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """What a mask may be that transformers asks for with ``local_size=size``, the likeliest first."""
+    """Return the patterns that a mask requested with ``local_size=size`` may have, the likeliest first."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:
@@ -60,10 +60,10 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 
 
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
-    """Whether ``function`` is ``pattern``, as far as samples among ``tokens`` positions show.
+    """Return True if ``function`` equals ``pattern`` on a sample of pairs among ``tokens`` positions.
 
-    These are every query with the tokens next to it and with the first one, which tells documents, blocks and prefixes, and the
-    queries round the first edges of windows and chunks of ``size`` with the keys there.
+    The sample has every query with the tokens next to it, the first token and those at the edge of a window of ``size``, which
+    detects documents, blocks and prefixes; and all pairs around the first edges of windows and chunks of ``size``.
     """
     every = torch.arange(tokens, device=device)
     near = torch.cat([every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1])
@@ -78,9 +78,10 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """int32 [batch, tokens, 2]: the keys that each query sees, found by bisection; None where they are not one interval with it.
+    """Return int32 [batch, tokens, 2], the interval of keys that each query sees; None if keys are not one interval around it.
 
-    That they are one is looked at where it begins and ends. All positions are one device's, so this is for a ring of one.
+    The ends are found by bisection, and only the ends and the middles are checked. All positions are one device's, so this is for
+    a ring of one.
     """
     b, q = (
         torch.arange(batch, device=device)[:, None].expand(batch, tokens),

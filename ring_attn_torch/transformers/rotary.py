@@ -1,4 +1,4 @@
-"""Rotary embeddings whose angles depend on the length of a sequence, of which a rank has a shard."""
+"""Rotary embeddings whose angles depend on the length of the global sequence, of which a rank has a shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .masks import current
 
 
 def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
-    """The rotary embeddings whose angles depend on the largest position of a call, which a shard alone does not know."""
+    """Return the rotary embeddings whose angles depend on a call's largest position, which a shard alone does not know."""
     kinds = lambda module: (
         module.rope_type if isinstance(getattr(module, "rope_type", None), dict) else {"": getattr(module, "rope_type", "")}
     )
@@ -23,9 +23,9 @@ def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def told_the_longest(rotary: nn.Module) -> Iterator[None]:
-    """Inside this ``with`` a rotary embedding whose angles depend on the largest position is shown that of the whole sequence.
+    """Pass the global sequence's largest position to such a rotary embedding inside this ``with``.
 
-    It comes as one more token, whose angles are cut off again.
+    It is appended as one more token, whose angles are removed again.
     """
 
     def told() -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The settings of a model on a ring, and where they are kept."""
+"""The ring settings of a model, kept per model or in its config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T", nn.Module, PreTrainedConfig)
 
 _of_models: WeakKeyDictionary[PreTrainedModel, Ring] = WeakKeyDictionary()
 KEPT = "ring_attention"
-"""The attribute of a config that holds settings, as a dict that goes to JSON and back."""
+"""The attribute of a config that holds settings, as a dict that JSON can store."""
 
 
 def enable(
@@ -35,15 +35,15 @@ def enable(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> T:
-    """Set a model of transformers, or a config before the model is made, to ``attn_implementation="ring"``, and return it.
+    """Set a transformers model, or a config before its model is made, to ``attn_implementation="ring"``, and return it.
 
-    ``group``, ``layout``, ``strategy``, ``backend``: as in :func:`ring_attention`; ``sequence_parallel(model)`` takes them from
-    here. A config keeps all but ``group``, which is of one process. What a model shares is its tokens: the parts that read
-    images or sound keep their attention.
+    ``group``, ``layout``, ``strategy``, ``backend``: as in :func:`ring_attention`; ``sequence_parallel(model)`` uses them. A
+    config stores all but ``group``, which belongs to one process. Only a model's tokens are sharded: the parts that read images
+    or sound keep their attention.
 
-    Raises ValueError for models that cannot run over a ring, with the names of the modules: layers that are no softmax attention
-    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own. And for a backend that
-    there is not, or whose kernels no device here can run.
+    Raise ValueError, with the names of the modules, if a model cannot run over a ring: layers other than softmax attention
+    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own. Raise ValueError also
+    if a backend does not exist, or if its kernels run on no device here.
     """
     named(layout)
     Options(layout=layout, strategy=strategy, backend=backend)
@@ -66,7 +66,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> Ring:
-    """The ring of a model: what ``enable`` was told, with ``group`` and ``layout`` in its place where they are not None."""
+    """Return the ring of a model: the settings of ``enable``, with ``group`` and ``layout`` in their place if not None."""
     kept = getattr(text_config(model.config), KEPT, None) or {}
     ring = _of_models.get(model, Ring(group_of(group_name(None)), **kept))
     if group is not None:
@@ -78,15 +78,18 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
 
 
 def device_of(model: nn.Module) -> str:
-    """The kind of device that a model computes on: "cpu" where all of its weights are there, those of FSDP2 as their mesh is."""
+    """Return the device type that a model computes on.
+
+    It is "cpu" if all weights are there; FSDP2's weights count by their mesh.
+    """
     kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
     return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
 
 
 def check_backend(backend: str, device: str) -> None:
-    """ValueError for a ``backend`` that there is not, and for one without kernels for a CPU on a ``device`` that is one.
+    """Raise ValueError if ``backend`` does not exist, or if ``device`` is a CPU and it has no kernels for one.
 
-    What else a backend wants, of a GPU, of dtypes and heads, the first call says.
+    Its other requirements, of a GPU, dtypes and heads, are checked by the first call.
     """
     _check_name(backend)
     if device != "cpu" or backend == "auto":

@@ -1,4 +1,4 @@
-"""transformers' Trainer where the ranks of a ring share every row of a batch."""
+"""A transformers Trainer in which the ranks of a ring share every row of a batch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .trainer_arguments import check_arguments, check_group, check_kind, check_t
 from .whole import Ring
 
 Base: Any = Trainer if TYPE_CHECKING else object
-"""A mixin has no base of its own; type checkers are told of the class that comes after it."""
+"""The base of the mixin for type checkers: the Trainer that it is combined with."""
 
 
 class RingTraining(Base):
-    """What makes a Trainer share rows: put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
+    """A mixin that makes a Trainer share rows: put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
-    It takes what the Trainer takes, and ``group``, ``layout``, ``loss_chunk`` as :func:`sequence_parallel`. Without ``group`` the
-    ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` where that has one, else what ``enable`` was told, else
+    It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` as :func:`sequence_parallel`. Without ``group``
+    the ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` if that has one, else the ring of ``enable``, else
     all ranks. Rings of consecutive ranks stand side by side: each has its own rows, as data parallel ranks do.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
-    counted in rings. Losses, gradients and their norm are those of as many processes as there are rings: the loss is divided by
-    the labels of all rings and of all accumulated batches. A penalty that a ``compute_loss`` adds to the loss of the model
-    counts once, since DDP and FSDP average gradients and only the loss of the model is a sum over the ranks. ``evaluate`` and
-    ``predict`` return whole logits and labels in natural order, with metrics of the whole batch, on every rank. trl's
-    SFTTrainer trains with its plain loss, and leaves out its metrics of entropy and accuracy, which want logits.
+    counted per ring. Losses, gradients and their norm are those of as many processes as there are rings: the loss is divided by
+    the labels of all rings and of all accumulated batches. A penalty that a ``compute_loss`` adds to the loss of the model counts
+    once, because DDP and FSDP average gradients and only the loss of the model is a sum over the ranks. ``evaluate`` and
+    ``predict`` return global logits and labels in natural order, with metrics of the whole batch, on every rank. trl's SFTTrainer
+    trains with its plain loss, without its metrics of entropy and accuracy, which need logits.
 
-    Raises ValueError, by name, for arguments that it cannot honour.
+    Raise ValueError if an argument is not supported, and name it.
     """
 
     ring: Ring
@@ -58,12 +58,12 @@ class RingTraining(Base):
         check_entry(self.model, self.ring, self.args.device.type)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, one that hands every rank of a ring the same rows."""
+        """Make the accelerator, one that gives every rank of a ring the same rows."""
         warn_if_untried("accelerate", self.args.process_index == 0)
         check_kind(self)
         check_arguments(self.args)
         if self.args.accelerator_config.dispatch_batches is None:
-            self.args.accelerator_config.dispatch_batches = False  # one rank would read all rows, and hand each rank its own
+            self.args.accelerator_config.dispatch_batches = False  # else one rank would read all rows and send each rank its own
         if self.args.ddp_find_unused_parameters is None and uses_all_weights(hugging_face_model(self.model)):
             self.args.ddp_find_unused_parameters = False  # with True, DDP warns on every rank that it found none
         super().create_accelerator_and_postprocess()
@@ -73,15 +73,15 @@ class RingTraining(Base):
         self.ring = ring_of_model(hugging_face_model(self.model), axis if group is None else group, layout)
         check_group(self.ring, config)
         if axis is not None:
-            accelerator._prepare_cp = lambda *prepared: prepared  # or it would hang its own context parallelism on the model
+            accelerator._prepare_cp = lambda *prepared: prepared  # else it would add its own context parallelism
         elif self.ring.ranks > 1:
             shape = self.args.world_size // self.ring.ranks, self.ring.ranks
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
-            accelerator._prepare_device_mesh = lambda: mesh  # by which it hands out rows
+            accelerator._prepare_device_mesh = lambda: mesh  # by which it distributes rows
 
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
-        """Inside this ``with`` the model computes shards; entered again, as an evaluation amid training does, it does nothing."""
+        """Make the model compute shards inside this ``with``; a nested entry, such as an evaluation in training, does nothing."""
         if self._scope is not None:
             yield
             return
@@ -106,7 +106,7 @@ class RingTraining(Base):
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's own contexts, and explain an error of a loss that the user has written."""
+        """Enter the Trainer's own contexts, and add a note to an error of a user's own loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
@@ -124,29 +124,31 @@ class RingTraining(Base):
             self._in_loss = False
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the next class. trl's SFTTrainer is passed over, since its loss is made by a head of its own."""
+        """Return the loss of the next class. trl's SFTTrainer is skipped, because its loss comes from a head of its own."""
         return self._next("compute_loss")(*args, **kwargs)
 
     def _next(self, name: str) -> Callable[..., Any]:
-        """Return a method of the class after this one that defines it; transformers' own in place of trl's."""
+        """Return a method of the next class that defines it; transformers' own in place of trl's."""
         order = type(self).__mro__
         owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
         return getattr(Trainer if of_trl(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return how many ranks share a row where the loss is scaled by the processes that have rows of their own."""
+        """Return the tensor parallel size, times the ring's ranks while the loss is scaled by the processes with rows of their
+        own.
+        """
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss and, but for ``prediction_loss_only``, whole logits and labels."""
+        """Return the loss and, unless ``prediction_loss_only``, global logits and labels."""
         with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
-        """The rows of all rings, each once; in the last batch without those that only fill it."""
+        """Return the rows of all rings, each once, without those that only fill the last batch."""
         from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
 
         rings, state = self.args.world_size // self.ring.ranks, self.accelerator.gradient_state
@@ -155,11 +157,11 @@ class RingTraining(Base):
         return recursively_apply(once, data if rings == 1 else self.accelerator.gather(data))
 
     def get_cp_size(self) -> int:
-        """Return how many ranks share a row."""
+        """Return the number of ranks that share a row."""
         return self.ring.ranks
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return this rank's part of the operations on whole rows."""
+        """Return this rank's part of the operations on global rows."""
         return super().floating_point_ops(inputs) / self.ring.ranks
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -169,9 +171,9 @@ class RingTraining(Base):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.ring.ranks
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Leave the rows whole: accelerate's own context parallelism would split them."""
+        """Return the rows unsplit, which accelerate's own context parallelism would split."""
         return nullcontext, inputs
 
 
 class RingTrainer(RingTraining, Trainer):
-    """transformers' Trainer where the ranks of a ring share every row: see :class:`RingTraining`."""
+    """A transformers Trainer in which the ranks of a ring share every row: see :class:`RingTraining`."""

@@ -1,4 +1,4 @@
-"""What a Trainer on a ring is asked for and cannot honour: refused by name before it trains."""
+"""Checks for arguments of a Trainer that a ring does not support, before it trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLDEST = Version("5.20")
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """ValueError for TrainingArguments that a ring cannot honour, and for a Trainer that would count labels once a rank."""
+    """Raise ValueError if TrainingArguments are not supported, or if the Trainer would count labels once per rank."""
     if Version(transformers.__version__) < OLDEST:
         raise ValueError(
             f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "
@@ -67,7 +67,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError for a Trainer of trl whose loss is made of logits, as those of preferences and rewards are."""
+    """Raise ValueError if a Trainer of trl computes its loss from logits, as those for preferences and rewards do."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ != "SFTTrainer" and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
@@ -77,12 +77,12 @@ def check_kind(trainer: Any) -> None:
 
 
 def of_trl(kind: type) -> bool:
-    """Return whether a class is defined in trl."""
+    """Return True if a class is defined in trl."""
     return kind.__module__.partition(".")[0] == "trl"
 
 
 def check_trainer(trainer: Any) -> None:
-    """ValueError for other arguments of a Trainer."""
+    """Raise ValueError if other arguments of a Trainer are not supported."""
     for name, why in (
         ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
         ("model_init", "pass the model, and make it with one seed on all ranks"),
@@ -95,7 +95,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_group(ring: Ring, config: Any) -> None:
-    """ValueError for a ring that stands across the axes of accelerate's mesh, or whose ranks are not consecutive."""
+    """Raise ValueError if a ring crosses the axes of accelerate's mesh, or if its ranks are not consecutive."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):
         raise ValueError(

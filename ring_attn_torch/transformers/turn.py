@@ -1,4 +1,4 @@
-"""A call that goes on from what a cache has: a prompt, a chunk of one, or a few new tokens, as ``generate`` makes them."""
+"""A call that continues a cache, as ``generate`` makes it: with a prompt, a chunk of one, or a few new tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from .cache import RingCache, last_tokens
 from .pattern import Pattern
 
 FEW = 16
-"""Of up to so many tokens that go on from a cache every rank computes all; more are shared by the ring, as a prompt is."""
+"""The maximum number of new tokens that every rank computes in full; more are sharded, as a prompt is."""
 
 
 @dataclass
 class Turn:
-    """``tokens`` new tokens of every row, of which the ring shares what ``local`` counts, or each rank computes all (None).
+    """A call with ``tokens`` new tokens of every row, of which this rank computes a shard of ``local`` tokens, or all (None).
 
-    ``lengths``: how many of them are no padding, of each row. ``valid`` bool [batch, tokens] says which, None: all. ``keep``: of
-    how many tokens at the end logits are wanted. ``longest``: the largest of position_ids, where a rank has a shard of them.
+    ``lengths``: the number of tokens of each row without padding. ``valid`` bool [batch, tokens]: False for padding, None: no
+    padding. ``keep``: the number of last tokens whose logits are requested. ``longest``: the largest of position_ids, if a rank
+    has a shard of them.
     """
 
     cache: RingCache
@@ -45,7 +46,7 @@ class Turn:
     step: Step | None = None
 
     def seen(self, pattern: Pattern) -> Continued:
-        """Return who sees whom under ``pattern``."""
+        """Return the mask of ``pattern`` in this call. Raise ValueError if it has chunks or is not causal."""
         if pattern.chunk or pattern.band.lo != 0:
             raise ValueError(
                 "this layer sees chunks, or tokens after its own, and a cache on a ring knows causal attention, with a window or "
@@ -54,7 +55,7 @@ class Turn:
         return Continued(self, pattern.band.hi)
 
     def begun(self, k: Tensor, v: Tensor) -> Step:
-        """Where the new tokens go, decided when the first layer's k and v [batch, tokens, kv_heads, dim] are there."""
+        """Return the cache's step for the new tokens, made from the first layer's k and v [batch, tokens, kv_heads, dim]."""
         if self.step is None:
             ring = self.cache.ring
             cache = self.cache.holding(k, v, self.tokens if self.local is None else self.local * ring.ranks)
@@ -65,7 +66,7 @@ class Turn:
         return self.step
 
     def enter(self, model: PreTrainedModel, scope: ExitStack) -> None:
-        """While ``scope`` is open, let the cache be used, and logits be made of the last tokens only, wherever they lie."""
+        """Allow updates of the cache while ``scope`` is open, and gather the hidden states of the last tokens for the logits."""
         self.cache.inside = True
         scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:
@@ -83,20 +84,20 @@ class Turn:
         scope.callback(model.base_model.register_forward_hook(gather_last).remove)
 
     def end(self) -> None:
-        """Make the new tokens the cache's."""
+        """Advance the cache by the new tokens."""
         assert self.step is not None and self.cache.kv is not None
         self.cache.kv.advance(self.step)
         self.cache.tokens += self.tokens
 
 
 class Continued(NamedTuple):
-    """Who sees whom in layers of one kind: a token sees itself and up to ``window`` tokens before it, None: all."""
+    """The mask of layers of one kind: a token sees itself and up to ``window`` tokens before it, None: all."""
 
     turn: Turn
     window: int | None
 
     def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-        """Attention of a layer [batch, tokens, heads, v_dim], whose keys and values go into the cache.
+        """Compute the attention of a layer [batch, tokens, heads, v_dim], and append its keys and values to the cache.
 
         ``qkv``: [batch, tokens, heads, dim] each; ``options``: scale, softcap and sinks.
         """
@@ -114,7 +115,7 @@ class Continued(NamedTuple):
 
 
 def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """ValueError for arguments of a call of ``shape`` [batch, tokens] that do not go on from the cache."""
+    """Raise ValueError if arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
     (batch, tokens), before = shape, cache.tokens
     mask, keep = given.get("attention_mask"), given.get("logits_to_keep", 1)
     if cache.kv is not None and cache.kv.spec.batch != batch:
@@ -148,7 +149,7 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
 
 
 def turn_of(cache: RingCache, name: str, given: dict[str, Any], tokens: Tensor) -> tuple[Turn, dict[str, Any]]:
-    """Return the turn of a call that is known to be good, and the arguments of this rank; ``name``: that of the cache."""
+    """Return the turn of a call that has passed all checks, and this rank's arguments; ``name``: the cache's argument."""
     (batch, count), ring, before = tokens.shape[:2], cache.ring, cache.tokens
     keep, device = max(1, int(given.get("logits_to_keep", 1))), tokens.device
     position_ids = given.get("position_ids")
@@ -169,7 +170,7 @@ def turn_of(cache: RingCache, name: str, given: dict[str, Any], tokens: Tensor) 
     local = padded_local(ring.layout, ring.ranks, count)
     own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
     padding = 0 if present is None else (~present).sum(1, keepdim=True)
-    index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # the padding on the left goes to the right
+    index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # moves the padding from left to right
     turn = Turn(cache, count, local, lengths, present, keep, device, position_ids.max())
     kwargs[tokens_name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
     whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)

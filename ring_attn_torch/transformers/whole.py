@@ -1,7 +1,7 @@
-"""The whole sequence of a call: its documents, padding and blocks, and this rank's shard of all that belongs to its tokens.
+"""The global sequences of a call: their documents, padding and blocks, and this rank's shard of arrays over their tokens.
 
-Positions count tokens of the whole sequence from 0, padding included. ``position_ids`` are another thing: what a model turns into
-rotary angles; they begin again at every document of a packed row.
+Positions count tokens of the global sequence from 0, padding included. ``position_ids`` are different: a model computes rotary
+angles from them, and they restart at every document of a packed row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pattern import Pattern
 
 
 class Ring(NamedTuple):
-    """Who shares the sequence, and how: the arguments of ring_attention that are the same at every call."""
+    """The ring of a model: the arguments of ring_attention that are the same at every call."""
 
     group: dist.ProcessGroup | None = None
     layout: str = "zigzag"
@@ -31,12 +31,12 @@ class Ring(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Return how many share it."""
+        """Return the number of ranks."""
         return ranks_of(self.group)
 
 
 class Seen(NamedTuple):
-    """Who sees whom in the layers of one pattern: what a model hands to the attention function as its attention_mask."""
+    """The mask of the layers of one pattern, which a model passes to the attention function as its attention_mask."""
 
     ring: Ring
     band: Band
@@ -44,27 +44,27 @@ class Seen(NamedTuple):
     extents: Tensor | None = None
     key_mask: Tensor | None = None
     offsets: Tensor | None = None
-    """int64 [1 or batch, seq_local]: where in its document each token of this rank stands."""
+    """``int64`` [1 or batch, seq_local], the offset of each of this rank's tokens in its document."""
     dropout_seed: int | None = None
 
 
 class Documents(NamedTuple):
-    """What splits the whole sequence: all None where nothing does."""
+    """The documents and padding of global sequences; all None if there is only one document without padding."""
 
     extents: Tensor | None = None
-    """int32 [batch, length, 2]: the interval of its document's tokens that are no padding, [0, 0) for a padding token."""
+    """``int32`` [batch, length, 2], the interval of the tokens of its document without padding, [0, 0) for a padding token."""
     key_mask: Tensor | None = None
-    """bool [batch, length], for padding inside of documents, which no interval says."""
+    """``bool`` [batch, length], for padding inside of documents, which intervals cannot express."""
     begins: Tensor | None = None
-    """int64 [batch, length]: where the document of a token begins, which is where its chunks are counted from."""
+    """``int64`` [batch, length], the first position of a token's document, from which its chunks are counted."""
     packed: bool = False
 
 
 @dataclass
 class Whole:
-    """``batch`` sequences of ``length`` tokens that ``ring`` shares.
+    """The ``batch`` sequences of ``length`` tokens that ``ring`` shares.
 
-    ``block_ends``: int64 [batch, length], the end (exclusive) of the block of tokens that see one another whatever the mask says,
+    ``block_ends``: int64 [batch, length], the end (exclusive) of a token's block, whose tokens see one another whatever the mask,
     0 for a token in no block.
     """
 
@@ -76,7 +76,7 @@ class Whole:
     block_ends: Tensor | None = None
     dropout_seed: int | None = None
     longest: Tensor | None = None
-    """The largest of position_ids, 0-d: a shard alone does not have it."""
+    """The largest of position_ids, 0-d, which a shard alone does not know."""
     known: dict[Pattern, Seen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,18 +84,18 @@ class Whole:
         self.index, self.outside = own.clamp(max=self.length - 1), own >= self.length
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of ``x`` along ``dim`` in layout order; what pads it is copies of the last token."""
+        """Return this rank's part of ``x`` along ``dim`` in layout order, padded with copies of the last token."""
         return x.index_select(dim, self.index)
 
     def filled(self, x: Tensor, value: int) -> Tensor:
-        """Return this rank's part of ``x`` [batch, length, ...]; what pads it is ``value``."""
+        """Return this rank's part of ``x`` [batch, length, ...], padded with ``value``."""
         outside = self.outside.view(1, -1, *[1] * (x.ndim - 2))
         return self.shard(x).masked_fill(outside, value)
 
     def seen(self, pattern: Pattern) -> Seen:
-        """Return who sees whom under ``pattern`` within the documents and blocks."""
+        """Return the mask of ``pattern`` within the documents and blocks."""
         if torch.compiler.is_compiling():
-            return self._seen(pattern)  # a graph of torch 2.11 cannot leave a Band behind
+            return self._seen(pattern)  # a compiled graph of torch 2.11 cannot store a Band
         if pattern not in self.known:
             self.known[pattern] = self._seen(pattern)
         return self.known[pattern]
@@ -122,10 +122,10 @@ class Whole:
 
 
 def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Documents:
-    """What splits a batch into documents.
+    """Return the documents of a batch.
 
-    ``position_ids`` int [batch, length]: without ``present`` every jump begins a document, as transformers has it; with it only a
-    token whose number is not above that of the token before, both no padding. ``present`` bool [batch, length]: False for
+    ``position_ids`` int [batch, length]: without ``present`` every jump begins a document, as in transformers; with it only a
+    token whose number is not above that of the token before, if neither is padding. ``present`` bool [batch, length]: False for
     padding. ``cu_seqlens``: int [documents + 1], of one row, instead of position_ids.
     """
     if cu_seqlens is not None:
@@ -146,7 +146,7 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
             return Documents()
         extents = document_extents(ids)
         return Documents(extents, None, extents[..., 0].long(), True)
-    last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is no padding
+    last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is not padding
     resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
     if not bool(resumes.any()):
         extents = document_extents(torch.where(present, ids, -1))
@@ -159,7 +159,7 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
 
 
 def ends_of_blocks(member: Tensor) -> Tensor:
-    """int64 [batch, length]: of every run of True in ``member`` bool [batch, length] its end (exclusive), 0 outside of runs."""
+    """Return int64 [batch, length]: the exclusive end of each run of True in ``member`` bool [batch, length], 0 outside."""
     length = member.shape[1]
     position = torch.arange(length, device=member.device)
     last = torch.cat([member[:, :-1] & ~member[:, 1:], member[:, -1:]], 1)
