@@ -1,4 +1,4 @@
-"""Dilated attention: a ring over the tokens that each pattern keeps, and the patterns weighted by their denominators."""
+"""Dilated attention: a ring attention over the tokens of each pattern, and the patterns' sum weighted by denominators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 COMPILES = torch.__version__ >= "2.15"
-"""Whether torch.compile keeps its numbers: it does in 2.15, and in 2.11 what lanes add in place is lost."""
+"""True if torch.compile preserves the results: 2.15 does, 2.11 loses the lanes' in-place additions."""
 
 
 def dilated_attention(
@@ -52,11 +52,10 @@ def dilated_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
+    """Compute dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
-    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. Of each segment,
-    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
-    other:
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. In each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend to each other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
@@ -74,20 +73,19 @@ def dilated_attention(
             alone.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
         key_mask: bool ``[batch, s]``, True where a key may be attended.
-        scale, softcap, strategy, backend, deterministic: as in ``ring_attention``; no vendor's backend, for the weights need a
-            gradient of lse.
-        length: true global number of tokens; what the shards hold beyond is padding, never seen, out 0. None: all of them.
+        scale, softcap, strategy, backend, deterministic: as in ``ring_attention``, except vendors' backends, because the weights
+            need a gradient of lse.
+        length: true global number of tokens; tokens of the shards beyond it are padding, never seen, out 0. None: all of them.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
-    natural log, differentiable. A token that all patterns leave out, or that sees nothing: out 0, lse -inf, zero gradients.
+    natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf and zero gradients.
 
-    It works under torch.compile(fullgraph=True) from PyTorch 2.15 on; with an older one
-    it is refused there.
+    It works under torch.compile(fullgraph=True) from PyTorch 2.15 on; older versions raise NotImplementedError there.
 
-    Raises ValueError, the same on every rank and before anything is sent: segments and dilations that are not equally many,
+    Raise ValueError, the same on every rank and before anything is sent, on: different numbers of segments and dilations,
     segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
-    and k of other lengths, arguments on which the ranks disagree, and what ``ring_attention`` refuses.
+    and k of different lengths, arguments that differ between ranks, and whatever ``ring_attention`` refuses.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(
@@ -136,7 +134,7 @@ def dilated_attention(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lanes: tuple[Lanes, ...], options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """``dilated_attention`` of records: (out, lse)."""
+    """Compute ``dilated_attention`` from records; return (out, lse)."""
     rank, _ = _place(group_name)
     queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
     outs, lses = [], []
@@ -153,7 +151,7 @@ def _parts(lanes: tuple[Lanes, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(lanes: Lanes, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
-    """The extents and the key mask of the lanes, where they need them."""
+    """Return the extents and the key mask of the lanes, each if needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes
@@ -176,7 +174,7 @@ _known_lanes = remembered(lanes_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """``problem_of`` where torch.compile follows, which warns of what remembers."""
+    """Make the problem without the cache of ``problem_of``, about which torch.compile warns."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     given = tuple(
@@ -189,7 +187,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, option
 
 @constant
 def _place(group_name: str) -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the number of ranks."""
     group = group_of(group_name)
     return rank_in(group), ranks_of(group)
 
@@ -199,7 +197,7 @@ def _device(q: Any) -> str:
 
 
 def _in_words(x: Any) -> str:
-    """Return an argument as ranks compare it: 4 and NumPy's 4 are the same."""
+    """Return an argument as text that ranks compare: 4 and NumPy's 4 are the same."""
     if isinstance(x, tuple | list):
         return f"{[as_number(each) for each in x]}"
     return str(with_numbers(x)) if isinstance(x, Band) else in_words(as_number(x))

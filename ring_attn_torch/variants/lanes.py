@@ -1,11 +1,11 @@
-"""A shard as the lanes of its patterns and back, with gradients: pure rearrangement, no gather and no scatter.
+"""Folding of a shard into the lanes of its patterns and back, with gradients: pure rearrangement, without gather or scatter.
 
-``Lanes`` in the core says where a token goes. ``folded`` makes the lanes of an array, ``mixed`` brings the results of all
-patterns together, each weighted by its softmax's denominator Z_i = exp(lse_i):
+``Lanes`` in the core gives the place of each token. ``folded`` makes the lanes of an array, and ``mixed`` combines the results of
+all patterns, each weighted by its softmax's denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Gradients of an array are summed over patterns in float32, in the order of the patterns, and so are the outs.
+Gradients of an array and the outs are summed over patterns in float32, in the order of the patterns.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """A shard [b s h d] -> for each place its lanes [b * classes, slots, heads of a class, d], differentiable."""
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d] for each place; differentiable."""
     return Fold.apply(x, places, rank)
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], lanes: tuple[Lanes, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """The outs and lses of the patterns' lanes -> out [b s h e] in their dtype, lse [b s h]; differentiable.
+    """Return out [b s h e], in the outs' dtype, and lse [b s h] from the outs and lses of the patterns' lanes; differentiable.
 
-    A token that no pattern shows anything: out 0, lse -inf, zero gradients.
+    A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
     return Mix.apply(tuple((each, each.of_queries) for each in lanes), rank, *outs, *lses)
 
 
 class Fold(torch.autograd.Function):
-    """``folded``."""
+    """The autograd function of ``folded``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
@@ -54,7 +54,10 @@ class Fold(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """``mixed``. Saved are the lanes and their sums; out is not, since the backward makes <dout, out> of the lanes."""
+    """The autograd function of ``mixed``.
+
+    It saves the lanes and their sums, but not out: the backward computes <dout, out> from the lanes.
+    """
 
     @staticmethod
     def forward(ctx: Any, places: Places, rank: int, *results: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +79,7 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        """dout_i = alpha_i dout, dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 where a pattern sees nothing."""
+        """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for masked queries."""
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
         outs, lses = results[: len(places)], results[len(places) :]
@@ -84,7 +87,7 @@ class Mix(torch.autograd.Function):
         delta = torch.zeros_like(sums[..., :1])
         douts, dots, alphas = [], [], []
         for out_i, lse_i, place in zip(outs, lses, places, strict=True):
-            seen = (lse_i > -math.inf)[..., None]  # what sees nothing may have NaN for a cotangent
+            seen = (lse_i > -math.inf)[..., None]  # the gradient of a fully masked query may be NaN
             alpha = _weight(lse_i, fold(sums, place, rank))
             dout_i = torch.where(seen, alpha * fold(dout, place, rank), 0)
             dot = (dout_i * out_i).sum(-1, keepdim=True)
@@ -104,7 +107,7 @@ def _raise(spots: Tensor, lane: Tensor) -> None:
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """What adds lanes times ``alpha`` in one pass."""
+    """Return a function that adds lanes times ``alpha`` in one pass."""
     return lambda spots, lane: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), lane)
 
 
@@ -113,25 +116,29 @@ def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
 
 
 def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
-    """alpha_i, 0 where a pattern sees nothing. ``sums``: the largest lse_i, and all Z_i over the Z of that one.
+    """Return alpha_i, 0 where a pattern sees no key.
 
-    lse itself would not do: where scores are huge, its rounding changes the weights.
+    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse alone is not enough: if
+    scores are huge, its rounding changes the weights.
     """
     top, total = sums.split(1, -1)
     return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """A shard [b s h d] -> its lanes [b * classes, slots, heads of a class, d]; slots and heads that there are not: 0."""
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d].
+
+    Absent slots and heads hold 0.
+    """
     lanes, part = place
     spots = _spots(_padded(_chosen(x, part), lanes, part, rank), lanes, part)
-    return spots.flatten(0, 2)  # which also knows how many lanes there are where they hold no slot
+    return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
 
 
 def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
-    """Let ``combine(spots, lane)`` change, in place, the tokens of a shard [b s h d] that lanes hold.
+    """Apply ``combine(spots, lane)`` in place to the tokens of a shard [b s h d] that the lanes hold.
 
-    Where ``fold`` repeats a head, what ``combine`` makes of zeros is added up.
+    If ``fold`` repeats a head, ``combine`` is applied to zeros for each repeat, and the results are added.
     """
     lanes, part = place
     if part.repeat > 1:
@@ -150,7 +157,7 @@ def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[
 
 
 def _chosen(x: Tensor, part: Part) -> Tensor:
-    """The heads that a pattern uses, each as often as it does."""
+    """Return the heads of a pattern, each as often as the pattern uses it."""
     x = x[:, :, part.first : part.end]
     if part.repeat == 1:
         return x
@@ -158,14 +165,14 @@ def _chosen(x: Tensor, part: Part) -> Tensor:
 
 
 def _padded(x: Tensor, lanes: Lanes, part: Part, rank: int) -> Tensor:
-    """``x`` with the tokens that the slots span and the heads that the classes have; the same object where these are its own."""
+    """Pad ``x`` to the tokens that the slots span and to the heads of the classes; return ``x`` itself if nothing is missing."""
     front = lanes.front(rank)
     behind, heads = lanes.spanned - front - lanes.local, part.padded - part.kept
     return F.pad(x, (0, 0, 0, heads, front, behind)) if front or behind or heads else x
 
 
 def _spots(padded: Tensor, lanes: Lanes, part: Part) -> Tensor:
-    """The view [b, spread, together, slots, heads of a class, d] of what lanes hold of [b, tokens, heads, d]."""
+    """Return the view [b, spread, together, slots, heads of a class, d] of the lanes in [b, tokens, heads, d]."""
     tokens = padded.unflatten(1, (lanes.slots, lanes.dilation))[:, :, : lanes.classes]
     spots = tokens.unflatten(2, (part.spread, part.together)).unflatten(4, (-1, part.spread))
     return spots.diagonal(0, 2, 5).permute(0, 5, 2, 1, 3, 4)

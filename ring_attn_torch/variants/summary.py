@@ -1,8 +1,9 @@
-"""Summary attention over a ring: approximate, exact within a window, blocks of tokens beyond it seen as a few summaries.
+"""Summary attention over a ring, an approximation: exact within a window, with a few summaries for each block before it.
 
-Two parts, which :func:`merge` joins. Near: the ring of ``ring_attention`` under a window; extents cut it to whole blocks. Far: a
-rank pools what it holds of each block by ``attend_block``, whose queries are the pool, so that a block on several ranks is merged
-from pairs (out, lse) as rings are. One all-gather takes these parts to all ranks, and their queries attend to the summaries.
+It has two parts, which :func:`merge` combines. The local part (``near``) is ``ring_attention`` under a window, cut to whole
+blocks by extents. The compressed part (``far``) attends to summaries: each rank pools its tokens of a block by ``attend_block``,
+with the pool as queries, so that a block on several ranks is merged from (out, lse) pairs as in a ring. One all-gather sends
+these partial summaries to all ranks, whose queries attend to the merged ones.
 """
 
 from __future__ import annotations
@@ -51,24 +52,24 @@ def summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Approximate causal attention: exact to the last tokens, and to every block of tokens before them as a few summaries.
+    """Compute approximate causal attention: exact to the last tokens, and to a few summaries of each block of tokens before them.
 
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
         s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
 
-    with one softmax over both. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
-    so is ``pooling="mean"`` with ``summaries=block``. A window beside gathered, pooled blocks is what several language models
-    train; here only summaries travel beyond the hops of the window.
+    Both share one softmax. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and so
+    is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window beside gathered, pooled
+    blocks; here only summaries travel beyond the hops of the window.
 
-    Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the whole sequence):
+    Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
         pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
-            cast to k's dtype. A rank's gradient of it is its own part: sum them over the ranks, as ``sum_gradients`` does.
+            cast to k's dtype. A rank's gradient of it is partial: sum them over the ranks, as ``sum_gradients`` does.
         block: tokens that are summarized together; blocks need not end where shards do, and may be longer than they are.
-        summaries: how many summaries stand for a block.
-        window: how many tokens before it a query sees exactly, at the least: what it sees begins where a block does.
+        summaries: the number of summaries of a block.
+        window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. The others take no part in the pooling. A summary
@@ -77,12 +78,12 @@ def summary_attention(
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             comes before a summary's logarithm is added.
 
-    Returns what ring_attention returns. The parts of summaries travel in float32 (float64 of float64), in one all-gather, for a
-    block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. What travels is counted by
-    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
+    Returns the same as ring_attention. The partial summaries travel in float32 (float64 for float64 inputs), in one all-gather,
+    because a block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. The bytes sent are
+    counted by ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
 
-    Raises ValueError, the same on every rank and before anything is sent, for inputs that do not fit or that the ranks disagree
-    on, as ring_attention does. No second derivative. Works under torch.compile(fullgraph=True).
+    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or differ between ranks, as
+    ring_attention does. Second derivatives are not supported. Works under torch.compile(fullgraph=True).
     """
     name = group_name(group)
     try:
@@ -115,9 +116,9 @@ class Inputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """k [b n g d] and v [b n g e] of all summaries, those of a block side by side, in the accumulation dtype.
+    """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: which part of the tokens that a summary is pooled from are true keys.
+    ``share`` [b n], with a key mask: the fraction of the tokens pooled into a summary that are true keys.
     """
 
     k: Tensor
@@ -126,14 +127,14 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: Inputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
-    """``summary_attention`` of records: (out, lse)."""
+    """Compute ``summary_attention`` from records; return (out, lse)."""
     ring = _ring(group_name)
     plan = _agreed(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
     first, seen = _seen(q, plan, rank_in(ring))
     extents = torch.stack([first, seen], -1).expand(q.shape[0], -1, 2) if plan.blocks else None
     near, near_lse = attention(q, k, v, Arrays(extents, key_mask), None, plan.near, group_name)
-    if not plan.blocks:  # pool has no part in it, but a gradient, 0, as whoever reduces gradients expects
+    if not plan.blocks:  # pool is unused, but gets a gradient of 0, which reductions of gradients expect
         return near if pool is None else near + pool[:0].sum().to(near.dtype), near_lse
     far = _far(q, first, _summaries(inputs, plan, ring), plan)
     out, lse = merge((near, near_lse), far)
@@ -141,14 +142,17 @@ def attention_with_summaries(inputs: Inputs, options: SummaryOptions, group_name
 
 
 def _seen(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """First and end (exclusive) of the tokens that every query of this rank sees, int32 [s]; padding sees none, of blocks too."""
+    """Return first and end (exclusive) of the tokens that every query of this rank sees exactly, int32 [s]; 0 for padding.
+
+    Padding then sees no summaries either.
+    """
     positions = torch.arange(rank * plan.local, (rank + 1) * plan.local, dtype=torch.int32, device=q.device)
     true = positions < plan.length
     return (plan.first(positions) * true, (positions + 1) * true)
 
 
 def _far(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> tuple[Tensor, Tensor]:
-    """The pair (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    """Return (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
     attend = partial(
@@ -171,7 +175,7 @@ def _far(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> t
 
 
 def _summaries(inputs: Inputs, plan: SummaryPlan, ring: Group) -> Summaries:
-    """The summaries of all blocks, from the parts that every rank has made."""
+    """Return the summaries of all blocks, merged from all ranks' partial summaries."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
     m, slots, ranks = plan.options.summaries, plan.slots, ranks_of(ring)
@@ -187,7 +191,7 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, ring: Group) -> Summaries:
         key_mask=key_mask,
         backend=plan.options.backend,
     )
-    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # apart, since Hopper's kernels take no values wider than keys
+    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # two calls, because Hopper's kernels take no values wider than keys
     parts = [of_k, of_v, lse[..., None]]
     if key_mask is not None:
         before = torch.nn.functional.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0))
@@ -217,7 +221,7 @@ def _ring(group_name: str) -> Group:
 
 
 def _agreed(inputs: Inputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
-    """The plan of the call, once all ranks agree on it; the same ValueError on all ranks where they do not."""
+    """Return the plan of the call, once all ranks agree on it. Raise the same ValueError on all ranks if they do not."""
     q, k, v, pool, key_mask = inputs
     shapes: dict[str, tuple[int, ...]] = {}
     described = None if pool is None else Given("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
