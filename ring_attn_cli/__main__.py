@@ -1,4 +1,4 @@
-"""``python -m ring_attn_cli``: the command ``ring-attn`` where its script is not on the path."""
+"""Run the command ``ring-attn`` as ``python -m ring_attn_cli``, for use when its script is not on the path."""
 
 from .main import main
 

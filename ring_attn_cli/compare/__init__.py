@@ -1,7 +1,7 @@
-"""``ring-attn compare``: variants of attention in JAX and PyTorch on the same inputs, beside float64, on one device and a ring.
+"""``ring-attn compare``: attention variants in JAX and PyTorch against float64, on the same inputs, on one device and a ring.
 
-``variants.py`` says what there is, ``oracles.py`` what is right, ``torch_side.py`` and ``jax_side.py`` compute in processes of
-their own, ``measure.py`` and ``diagnosis.py`` say how far a result is off and what is likely wrong with it.
+``variants.py`` lists the variants and ``oracles.py`` computes the expected results. ``torch_side.py`` and ``jax_side.py`` run the
+variants, in processes of their own. ``measure.py`` measures the error of a result, and ``diagnosis`` names its likely cause.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def run(
     png: str | Path | None = None,
     **arguments: Any,
 ) -> Comparison:
-    """Compare ``variants`` and return what was found: ``.passed``, ``.results`` with quantities, diagnosis, seconds, bytes.
+    """Compare ``variants`` and return ``.passed`` and ``.results`` with quantities, diagnosis, seconds and bytes.
 
-    ``ranks``: members of the ring, one number or several; one device is always there too. ``arguments``: the fields of
-    :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``, ``dtype``, ``layout`` and
-    ``backend`` take one value or several. ``json``, ``png``: files to write. A script that calls this does so under
-    ``if __name__ == "__main__":``, for processes are started anew.
+    ``ranks``: ring sizes, one number or several; one device always runs too. ``repeats``: timed runs. ``arguments``: the fields
+    of :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``, ``dtype``, ``layout`` and
+    ``backend`` take one value or several. ``json``, ``png``: files to write. Call this under ``if __name__ == "__main__":`` in a
+    script, because the processes are spawned and import the script again.
 
-    Raises ValueError for what cannot be compared, and :class:`ring_attn_cli.processes.Failure` where a process dies or has not
-    answered for ``patience`` seconds.
+    Raise ValueError if the comparison is impossible, and :class:`ring_attn_cli.processes.Failure` if a process dies or does not
+    answer for ``patience`` seconds.
     """
     from .comparison import compare
     from .sweep import asked
@@ -42,7 +42,7 @@ def run(
 
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:
-    """ValueError for files that cannot be written, before anything is computed for them."""
+    """Raise ValueError if a file cannot be written, before anything is computed."""
     from . import picture
 
     if png is not None:
@@ -62,7 +62,7 @@ def check_files(json: str | Path | None, png: str | Path | None) -> None:
 
 
 def written(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:
-    """``comparison``, once its files are written."""
+    """Write the requested files of ``comparison`` and return it."""
     from json import dumps
 
     from . import export, picture

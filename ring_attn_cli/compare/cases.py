@@ -1,4 +1,4 @@
-"""What is compared, as data that every process receives: one case, and the inputs that both frameworks draw from its seed."""
+"""One case as plain data that every process receives, and the inputs that both frameworks draw from its seed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DEVICES = "cpu", "gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem, whole sequences; the arguments of the command, each with one value, ``ranks`` apart.
+    """One attention problem over global sequences: the command's options with one value each, except the number of ranks.
 
-    ``scale``: None is ``head_dim ** -0.5``. ``sinks``, ``alibi``: with sinks drawn at random, and with ALiBi's slopes.
-    ``key_mask``: a fifth of the keys is hidden at random. ``documents``: so many are packed into every row, of random lengths;
-    0 for none. ``segments``, ``dilations``, ``mixing`` are dilated attention's, ``block``, ``summaries``, ``window`` summary
-    attention's. Raises ValueError for what does not fit, in the library's words.
+    ``scale``: None means ``head_dim ** -0.5``. ``sinks``: adds sinks drawn at random. ``alibi``: adds ALiBi slopes. ``key_mask``:
+    masks a random fifth of the keys. ``documents``: number of documents packed into each row, of random lengths; 0 for none.
+    ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries`` and ``window`` to summary
+    attention. Raise ValueError, with the library's message, if a value is invalid or values do not fit together.
     """
 
     length: int = 512
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def band(self) -> Band:
-        """The mask; ``window:128`` is ``sliding_window(128)``."""
+        """Return the mask as a band; ``window:128`` means ``sliding_window(128)``."""
         name, _, number = self.mask.partition(":")
         if name == "window" and number.isdigit():
             return sliding_window(int(number))
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def factor(self) -> float:
-        """What q . k is multiplied by."""
+        """Return the scale of q . k."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -102,32 +102,32 @@ class Case:
         )
 
     def problem(self, ranks: int) -> Problem:
-        """What a rank of a ring on CPUs is asked, without the optional arrays."""
+        """Return the problem of one rank of a CPU ring, without the optional arrays."""
         local = self.plan(ranks).seq_local
         q, k = ((self.batch, local, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
-        options = replace(self.options, dropout_rate=0.0)  # of which a problem wants the seed
+        options = replace(self.options, dropout_rate=0.0)  # a problem with dropout needs a seed
         return Problem(q, k, k, (self.dtype, self.dtype, self.dtype), "cpu", ranks, options)
 
     def plan(self, ranks: int) -> RingPlan:
-        """Who holds what in a ring of so many."""
+        """Return the ring plan for this number of ranks, padded as little as the layout allows."""
         return RingPlan(self.layout, self.band, ranks, padded_local(self.layout, ranks, self.length), length=self.length)
 
     @property
     def features(self) -> list[str]:
-        """The optional arguments of attention that this case asks for, under ring_attention's names."""
+        """Return the names of the optional ring_attention arguments that this case uses."""
         asked = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
         asked |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
         return [name for name, value in asked.items() if value]
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """The features that are numbers, as the oracle and ring_attention take them."""
+        """Return the scalar features as keyword arguments of the oracle and of ring_attention."""
         drops = {"dropout_rate": self.dropout_rate, "dropout_seed": self.seed} if self.dropout_rate else {}
         return {"scale": self.scale, "softcap": self.softcap} | drops
 
     @cached_property
     def masks(self) -> Arrays:
-        """extents [b s 2] and key_mask [b s], where the case has them."""
+        """Return extents int32 [b s 2] and key_mask bool [b s], each only if the case has it."""
         rng = np.random.default_rng((self.seed, 1))
         drawn = {}
         if self.documents:
@@ -143,11 +143,11 @@ class Case:
 
     @property
     def working(self) -> Any:
-        """The numpy dtype that holds an array of this case."""
+        """Return the NumPy dtype that holds this case's arrays: float64 or float32."""
         return np.float64 if self.dtype == "float64" else np.float32
 
     def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:
-        """Standard normal arrays, of values that the dtype holds exactly unless not ``rounded``."""
+        """Draw standard normal arrays, rounded to values that the case's dtype holds exactly if ``rounded``."""
         rng = np.random.default_rng((self.seed, stream))
         keep = rounding(self.dtype) if rounded else lambda x: x
         return [keep(rng.standard_normal(shape).astype(self.working)) for shape in shapes]
@@ -157,5 +157,5 @@ class Case:
         return np.array(alibi_slopes(self.heads), self.working) if self.alibi else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, as JSON can carry it."""
+        """Return every field as a JSON-compatible dict."""
         return asdict(self)

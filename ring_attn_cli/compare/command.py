@@ -1,4 +1,4 @@
-"""The options of ``ring-attn compare``."""
+"""The command ``ring-attn compare`` and its options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compare(
     png: Annotated[Path | None, typer.Option(help="Draw error and time, as .png or .svg.")] = None,
     bibtex: Annotated[bool, typer.Option("--bibtex", help="Print an entry to cite, with versions.")] = False,
 ) -> None:
-    """Compare attentions in JAX and PyTorch with float64 and with each other. Exit status 1 if a bound is missed."""
+    """Compare attention variants in JAX and PyTorch with float64 and with each other. Exit with status 1 if a bound is missed."""
     lists = {"length": (length, int), "heads": (heads, int), "head_dim": (head_dim, int)}
     lists |= {"dtype": (dtype, str), "layout": (layout, str), "backend": (backend, str)}
     lists |= {"segments": (segments, int), "dilations": (dilations, int)}
@@ -79,7 +79,7 @@ def compare(
             except Failure as failure:
                 raise ValueError(str(failure)) from None
         written(comparison, json, png)
-    width = width_of(shutil.get_terminal_size((140, 24)).columns)  # as wide where nobody's terminal says how wide it is
+    width = width_of(shutil.get_terminal_size((140, 24)).columns)  # 140 columns if stdout is not a terminal
     Console(width=width, highlight=False, markup=False).print(table(comparison, width))
     for path in (json, png):
         if path is not None:
@@ -90,7 +90,7 @@ def compare(
 
 
 def _listed(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """The values of an option that takes several; ValueError for what is none."""
+    """Parse the comma-separated values of an option. Raise ValueError if one is not a ``kind``."""
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

@@ -1,4 +1,4 @@
-"""A comparison from what is asked to what was found: who can run, what each gives, and in turns how long it takes."""
+"""The comparison itself: select the variants that can run, run each once, judge its results, and time all of them in turns."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .variants import ALL, FRAMEWORKS, TITLES, Variant
 Tell = Callable[[str], None]
 
 NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
-"""What a side imports."""
+"""Packages that a framework's processes import."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one variant gave in one framework on a ring of ``ranks``. ``part``: which part the truth is about, "" for all."""
+    """The result of one variant in one framework on a ring of ``ranks``. ``part``: the part that the truth covers, "" for all."""
 
     case: Case
     variant: str
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A variant that does not run in a framework, on rings of ``ranks``, and why."""
+    """A variant that does not run in a framework on rings of ``ranks``, with the reason."""
 
     variant: str
     framework: str
@@ -62,7 +62,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was found; ``kinds``: what the devices are, by framework."""
+    """All results of a sweep. ``kinds``: the kind of device, by framework."""
 
     sweep: Sweep
     results: tuple[Result, ...]
@@ -71,13 +71,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every computed bound is kept, and there is one."""
+        """Return True if there is at least one result and every error is within its bound."""
         return bool(self.results) and all(result.passed for result in self.results)
 
 
 @dataclass(frozen=True)
 class _Contestant:
-    """One row to be: a variant in a framework on a ring, with its own case."""
+    """One result to compute: a variant in a framework on a ring, with its own case."""
 
     variant: Variant
     framework: str
@@ -90,10 +90,10 @@ class _Contestant:
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
-    """Run it. ``tell``: is called with what is at work, in words.
+    """Run a sweep and return its results. ``tell`` is called with a progress message before each stage.
 
-    Raises ValueError for a variant that was named and runs nowhere, for what the library refuses, and for a user's function that
-    fails; :class:`processes.Failure` where a process dies or does not answer.
+    Raise ValueError if a named variant runs nowhere, if the library rejects a case, or if a user's function fails, and
+    :class:`processes.Failure` if a process dies or does not answer.
     """
     frameworks = _installed(sweep)
     cells, left_out = _contestants(sweep, frameworks)
@@ -112,7 +112,7 @@ def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
 
 
 def _installed(sweep: Sweep) -> tuple[str, ...]:
-    """The frameworks that can be imported; ValueError where none that was asked for can."""
+    """Return the requested frameworks that are installed. Raise ValueError if none of them is."""
     missing = {name: [each for each in NEEDS[name] if find_spec(each) is None] for name in sweep.frameworks}
     there = tuple(name for name in sweep.frameworks if not missing[name])
     if not there:
@@ -122,7 +122,7 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
 
 
 def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[LeftOut]]:
-    """Who runs, case by case, and who does not; ValueError for a variant that was named and runs nowhere."""
+    """Return the contestants of each case, and the variants left out. Raise ValueError if a named variant runs nowhere."""
     cells, left_out = [], []
     for case in sweep.cases:
         cell = []
@@ -147,7 +147,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
 
 
 def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[Result], list[LeftOut]]:
-    """All rows of one case."""
+    """Return all results of one case, and the variants that were refused while it ran."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
     for each in cell:
@@ -170,7 +170,7 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
     for turn in range(sweep.repeats):
         tell(f"time, turn {turn + 1} of {sweep.repeats}")
         contestants = list(outcomes)
-        for each in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:  # nobody is always first
+        for each in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:  # another first each turn
             seconds[each].append(pool.seconds(each.framework, each.order("time")))
     for each in outcomes:
         pool.forget(each.framework, each.order("forget"))
@@ -180,7 +180,7 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> Result:
-    """What one gave beside the truth, itself on one device, and its twin in the other framework."""
+    """Compare one result with the truth, with the same variant on one device, and with the other framework."""
     oracle = ORACLES[one.variant.oracle]
     given = oracle.given(one.case)
     key = one.variant.oracle, one.case, cotangents
@@ -200,7 +200,7 @@ def _judged(
 
 
 def _together(left_out: list[LeftOut]) -> list[LeftOut]:
-    """One entry for all rings that have the same reason."""
+    """Merge the entries that differ only in their ring sizes."""
     rings: dict[tuple[str, str, str], set[int]] = {}
     for each in left_out:
         rings.setdefault((each.variant, each.framework, each.reason), set()).update(each.ranks)
@@ -208,5 +208,5 @@ def _together(left_out: list[LeftOut]) -> list[LeftOut]:
 
 
 def _nothing(reasons: list[LeftOut]) -> str:
-    """Why nothing of it runs, each reason once."""
+    """Return the message that says why nothing runs, with each reason once."""
     return "; ".join(dict.fromkeys(f"{each.variant} in {TITLES[each.framework]}: {each.reason}" for each in reasons))

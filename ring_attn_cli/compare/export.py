@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: JSON of a versioned schema, which docs/compare.md describes, and a line to cite."""
+"""Export of a comparison: JSON of a versioned schema (described in docs/compare.md), and a BibTeX entry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """Every number, as JSON can carry it: what is infinite or NaN is a text, "inf" or "nan"."""
+    """Return every number of a comparison as JSON-compatible data; infinities and NaN become the strings "inf" and "nan"."""
     return _carried(
         {
             "schema": SCHEMA,
@@ -69,17 +69,17 @@ def _carried(x: Any) -> Any:
 
 
 def command() -> str:
-    """What started this process, as one types it."""
+    """Return the command line of this process."""
     program = Path(sys.argv[0]).name
     return shlex.join(["ring-attn" if program in ("main.py", "ring-attn") else program, *sys.argv[1:]])
 
 
 def commit() -> str | None:
-    """The commit of the checkout that holds this file, with "+" where something is changed; None outside of one."""
+    """Return the git commit of the checkout that holds this file, with "+" if it has changes, or None outside a checkout."""
     git = lambda *words: subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     try:
         if git("ls-files", "--error-unmatch", Path(__file__).name).returncode:
-            return None  # an installed copy that lies in somebody else's repository
+            return None  # an installed copy inside another repository
         found = git("rev-parse", "HEAD").stdout.strip()
         return found + "+" * bool(git("status", "--porcelain", "--untracked-files=no").stdout.strip())
     except OSError:
@@ -87,7 +87,7 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of this library, Python, and what is installed of what may run."""
+    """Return the versions of this library, Python, and the installed packages of ``PACKAGES``."""
     found = {"ring-attn": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(comparison: Comparison) -> dict[str, Any]:
-    """The machine, its processor, and the devices that each framework sees."""
+    """Return the machine, its processor, and the devices of each framework."""
     return {"machine": platform.platform(), "cpu": _cpu(), "devices": comparison.kinds}
 
 
@@ -111,7 +111,7 @@ def _cpu() -> str:
 
 
 def bibtex(comparison: Comparison) -> str:
-    """An entry that cites this run: what was compared, with which versions, where and when."""
+    """Return a BibTeX entry that cites this run: variants, versions, hardware, commit and date."""
     now = datetime.now(UTC)
     with_versions = ", ".join(f"{name} {number}" for name, number in versions().items())
     device = " and ".join(dict.fromkeys([*comparison.kinds.values()])).replace("cpu", _cpu())

@@ -1,6 +1,6 @@
-"""How JAX's side calls each variant: ``name(call)`` returns the function of a rank's arrays, by name, to results by name.
+"""Calls of each variant in JAX: ``name(call)`` returns a function from a rank's named arrays to named results.
 
-It runs inside the shard_map of the ring. Peers are called as their own documentation says, in the layout that they have.
+The function runs inside the ring's shard_map. Other packages are called as their documentation says, in their own layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = Callable[[Arrays], Arrays]
 
 
 def options(call: Call) -> dict[str, Any]:
-    """The arguments of ring_attention that are no arrays."""
+    """Return the arguments of ring_attention that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
@@ -59,7 +59,7 @@ def summary(call: Call) -> Function:
 
 
 def _variant(call: Call) -> dict[str, Any]:
-    """The arguments that both variants of attention share."""
+    """Return the arguments that dilated and summary attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
@@ -92,7 +92,7 @@ def transformer(call: Call) -> Function:
 
 
 def _heads(call: Call) -> dict[str, Any]:
-    """The arguments that both layers share."""
+    """Return the arguments that RingAttention and RingTransformer share."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
     dtype = "float64" if case.dtype == "float64" else "float32"
@@ -101,11 +101,11 @@ def _heads(call: Call) -> dict[str, Any]:
 
 
 WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
-"""What flax calls a module's weight; a kernel is PyTorch's weight transposed."""
+"""Names of a weight in flax, with PyTorch's name; a flax kernel is PyTorch's weight transposed."""
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-    """``module`` with the weights that the arrays name as ``to_numpy`` does, and the other arrays."""
+    """Return ``module`` with the weights in ``arrays``, which have ``to_numpy``'s names, and the remaining arrays."""
     graph, state = nnx.split(module, nnx.Param)
     others, flat = dict(arrays), []
     for path, p in nnx.to_flat_state(state):
@@ -132,7 +132,7 @@ def user(call: Call) -> Function:
 
 
 def ringattention(call: Call) -> Function:
-    """The package of that name, on contiguous shards, with one chunk of a rank's queries and one of its keys."""
+    """Return the call of the package ringattention, on contiguous shards with one chunk of queries and one of keys per rank."""
     import jax.numpy as jnp
     from ringattention import ringattention_jax as attend  # pyright: ignore[reportMissingImports]
 
@@ -145,5 +145,5 @@ def ringattention(call: Call) -> Function:
         q, k, v = (arrays[name] for name in "qkv")
         return {"out": attend(q, k, v, None, None, None, call.axis_name, True, how)}
 
-    attention.check_vma = False  # its backward knows nothing of varying axes
+    attention.check_vma = False  # its backward does not track varying axes
     return attention

@@ -1,4 +1,4 @@
-"""JAX's side: one process, every rank a device. Imported in that process only."""
+"""The JAX side of a comparison: one process, each rank a device. Imported in that process only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .orders import Order, Outcome, Settings, cut, importable, resolve, serve
 
 SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
 CAST = {"q", "k", "v", "x"}
-"""What has the dtype of the case; sinks, slopes and weights keep the one that they are drawn in."""
+"""Arrays that are cast to the case's dtype; sinks, slopes and weights keep the dtype that they are drawn in."""
 
 
 class Call(NamedTuple):
-    """What a variant's function is made for: it runs inside a shard_map over the axis ``axis_name``."""
+    """Inputs for building a variant's function, which runs inside a shard_map over the axis ``axis_name``."""
 
     case: Case
     plan: RingPlan
@@ -34,15 +34,15 @@ class Call(NamedTuple):
 
 
 def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
-    """All ranks: JAX is one program. It answers orders until nobody gives any."""
+    """Answer orders for all ranks, in one JAX program, until the pipe closes."""
     if settings.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", settings.most)
         devices = jax.devices()
         report("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
     else:
-        jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})  # PyTorch's processes are on these GPUs too
-        jax.config.update("jax_default_matmul_precision", "highest")  # XLA rounds the factors of float32 to tf32 on GPUs
+        jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})  # PyTorch's processes share these GPUs
+        jax.config.update("jax_default_matmul_precision", "highest")  # by default XLA rounds float32 factors to tf32 on GPUs
         devices = jax.devices() if jax.default_backend() == "gpu" else []
         report("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
         if len(devices) < settings.most:
@@ -52,7 +52,7 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
 
 
 class _Side:
-    """The orders, by name."""
+    """One method for each kind of order."""
 
     def __init__(self, devices: list[Any]) -> None:
         self._devices = devices
@@ -102,13 +102,16 @@ class _Side:
         return Outcome(shards, frozenset(name for name in cotangents if name in results))
 
     def time(self, order: Order) -> float:
-        """Seconds of one run, compiled before."""
+        """Return the seconds of one run of the compiled program."""
         began = time.perf_counter()
         self._known[order.key]()
         return time.perf_counter() - began
 
     def memory(self, order: Order) -> int | None:
-        """The peak of one run above what was held before, in bytes; on GPUs the peak of the process so far, of all devices."""
+        """Return the peak memory of one run above the memory held before, in bytes.
+
+        On GPUs, return the peak of the process so far, summed over the ring's devices.
+        """
         if self._devices[0].platform != "cpu":
             self._known[order.key]()
             return sum(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in self._devices[: order.ranks])

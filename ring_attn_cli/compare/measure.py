@@ -1,4 +1,4 @@
-"""How far a result is from another, and what it cost: relative norm, largest difference, units in the last place, bits."""
+"""Error and cost of a result: relative norm, largest difference, units in the last place, bitwise equality, peak memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from ring_attn_core.reference.tolerance import relative_error
 
 DIGITS = {"float64": (52, -1022), "float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
-"""Of a dtype: bits of the fraction, and the exponent of the least normal number."""
+"""Fraction bits of each dtype, and the exponent of its smallest normal number."""
 
 STATE = "lse", "dsinks", "loss"
-"""Results that are float32 at least, whatever the dtype of the inputs."""
+"""Results that are at least float32 for inputs of any dtype."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One array of a result beside the truth. ``bound``: the relative error that it may have.
+    """The error of one result array. ``bound``: the largest allowed ``relative``.
 
-    ``relative``: ||got - exact|| / ||exact||, of :func:`tolerance.relative_error`. ``largest``: max |got - exact|. ``ulps``: the
-    largest difference of an entry in units of the last place that the exact entry has in the dtype. ``apart``: the relative
-    difference from the same array of one device, and of the other framework; 0.0 where they are equal to the bit, None where
-    there is no such result.
+    ``relative``: ||got - exact|| / ||exact||, from :func:`tolerance.relative_error`. ``largest``: max |got - exact|. ``ulps``:
+    the largest difference of an entry in units in the last place, see :func:`largest_ulps`. ``from_one_device`` and
+    ``from_other_framework``: the relative difference from the same array on one device and in the other framework, 0.0 if both
+    are bitwise equal, None if that result is missing.
     """
 
     name: str
@@ -43,7 +43,10 @@ class Quantity:
 def quantities(
     got: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray], bounds: Mapping[str, float], dtype: str
 ) -> list[Quantity]:
-    """One of each array that both have; where the truth is of a part, of the first entries of what was got."""
+    """Return one Quantity for each array in both ``got`` and ``exact``.
+
+    If ``exact`` covers only a part, compare it with the first entries of ``got``.
+    """
     found = []
     for name, truth in exact.items():
         if name in got:
@@ -55,21 +58,21 @@ def quantities(
 
 
 def first(x: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """The first entries of ``x`` along every dimension, as many as ``like`` has."""
+    """Return the leading part of ``x`` that has the shape of ``like``."""
     return x[tuple(slice(n) for n in like.shape)]
 
 
 def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
-    """max |got - exact|; 0 where both are the same infinity, inf where one is NaN or infinite and the other is not."""
+    """Return max |got - exact|; an entry counts 0 if both are the same infinity, and inf if one is NaN or infinite otherwise."""
     difference, _ = _differences(got, exact)
     return float(difference.max(initial=0))
 
 
 def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """The largest of |got - exact| / ulp in ``dtype``, the unit in the last place of the exact entry.
+    """Return the largest |got - exact| / ulp, with the ulp of the exact entry in ``dtype``.
 
-    An entry that is less than the root mean square of all has that one's ulp: where much cancels, as in the gradient of a query
-    that sees one key, an entry has no last place of its own.
+    An entry smaller than the root mean square of all entries uses the ulp of the root mean square, because under cancellation, as
+    in the gradient of a query that sees one key, the last place of an entry is meaningless.
     """
     difference, exact = _differences(got, exact)
     fraction, least = DIGITS[dtype]
@@ -81,7 +84,7 @@ def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """|got - exact| entry by entry, and exact, both in extended precision."""
+    """Return |got - exact| by entry, and exact, both in extended precision."""
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     finite = np.isfinite(got) & np.isfinite(exact)
     same = ~finite & (got == exact)
@@ -90,21 +93,21 @@ def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def apart(got: np.ndarray, other: np.ndarray) -> float:
-    """The relative difference of two results, 0.0 exactly where they are equal to the bit."""
+    """Return the relative difference of two results, exactly 0.0 only if they are bitwise equal."""
     if got.shape == other.shape and got.dtype == other.dtype and got.tobytes() == other.tobytes():
         return 0.0
     return max(relative_error(got, other), np.finfo(np.float64).tiny)
 
 
 class ResidentMemory:
-    """The peak of this process's resident memory above what was resident when this was made, in bytes.
+    """The peak resident memory of this process above the resident memory at construction, in bytes.
 
-    None where the system does not tell: on Linux, ``/proc`` does.
+    Read from ``/proc`` on Linux; None on other systems.
     """
 
     def __init__(self) -> None:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here: imports and inputs may have needed more
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak: imports and inputs may have needed more
             self._before: int | None = _status("VmRSS")
         except (OSError, StopIteration):
             self._before = None

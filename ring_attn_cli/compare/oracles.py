@@ -1,6 +1,7 @@
-"""The truths: what a kind of variant is given, drawn from a case, and what is right in float64; a kind has a name in ORACLES.
+"""The oracles: inputs of each kind of variant, drawn from a case, and the exact results in float64.
 
-Another kind of attention is one more record: its arrays, its oracle of ``ring_attn_core.reference``, and how its results lie.
+``ORACLES`` holds one record for each kind of attention: its inputs, its truth from ``ring_attn_core.reference``, and which arrays
+are sharded. Add a record to add a kind.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .cases import Arrays, Case
 
 QKV = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 VOCAB, DEPTH = 61, 2
-"""Of the small transformer."""
+"""Vocabulary size and number of blocks of the small transformer."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Whole arrays in the natural order of tokens, by the names that the function takes them under.
+    """Global arrays in the natural order of tokens, by the function's argument names.
 
-    ``leaves``: those that are differentiated; the gradient of x is called dx. ``cotangents``: by the name of a result.
+    ``leaves``: names of the arrays that are differentiated; the gradient of x is named dx. ``cotangents``: by result name.
     """
 
     arrays: Arrays
@@ -36,23 +37,24 @@ class Given:
 
 @dataclass(frozen=True)
 class Truth:
-    """What is right, in float64 (of float64 inputs: in extended precision), what a plain computation in the dtype gives, and
-    the relative error that a result may have, each by name."""
+    """Exact results, results of a plain computation in the dtype, and the bounds of the relative error, each by name.
+
+    The exact results are computed in float64, or in extended precision for float64 inputs.
+    """
 
     exact: Arrays
     plain: Arrays
     bounds: dict[str, float]
     part: str = ""
-    """Which part of the arrays, their first entries, it is about; "" for all."""
+    """Description of the leading part of the arrays that the truth covers; "" for all."""
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """``given(case)`` and ``truth(case, given, cotangents)``, where only the named cotangents are not 0.
+    """The functions ``given(case)`` and ``truth(case, given, cotangents)``; in the truth, all other cotangents are 0.
 
-    ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in whatever order of runs the layout says.
-    Other inputs are everybody's. Of other results each rank has the whole; the gradients of such inputs are each rank's part, to
-    be summed.
+    ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
+    inputs and results are replicated, and the gradients of replicated inputs are partial sums of each rank.
     """
 
     given: Callable[[Case], Given]
@@ -76,7 +78,7 @@ def _attention_given(case: Case) -> Given:
 
 
 MOST_PAIRS = 2**27
-"""Pairs of a query and a key, of all heads and rows, up to which the whole truth is computed: some 10 s on a core."""
+"""Most (query, key) pairs over all heads and batch rows for which the whole truth is computed: about 10 s on a core."""
 
 
 def _attention_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
@@ -95,8 +97,10 @@ def _attention_truth(case: Case, given: Given, cotangents: Collection[str]) -> T
 
 
 def first_heads(case: Case, given: Given, cotangents: Collection[str], whole: bool = False) -> Arrays:
-    """Inputs of attention and its cotangents dout and dlse, as the oracle takes them; of batch row 0 and key head 0 alone unless
-    ``whole``. Cotangents that are not named are 0."""
+    """Return the inputs of attention and its cotangents dout and dlse, under the oracle's argument names.
+
+    Restrict them to batch row 0 and key head 0 unless ``whole``. Cotangents that are not in ``cotangents`` are 0.
+    """
     dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in given.cotangents.items())
     arrays = given.arrays | {"dout": dout, "dlse": dlse}
     if whole:
@@ -108,7 +112,7 @@ def first_heads(case: Case, given: Given, cotangents: Collection[str], whole: bo
 
 
 def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
-    """The arrays of a result that there are."""
+    """Return the arrays of a result that are not None, by name."""
     return {name: x for name, x in attention._asdict().items() if x is not None}
 
 
@@ -162,8 +166,8 @@ def _transformer_truth(case: Case, given: Given, cotangents: Collection[str]) ->
     arguments = weights, given.arrays["ids"], given.arrays["labels"]
     right, rough = (_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype))
     bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
-    # One number may be right by luck. The loss of a token moves by at most twice the largest change of its logits, so that the
-    # mean over T tokens moves by at most 2 ||change|| / sqrt(T).
+    # The plain loss is one number, which may be accurate by luck. The loss of a token changes by at most twice the largest change
+    # of its logits, so the mean over T tokens changes by at most 2 ||change|| / sqrt(T).
     moved = bounds["logits"] * np.linalg.norm(right["logits"]) / (case.batch * case.length) ** 0.5
     bounds["loss"] += float(2 * moved / abs(right["loss"]))
     return Truth(right, rough, bounds)
@@ -193,7 +197,7 @@ def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Tru
     right, rough = exact_of(arrays), plain_of(arrays)
     bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
     q, k, v, *starts = arrays
-    for draw in range(3):  # dpool are few numbers, which may be right by luck: the worst of four draws of the cotangents counts
+    for draw in range(3):  # dpool has few entries, which may be accurate by luck: take the worst of four draws
         rng = np.random.default_rng((case.seed, 8, draw))
         dout, dlse = (rng.permutation(x.ravel()).reshape(x.shape) for x in starts)
         others = q, k, v, dout, dlse
@@ -202,7 +206,7 @@ def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Tru
 
 
 def _qkv(given: Given) -> QKV:
-    """q, k, v and the cotangents of out and lse."""
+    """Return q, k, v and the cotangents of out and lse."""
     arrays, cotangents = given.arrays, given.cotangents
     return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
 

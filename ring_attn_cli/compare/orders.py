@@ -1,4 +1,4 @@
-"""What the sides are told and what they answer: an order names a call and a case; arrays travel as numpy shards."""
+"""Messages between the pool and the processes of a framework: orders (a call and a case) and outcomes (NumPy shards)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from .cases import Arrays, Case
 
 @dataclass(frozen=True)
 class Order:
-    """``kind``: "prepare" and run once, or "time", "memory" or "forget" what was prepared. ``call``, ``oracle``, ``user``: as in
-    a Variant."""
+    """A request to the processes of a framework.
+
+    ``kind``: "prepare" builds the call and runs it once; "time", "memory" and "forget" act on the prepared call. ``call``,
+    ``oracle``, ``user``: as in a Variant.
+    """
 
     kind: str
     call: str
@@ -32,14 +35,16 @@ class Order:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What is prepared: the order but for its kind."""
+        """Return the key of the prepared call: the order without ``kind`` and ``oracle``."""
         return self.call, self.case, self.ranks, self.user
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: every array as shards in the order of ranks, of the ranks that answer; ``cotangents``: those that the
-    gradients follow from."""
+    """The result of a run: each array as shards in rank order, from the ranks that answered.
+
+    ``cotangents``: names of the cotangents that the gradients were computed from.
+    """
 
     shards: dict[str, list[np.ndarray]]
     cotangents: frozenset[str]
@@ -47,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every process of a side is started with. ``rings``: the sizes of rings that there will be."""
+    """The start parameters of each process. ``rings``: all ring sizes that will run. ``patience``: seconds."""
 
     rings: tuple[int, ...]
     device: str
@@ -61,22 +66,22 @@ class Settings:
 
 
 def resolve(call: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names."""
+    """Import and return the function that ``module:function`` names."""
     module, _, function = call.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
 def serve(report: Callable[[str, Any], None], rank: int, orders: Any, side: Any, patience: float) -> None:
-    """Answer orders until the pipe closes: "done" with what ``side`` answers, or "mistake" with what an exception says.
+    """Answer orders until the pipe closes: report "done" with the answer of ``side``, or "mistake" with the exception's message.
 
-    Shortly before the one who gave an order loses ``patience``, this process prints where it is, for :func:`where_at`.
+    After 0.8 of ``patience`` (seconds), shortly before the parent gives up, print a traceback to the log for :func:`where_at`.
     """
     while True:
         try:
             order = orders.recv()
         except EOFError:
             return
-        faulthandler.dump_traceback_later(0.8 * patience, file=2)  # the log; sys.stderr may be anything
+        faulthandler.dump_traceback_later(0.8 * patience, file=2)  # the log; sys.stderr may be replaced
         try:
             answer = getattr(side, order.kind)(order)
         except Exception as error:
@@ -88,7 +93,7 @@ def serve(report: Callable[[str, Any], None], rank: int, orders: Any, side: Any,
 
 
 def where_at(log: str) -> str | None:
-    """Where the main thread of a process was that :func:`serve` has let print it: "file.py, line 3 in function"."""
+    """Return the place of the main thread in the traceback that :func:`serve` printed: "file.py, line 3 in function"."""
     *_, dump = log.rpartition("Timeout (")
     threads = dump.split("most recent call first):")  # the main thread comes last
     found = re.search(r'File "(.*)", line (\d+) in (\S+)', threads[-1]) if len(threads) > 1 else None
@@ -96,13 +101,13 @@ def where_at(log: str) -> str | None:
 
 
 def in_words(error: BaseException) -> str:
-    """A ValueError in its own words; of anything else the type, and the first line, for JAX writes pages."""
+    """Return the message of a ValueError, or the type and the first line of any other error, because JAX's messages are long."""
     text = str(error).strip() or "without a word"
     return text if type(error) is ValueError else f"{type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
 def importable(folder: str) -> None:
-    """Let modules of this folder be imported. It comes last, so that a file random.py or torch.py in it stands in for nothing."""
+    """Append the folder to ``sys.path``: last, so that a file random.py or torch.py in it shadows nothing."""
     if folder not in sys.path:
         sys.path.append(folder)
     importlib.invalidate_caches()
@@ -113,15 +118,17 @@ def here() -> str:
 
 
 def cut(x: np.ndarray, plan: RingPlan, pad: Any = 0) -> list[np.ndarray]:
-    """Every rank's shard of a whole array [batch, tokens, ...], padding filled with ``pad``."""
+    """Return the shard of each rank of a global array [batch, tokens, ...], with padding filled with ``pad``."""
     missing = (x.shape[0], plan.seq_local * plan.ranks - x.shape[1], *x.shape[2:])
     padded = np.concatenate([x, np.full(missing, pad, x.dtype)], 1)
     return [np.ascontiguousarray(padded[:, list(plan.positions(rank))]) for rank in range(plan.ranks)]
 
 
 def joined(outcome: Mapping[str, list[np.ndarray]], sharded: frozenset[str], plan: RingPlan) -> Arrays:
-    """Whole arrays in natural order without padding: shards side by side, parts of a gradient summed, and of what every rank
-    has the first."""
+    """Return global arrays in natural order without padding.
+
+    Concatenate the arrays in ``sharded``, sum the ranks' parts of other gradients, and take rank 0's copy of replicated results.
+    """
     order = np.argsort([position for rank in range(plan.ranks) for position in plan.positions(rank)])[: plan.length]
     whole = {}
     for name, shards in outcome.items():

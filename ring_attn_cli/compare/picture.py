@@ -1,4 +1,4 @@
-"""The plot of a comparison, with matplotlib and without pyplot's global state: error as a share of its bound, and time."""
+"""The plot of a comparison: error as a share of its bound, and time. Uses matplotlib without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 INK, QUIET = "#24292F", "#6E7781"
 COLOURS = "#0969DA", "#CF222E", "#1A7F37", "#9A6700", "#8250DF", "#BF3989", "#0A3069", "#656D76"
 LEAST = 1e-3
-"""The smallest share of a bound that is told from nothing."""
+"""The smallest share of a bound that is drawn; smaller ones are raised to it."""
 
 
 def check(path: Path) -> None:
-    """ValueError for a suffix that is no picture's."""
+    """Raise ValueError if the suffix is not .png or .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"a comparison is drawn as .png or .svg, got {path.name!r}: end the file name in one of these two")
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Over the swept argument, a line for each variant, framework and whatever else differs; else a bar for each result."""
+    """Save the plot: lines over the swept argument, one for each other combination, or without a sweep a bar for each result."""
     from matplotlib.figure import Figure
 
     check(path)
@@ -42,7 +42,7 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def share(result: Result) -> float:
-    """The largest error of a result as a share of its bound; at most 1 where all are kept."""
+    """Return the largest error of a result as a share of its bound: at most 1 if all bounds hold, at least ``LEAST``."""
     return max(max(quantity.relative / quantity.bound for quantity in result.quantities), LEAST)
 
 

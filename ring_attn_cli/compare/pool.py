@@ -1,4 +1,4 @@
-"""The processes of both frameworks, started once and asked case by case: JAX one, PyTorch one for every rank."""
+"""The processes of both frameworks, started once for all cases: one for JAX, and one for each rank of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .orders import Order, Outcome, Settings, here, where_at
 from .variants import TITLES
 
 GRACE = 1.0
-"""Seconds that ranks have to say the same, once one of them has raised an error."""
+"""Seconds that the other ranks have to report the same error, once one rank has raised one."""
 
 
 START = 120.0
-"""Seconds that processes have to start, at least: they import their frameworks."""
+"""Least seconds that processes have to start and import their frameworks."""
 
 
 class Mistake(ValueError):
-    """What a variant's function raised. ``everywhere``: on all ranks alike, so that the processes can go on."""
+    """An error of a variant's function. ``everywhere``: all ranks raised the same error, so the processes can continue."""
 
     def __init__(self, text: str, everywhere: bool) -> None:
         super().__init__(text)
@@ -31,10 +31,10 @@ class Mistake(ValueError):
 
 
 class Pool:
-    """Use as a context: leaving it ends every process. ``kinds``: what the devices are, by framework.
+    """A context manager that starts the processes and ends them on exit. ``kinds``: the kind of device, by framework.
 
-    Raises ValueError where there are fewer devices than the largest ring has ranks, and :class:`processes.Failure` where a
-    process dies, or no answer has come after ``patience`` seconds.
+    Raise ValueError if there are fewer devices than the largest ring has ranks, and :class:`processes.Failure` if a process dies
+    or does not answer within ``patience`` seconds.
     """
 
     def __init__(self, frameworks: tuple[str, ...], rings: tuple[int, ...], device: str, patience: float) -> None:
@@ -75,17 +75,17 @@ class Pool:
         self._place.cleanup()
 
     def prepare(self, framework: str, order: Order) -> Outcome:
-        """Build it and run it once: its arrays as shards of all ranks."""
+        """Build the order's call, run it once, and return its arrays as the shards of all ranks."""
         answers: list[Outcome] = self._ask(framework, order)
         shards = {name: [shard for answer in answers for shard in answer.shards.get(name, [])] for name in answers[0].shards}
         return Outcome(shards, answers[0].cotangents)
 
     def seconds(self, framework: str, order: Order) -> float:
-        """How long one run took, on the slowest rank."""
+        """Return the seconds of one run on the slowest rank."""
         return max(self._ask(framework, order))
 
     def peak_bytes(self, framework: str, order: Order) -> int | None:
-        """What one run needed at its peak beside its inputs, of all ranks together; None where the system does not tell."""
+        """Return the peak bytes of one run beyond its inputs, summed over all ranks, or None if a rank cannot measure it."""
         peaks = self._ask(framework, order)
         return None if None in peaks else sum(peaks)
 
@@ -93,7 +93,7 @@ class Pool:
         self._ask(framework, order)
 
     def _meet(self, framework: str) -> None:
-        """Wait until all processes have imported their framework and seen their devices."""
+        """Wait until all processes have started and counted their devices. Raise ValueError if there are too few devices."""
         found = self._collect(framework, len(self._pipes[framework]), max(self._patience, START))
         for data in found:
             if data["devices"] < self._settings.most:
@@ -105,10 +105,10 @@ class Pool:
         self.kinds[framework] = found[0]["kind"]
 
     def _ask(self, framework: str, order: Order) -> list[Any]:
-        """The answers of the ranks of that ring, in their order."""
+        """Send the order to the ranks of its ring and return their answers in rank order."""
         members = 1 if framework == "jax" else order.ranks
         for pipe in self._pipes[framework][:members]:
-            with suppress(BrokenPipeError):  # of a process that died: what comes from it next says how
+            with suppress(BrokenPipeError):  # a dead process: its last message says why
                 pipe.send(order)
         return self._collect(framework, members, self._patience)
 
@@ -133,13 +133,13 @@ class Pool:
         return [answers[rank] for rank in sorted(answers)]
 
     def _from(self, framework: str) -> list[Message]:
-        """What has come from this side; what comes from the other one meanwhile is kept for later."""
+        """Return the new messages of this framework, and keep those of the other one for later."""
         for message in self._crews.arrived(0.2):
             self._kept.setdefault(message.crew, []).append(message)
         return self._kept.pop(TITLES[framework], [])
 
     def _check_patience(self, framework: str, silent: list[int], waited: float, patience: float) -> None:
-        """Raise Failure where that is too long, with where each silent rank is."""
+        """Raise Failure if ``waited`` exceeds ``patience`` (seconds), with the place of each silent rank."""
         if waited <= patience:
             return
         title, several = TITLES[framework], len(self._pipes[framework]) > 1

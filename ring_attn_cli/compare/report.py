@@ -1,4 +1,4 @@
-"""The table that a comparison prints, what is left out and why, and the verdict."""
+"""The printed report of a comparison: its table, the variants left out with reasons, and the verdict."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .sweep import SWEPT
 from .variants import TITLES
 
 WIDE = 120
-"""Columns of a console from which on a case is one table; on a narrower one every result is a table of its own."""
+"""Least console columns for one table per case; on a narrower console each result is a table of its own."""
 
 
 NARROWEST = 64
-"""Columns that the table of one result needs; a narrower terminal breaks its lines, where rich would cut the exponents off."""
+"""Columns that the table of one result needs. On a narrower terminal its lines wrap; rich would cut off the exponents."""
 
 
 def width_of(columns: int) -> int:
-    """Return the width to draw for on a terminal of so many columns."""
+    """Return the drawing width for a terminal of ``columns``: at least ``NARROWEST``."""
     return max(columns, NARROWEST)
 
 
 def table(comparison: Comparison, width: int = WIDE) -> Group:
-    """Everything, for a console of ``width`` columns."""
+    """Return the whole report for a console of ``width`` columns."""
     cases = list(dict.fromkeys(result.case for result in comparison.results))
     swept = [name for name in SWEPT if len({getattr(case, name) for case in cases}) > 1]
     parts: list[Table | Text] = []
@@ -61,14 +61,14 @@ CAPTION = (
 
 
 def _table(title: str, results: list[Result]) -> Table:
-    """All results of a case."""
+    """Return the table of all results of a case."""
     drawn = Table(title=title, title_justify="left", title_style="bold", caption=CAPTION, caption_justify="left")
     for name in ("variant", "in", "ranks", "array"):
         drawn.add_column(name, overflow="fold")
     for name in (*OF_ARRAY, "ms", "MiB"):
         drawn.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        variant = result.variant.removeprefix(f"{result.framework}:")  # the next column says it
+        variant = result.variant.removeprefix(f"{result.framework}:")  # the next column names the framework
         who, cost = (variant, TITLES[result.framework], str(result.ranks)), _cost(result)
         for number, quantity in enumerate(shown(result.quantities)):
             first = number == 0
@@ -78,7 +78,7 @@ def _table(title: str, results: list[Result]) -> Table:
 
 
 def _one(result: Result) -> Table:
-    """One result, for a narrow console."""
+    """Return the table of one result, for a narrow console."""
     milliseconds, memory = _cost(result)
     title = f"{result.label}: {milliseconds} ms, {memory} MiB"
     drawn = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -91,17 +91,17 @@ def _one(result: Result) -> Table:
 
 
 def _cost(result: Result) -> tuple[str, str]:
-    """Milliseconds and MiB."""
+    """Return the median time in ms and the peak memory in MiB, as text."""
     memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}"
     return f"{result.median_seconds * 1e3:.4g}", memory
 
 
 MOST = 8
-"""Arrays of a result that are shown one by one; of more, the weights' gradients are shown as the worst of them."""
+"""Most arrays of a result that are all shown; with more, only the missed gradients and the one nearest to its bound are."""
 
 
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
-    """All, or of many the results, what is missed, and the gradient that is nearest to its bound."""
+    """Return the quantities to show: all, or if there are many the results, missed gradients and the one nearest to its bound."""
     if len(quantities) <= MOST:
         return list(quantities)
     worst = max((each for each in quantities if each.name.startswith("d")), key=lambda each: each.relative / each.bound)
@@ -109,7 +109,7 @@ def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
 
 
 def _cells(quantity: Quantity) -> tuple[str | Text, ...]:
-    """The name and what OF_ARRAY says."""
+    """Return the cells of one array: its name and the columns of ``OF_ARRAY``."""
     kept = Text("within", style="green") if quantity.within else Text("MISSED", style="bold red")
     numbers = f"{quantity.relative:.1e}", f"{quantity.bound:.1e}", kept, f"{quantity.largest:.1e}", f"{quantity.ulps:.3g}"
     return quantity.name, *numbers, _apart(quantity.from_one_device), _apart(quantity.from_other_framework)

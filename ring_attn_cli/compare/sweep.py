@@ -1,4 +1,4 @@
-"""What is asked of a comparison: variants, rings, and cases, of which some arguments may take several values."""
+"""The sweep of a comparison: variants, ring sizes, and one case for each combination of the arguments with several values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from .cases import Case
 from .variants import FRAMEWORKS, Variant, chosen
 
 SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
-"""Arguments of a case that take several values, one case each; so do ranks."""
+"""Arguments of a case that may take several values; ``ranks`` may too."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """``cases``: one for every combination. ``axis``: what is swept, "" for nothing; of several the one with most values."""
+    """The checked request of a comparison. ``cases``: one for each combination of values.
+
+    ``axis``: the argument with most values, "" if none has several.
+    """
 
     variants: tuple[Variant, ...]
     named: tuple[str, ...]
@@ -33,12 +36,15 @@ class Sweep:
 
     @property
     def rings(self) -> tuple[int, ...]:
-        """The sizes of rings that run: those that were asked for, and one device."""
+        """Return the ring sizes that run: the requested ones and 1."""
         return tuple(sorted({1, *self.ranks}))
 
 
 def asked(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
-    """The sweep; ``arguments``: fields of Case, those of SWEPT with one value or several. ValueError for what cannot be."""
+    """Check the request and return its sweep. Raise ValueError if it is invalid.
+
+    ``arguments``: fields of Case; those in ``SWEPT`` take one value or several.
+    """
     variants = chosen(tuple(names))
     known = {field.name for field in fields(Case)}
     for name in arguments:
@@ -71,6 +77,6 @@ def asked(names: Sequence[str], ranks: Any, framework: str, repeats: int, patien
 
 
 def listed(value: Any) -> tuple[Any, ...]:
-    """One value or several, as several; each once."""
+    """Return one value or several as a tuple without duplicates."""
     several = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     return tuple(dict.fromkeys(several))

@@ -1,6 +1,6 @@
-"""How PyTorch's side calls each variant: ``name(call)`` returns the function of this rank's arrays, by name, to results by name.
+"""Calls of each variant in PyTorch: ``name(call)`` returns a function from this rank's named arrays to named results.
 
-Peers are called as their own documentation says, each in the layout that its variant has.
+Other packages are called as their documentation says, each in its variant's layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = Callable[[Tensors], Tensors]
 
 
 def options(call: Call) -> dict[str, Any]:
-    """The arguments of ring_attention that are no arrays."""
+    """Return the arguments of ring_attention that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
@@ -37,7 +37,7 @@ def ring(call: Call) -> Function:
 
 
 def vendor(call: Call) -> Function:
-    """A vendor's kernels, whose lse has no gradient."""
+    """Return the call of the ring with a vendor's kernels, which do not differentiate lse."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 
@@ -64,7 +64,7 @@ def summary(call: Call) -> Function:
 
 
 def _variant(call: Call) -> dict[str, Any]:
-    """The arguments that both variants of attention share."""
+    """Return the arguments that dilated and summary attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
@@ -99,7 +99,7 @@ def transformer(call: Call) -> Function:
 
 
 def _heads(call: Call) -> dict[str, Any]:
-    """The arguments that both layers share."""
+    """Return the arguments that RingAttention and RingTransformer share."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
     dtype = "float64" if case.dtype == "float64" else "float32"
@@ -107,7 +107,7 @@ def _heads(call: Call) -> dict[str, Any]:
 
 
 def _split(arrays: Tensors, module: torch.nn.Module) -> tuple[Tensors, Tensors]:
-    """What a module is called with, and its weights."""
+    """Split ``arrays`` into the arguments of ``module`` and its weights."""
     names = {name for name, _ in module.named_parameters()}
     return {n: x for n, x in arrays.items() if n not in names}, {n: x for n, x in arrays.items() if n in names}
 
@@ -129,7 +129,10 @@ def user(call: Call) -> Function:
 
 
 def sdpa(call: Call) -> Function:
-    """torch's own attention on one device; a mask that is no causal one is given whole."""
+    """Return the call of torch's scaled_dot_product_attention on one device.
+
+    The mask is passed as a dense array unless it is causal or full without extents and key_mask.
+    """
     case = call.case
     band, where = case.band, torch.arange(case.length, device=call.device)
     lag = where[:, None] - where
@@ -157,7 +160,7 @@ def sdpa(call: Call) -> Function:
 
 
 def context_parallel(call: Call) -> Function:
-    """PyTorch's experimental context parallelism; it takes whole arrays and cuts them itself, in zigzag where causal."""
+    """Return the call of PyTorch's experimental context parallelism, with its load balancing (zigzag)."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel as parallel
     from torch.distributed.tensor.experimental._attention import _cp_options
@@ -172,7 +175,7 @@ def context_parallel(call: Call) -> Function:
         return {"out": F.scaled_dot_product_attention(q, k, v, is_causal=case.mask == "causal").transpose(1, 2)}
 
     def within() -> Any:
-        # The context cuts whole buffers in place; this rank's arrays are cut already, so it is given one to no purpose.
+        # The context shards global buffers in place. This rank's arrays are sharded already, so it gets a dummy buffer.
         return parallel(mesh, buffers=[torch.zeros(1, 1, case.length, 1, device=call.device)], buffer_seq_dims=[2])
 
     attention.within = within
@@ -190,7 +193,10 @@ def ring_flash_attn(call: Call) -> Function:
 
 
 def ring_attention_pytorch(call: Call) -> Function:
-    """Striped token by token; its ring is the default group, so that a ring of one is computed without any."""
+    """Return the call of the package ring-attention-pytorch, striped if causal.
+
+    Its ring is the default process group, so one rank is computed without a ring.
+    """
     from ring_attention_pytorch import ring_flash_attn as attend  # pyright: ignore[reportMissingImports]
 
     causal, ranks = call.case.mask == "causal", call.plan.ranks

@@ -1,4 +1,4 @@
-"""PyTorch's side: one process a rank, gloo on CPUs, NCCL on GPUs. Imported in those processes only."""
+"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs. Imported in those processes only."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .oracles import ORACLES
 from .orders import Order, Outcome, Settings, cut, importable, resolve, serve
 
 CAST = {"q", "k", "v", "x"}
-"""What has the dtype of the case; sinks, slopes and weights keep the one that they are drawn in."""
+"""Arrays that are cast to the case's dtype; sinks, slopes and weights keep the dtype that they are drawn in."""
 
 
 class Call(NamedTuple):
-    """What a variant's function is made for on this rank."""
+    """Inputs for building a variant's function on this rank."""
 
     case: Case
     plan: RingPlan
@@ -38,14 +38,14 @@ class Call(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """``run`` computes results and gradients of this rank's shards, ``cotangents`` says from which."""
+    """A prepared call: ``run`` computes the results and gradients of this rank's shards; ``group`` is its ring."""
 
     run: Callable[[], dict[str, Tensor]]
     group: Any
 
 
 def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
-    """One rank: it answers orders until nobody gives any."""
+    """Answer orders as one rank until the pipe closes."""
     if settings.device == "gpu":
         devices = torch.cuda.device_count()
         kind = torch.cuda.get_device_name(0) if devices else "none"
@@ -53,7 +53,7 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
             report("ready", (rank, {"devices": devices, "kind": kind}))
             return
         torch.cuda.set_device(rank)
-    patience = timedelta(seconds=2 * settings.patience)  # who started this gives up first, and says more
+    patience = timedelta(seconds=2 * settings.patience)  # the parent gives up first, with a better message
     backend, store = "nccl" if settings.device == "gpu" else "gloo", f"file://{settings.store}"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=settings.most, timeout=patience)
     groups = {ring: dist.new_group(range(ring), timeout=patience) for ring in settings.rings}
@@ -66,7 +66,7 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
 
 
 class _Side:
-    """The orders, by name."""
+    """One method for each kind of order."""
 
     def __init__(self, rank: int, groups: dict[int, Any], device: str) -> None:
         self._rank, self._groups = rank, groups
@@ -89,7 +89,7 @@ class _Side:
         cotangents = {name: mine(name, x) for name, x in given.cotangents.items()}
         used: set[str] = set()
 
-        within = getattr(function, "within", nullcontext)  # what forward and backward must both happen in
+        within = getattr(function, "within", nullcontext)  # a context around forward and backward
 
         def run() -> dict[str, Tensor]:
             with within():
@@ -113,7 +113,7 @@ class _Side:
         return Outcome(whole, frozenset(used))
 
     def time(self, order: Order) -> float:
-        """Seconds of one run, begun by all ranks together."""
+        """Return the seconds of one run, started on all ranks together after a barrier."""
         self._share_cores(order.ranks)
         prepared = self._known[order.key]
         if order.ranks > 1:
@@ -125,7 +125,7 @@ class _Side:
         return time.perf_counter() - began
 
     def memory(self, order: Order) -> int | None:
-        """The peak of one run above what was held before, in bytes."""
+        """Return the peak memory of one run above the memory held before, in bytes."""
         run = self._known[order.key].run
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""A user's own attention: found by name, called with the arguments of ring_attention that it takes, and its results checked."""
+"""A user's own attention function: import it by name, call it with the arguments it takes, and check its results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Offered = dict[str, Any]
 """Arguments of ring_attention by name."""
 
 ONE_FRAMEWORK = {"group": ("torch", "PyTorch"), "axis_name": ("jax", "JAX")}
-"""Arguments of ring_attention that are there in one framework only: which, and its title."""
+"""Arguments of ring_attention that exist in one framework only: its name and its title."""
 
 
 def load(text: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; ValueError where there is none."""
+    """Import and return the function that ``module:function`` names. Raise ValueError if that fails."""
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in module.split(".")):
         raise ValueError(f"cannot read {module!r}: write the name of a module, as import does, and no path")
@@ -46,7 +46,7 @@ def load(text: str) -> Callable[..., Any]:
 
 
 def _hidden(found: ModuleType, module: str) -> str:
-    """Return what to say if a file of this folder was meant and an installed module of the same name was found."""
+    """Return a hint if an installed module shadows a file of the same name in this folder, else ""."""
     file = Path(*module.split(".")).with_suffix(".py")
     if not file.is_file() or Path(getattr(found, "__file__", None) or "").resolve() == file.resolve():
         return ""
@@ -54,9 +54,9 @@ def _hidden(found: ModuleType, module: str) -> str:
 
 
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
-    """Those of the ``offered`` arguments that the function takes besides q, k and v.
+    """Return the ``offered`` arguments that the function takes besides q, k and v.
 
-    ValueError where it needs one that is not offered, and where the case asks for one that it does not take.
+    Raise ValueError if it needs an argument that is not offered, or does not take one that the case needs.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -86,7 +86,7 @@ def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case)
 
 
 def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
-    """ValueError where shards hold padding of which the function is not told."""
+    """Raise ValueError if shards of ``held`` tokens in all hold padding and the function does not take ``length``."""
     if held != case.length and "length" not in arguments:
         raise ValueError(
             f"{text} takes no length, and {case.length} tokens are padded to {held} in {case.layout}: pass a --length that "
@@ -95,7 +95,10 @@ def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
 
 
 def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
-    """{"out": ..., and "lse": ...} of shards q, k, v; ValueError where it raises or returns something else."""
+    """Call the function on the shards q, k, v and return {"out": ...}, with "lse" if it returns one.
+
+    Raise ValueError if the function raises an error or returns anything else.
+    """
     q, k, v = (arrays[name] for name in "qkv")
     try:
         value = function(q, k, v, **arguments)

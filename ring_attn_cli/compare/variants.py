@@ -1,7 +1,7 @@
-"""The registry: what can be compared, each variant a small record that says how it is called and what it cannot do, in words.
+"""The registry of variants: each is a record with its calls, its objections to cases, and its oracle.
 
-A call is named ``module:function`` and imported only in the processes of its framework. To add a variant: write its call in
-``torch_calls.py`` and ``jax_calls.py``, and a record here; if it computes something new, its truth in ``oracles.py``.
+A call is named ``module:function`` and imported only in the processes of its framework. To add a variant, write its call in
+``torch_calls.py`` and ``jax_calls.py`` and add a record here. If it computes something new, add its truth to ``oracles.py``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ FRAMEWORKS = "jax", "torch"
 HERE = __name__.rpartition(".")[0]
 
 Objection = Callable[[Case, str, int], str | None]
-"""``objection(case, framework, ranks)``: why it cannot run this, or None."""
+"""A function ``objection(case, framework, ranks)`` that returns why a variant cannot run, or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """``calls``: by framework, what is called there. ``oracle``: the name of its truth. ``changes``: what it puts in place of a
-    case's own values, such as its only layout. ``needs``: by framework, a package, its name for pip. ``user``: the text of a
-    user's own function. ``pair``: results of two frameworks are compared where this is the same."""
+    """One function that can be compared.
+
+    ``calls``: the call of each framework. ``says``: a description. ``oracle``: the name of its truth. ``changes``: values that
+    replace those of a case, such as its only layout. ``needs``: by framework, the module it imports and its package for pip.
+    ``user``: ``module:function`` of a user's own function. ``pair``: variants of two frameworks with the same ``pair`` are
+    compared with each other.
+    """
 
     name: str
     calls: dict[str, str]
@@ -41,11 +45,11 @@ class Variant:
     pair: str = ""
 
     def case(self, case: Case) -> Case:
-        """``case`` with what this variant changes in it."""
+        """Return ``case`` with this variant's changes."""
         return replace(case, **self.changes) if self.changes else case
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:
-        """Why it cannot run this here; None where it can, as far as is known before anything is started."""
+        """Return why the variant cannot run this case here, or None, as far as is known before processes start."""
         if framework not in self.calls:
             return f"it is there in {' and '.join(TITLES[name] for name in self.calls)} only"
         module, package = self.needs.get(framework, ("", ""))
@@ -58,7 +62,7 @@ TITLES = {"jax": "JAX", "torch": "PyTorch"}
 
 
 def both(name: str) -> dict[str, str]:
-    """The calls of that name in both frameworks."""
+    """Return the calls named ``name`` in both frameworks."""
     return {framework: f"{HERE}.{framework}_calls:{name}" for framework in FRAMEWORKS}
 
 
@@ -67,13 +71,13 @@ def only_torch(name: str) -> dict[str, str]:
 
 
 def _takes(case: Case, *known: str) -> str | None:
-    """An objection to the features of a case that are not ``known``."""
+    """Return an objection if the case has features that are not ``known``."""
     unknown = [name for name in case.features if name not in known]
     return f"it does not take {', '.join(unknown)}" if unknown else None
 
 
 def _objection(make: Callable[[], object]) -> str | None:
-    """What a ValueError of ``make`` says, None where there is none."""
+    """Return the message of the ValueError that ``make`` raises, or None."""
     try:
         make()
     except ValueError as error:
@@ -82,7 +86,7 @@ def _objection(make: Callable[[], object]) -> str | None:
 
 
 def _backend(case: Case, framework: str, ranks: int) -> str | None:
-    """What the library says to its backend on a CPU; on a GPU it says so itself where it runs."""
+    """Return the library's objection to the case's backend on a CPU; on a GPU the library itself raises it at run time."""
     if case.device == "gpu":
         return None
     from ring_attn_core.kernels.backends import select
@@ -186,13 +190,13 @@ _RECORDS = [
 VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in _RECORDS}
 
 ALL = "all"
-"""In place of a name: every variant that can run; the others are listed with the reason."""
+"""The name that stands for each variant that can run; the others are reported with the reason."""
 
 
 def chosen(names: tuple[str, ...]) -> list[Variant]:
-    """The variants of these names; a user's own is ``module:function``, or ``jax:module:function`` in one framework only.
+    """Return the variants of these names. Raise ValueError if a name is unknown.
 
-    Raises ValueError for a name that is none.
+    A user's own function is named ``module:function``, or ``jax:module:function`` for one framework only.
     """
     if not names:
         raise ValueError(f"name what to compare: {', '.join([*VARIANTS, ALL])}, or module:function of your own")
@@ -220,7 +224,7 @@ def _of_user(name: str, before: list[Variant]) -> Variant:
     if not (module and function) or ":" in function or (framework in FRAMEWORKS and where == FRAMEWORKS):
         raise ValueError(f"cannot read {name!r}: write module:function, or jax:module:function or torch:module:function")
     calls = {each: f"{HERE}.{each}_calls:user" for each in where}
-    # The first function for JAX alone and the first for PyTorch alone are two of one thing, and so on.
+    # Pair the first function for JAX only with the first for PyTorch only, the second with the second, and so on.
     number = sum(each.user is not None and tuple(each.calls) == where for each in before)
     pair = text if where == FRAMEWORKS else f"user {number}"
     return Variant(name, calls, f"{text} of the user", user=text, pair=pair, objection=_user)

@@ -1,8 +1,8 @@
-"""What is likely wrong where a bound is missed: small hypotheses, each a function of the evidence to a sentence, or None.
+"""Likely causes of a missed bound: hypotheses, each a function from the evidence to a sentence or None.
 
-A hypothesis computes what its mistake would give and says so only where that explains what was measured: an error that is left
-over is at most a few times the bound, or a small part of what was there before. Those of the forward come first; where one of
-them holds, the gradients follow from it and are not judged.
+A hypothesis computes the result that its mistake would give, and holds only if that explains the measurement: the remaining error
+is at most a few times the bound, or a small fraction of the error before. The hypotheses about the forward come first. If one of
+them holds, the gradients are not judged, because their errors follow from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Evidence", "diagnose"]
 
 
 def diagnose(evidence: Evidence, attention: bool = True) -> list[str]:
-    """The sentences, one at least where something is missed; ``attention``: the arrays are those of attention itself."""
+    """Return the sentences, at least one if a bound is missed. ``attention``: the arrays are those of attention itself."""
     if not evidence.missed:
         return []
     said = next((words for each in (HYPOTHESES if attention else (not_finite,)) if (words := each(evidence))), None)
@@ -33,7 +33,10 @@ def diagnose(evidence: Evidence, attention: bool = True) -> list[str]:
 
 
 def _unexplained(evidence: Evidence, of_lse: bool) -> list[str]:
-    """The missed gradients that no mistake of lse explains, which has a gradient too: in base 2 it counts 1 / ln 2 times."""
+    """Return the missed gradients that no mistake of lse explains.
+
+    With ``of_lse``, two weights of the cotangent of lse are tried: 1 / ln 2 (lse in base 2) and 0 (its gradient is lost).
+    """
     names = [name for name in evidence.truth.exact if name in evidence.missed and name.startswith("d")]
     for counts in (1 / math.log(2), 0.0) if of_lse else ():
         right = evidence.exact(evidence.of_heads, counts)

@@ -1,4 +1,4 @@
-"""Mistakes of the whole backward: delta = rowsum(dout * out) - dlse is missing in it or wrong, or it takes another softmax."""
+"""Mistakes of the whole backward: a missing or wrong delta = rowsum(dout * out) - dlse, or another softmax."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_SHARDS = (
 
 
 def wrong_backward(evidence: Evidence) -> tuple[str, frozenset[str]] | None:
-    """Return a mistake that explains dq and dk, in words, and the names of the gradients that it explains, or None."""
+    """Return the description of a mistake that explains dq and dk, and the names of the gradients it explains, or None."""
     names = [name for name in ("dq", "dk", "dv") if name in evidence.missed]
     if "out" in evidence.missed or not {*names} & {"dq", "dk"} or evidence.plan.length > LONGEST:
         return None

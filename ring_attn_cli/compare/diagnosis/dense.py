@@ -1,4 +1,4 @@
-"""Attention of a few queries with whole matrices, for hypotheses: with another scale, other key heads, fewer keys, by parts."""
+"""Attention of a few queries with dense matrices, for the hypotheses: another scale, other key heads, fewer keys, by parts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ..cases import Arrays, Case
 
 
 class Forward(NamedTuple):
-    """out [s h e] and lse [s h] of the queries; ``p`` [h s t] the probabilities, ``kept`` what dropout multiplies them by, and
-    ``steepness`` the derivative of the softcapped scores."""
+    """The forward of the queries: ``out`` [s h e], ``lse`` [s h] and the probabilities ``p`` [h s t].
+
+    ``kept``: the factors by which dropout multiplies the probabilities. ``steepness``: the derivative of softcap.
+    """
 
     out: np.ndarray
     lse: np.ndarray
@@ -24,7 +26,10 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A backward: how often rowsum(dout * out) and dlse count in it, and whether each shard of keys has its own out and lse."""
+    """A variant of the backward: the weights of rowsum(dout * out) and dlse in delta, and the softmax of its probabilities.
+
+    ``of_shards``: each shard of keys uses its own out and lse.
+    """
 
     delta: float = 1.0
     dlse: float = 1.0
@@ -35,7 +40,7 @@ RIGHT = Backward()
 
 
 class Dense:
-    """The queries ``rows`` of batch row 0, of the first ``heads`` query heads, over all keys, in float64."""
+    """Attention of the queries ``rows`` of batch row 0 over all keys, in the first ``heads`` query heads, in float64."""
 
     def __init__(self, case: Case, arrays: Arrays, rows: range, heads: int) -> None:
         self.case, self.rows, self.heads = case, rows, heads
@@ -55,7 +60,10 @@ class Dense:
             self.kept = drawn * rescale(case.dropout_rate)
 
     def forward(self, scale: float, seen: np.ndarray | None = None, reads: np.ndarray | None = None) -> Forward:
-        """With this scale, where query head h reads key head ``reads[h]`` and queries see ``seen`` [s t], or as the case says."""
+        """Return the forward with this scale.
+
+        ``seen`` [s t]: the mask, by default the case's. ``reads``: the key head of each query head, by default the case's.
+        """
         reads = self.reads if reads is None else reads
         scores, steepness = scale * (self.q @ self.k[reads].swapaxes(1, 2)), np.ones(1)
         if self.case.softcap is not None:
@@ -75,10 +83,10 @@ class Dense:
     def parts(
         self, dout: np.ndarray, dlse: np.ndarray, of: np.ndarray, count: int, backward: Backward = RIGHT
     ) -> dict[str, np.ndarray]:
-        """The gradients of row 0 by who gives them: {"dq": [count s h e], "dk", "dv": [count t d]}, summed over these heads.
+        """Return the gradients of batch row 0 split into ``count`` parts: {"dq": [count s h e], "dk", "dv": [count t d]}.
 
-        ``rows`` are all queries, and the heads those of key head 0. ``of`` [s]: the number of the part that a token belongs to.
-        dq's parts come from keys, dk's and dv's from queries. ``backward``: the one whose gradients these are.
+        Needs ``rows`` to be all queries, and the heads to be those of key head 0; dk and dv are summed over them. ``of`` [s]: the
+        part of each token. dq is split by keys, dk and dv by queries. ``backward``: the variant of the backward.
         """
         dout = dout[:, : self.heads].astype(np.float64).swapaxes(0, 1)
         dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1) * backward.dlse

@@ -1,4 +1,4 @@
-"""The evidence that hypotheses are tried on: one result beside the truth, and parts of it that are cheap to compute anew."""
+"""The evidence that hypotheses are tested on: one result beside the truth, and parts of it that are cheap to recompute."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ..oracles import Given, Truth, by_name, first_heads
 from .dense import Dense
 
 ROWS = 96
-"""Queries that a hypothesis about the forward is tried on: the last ones, which see most."""
+"""Number of queries that a hypothesis about the forward is tested on: the last ones, which see most keys."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one variant gave, whole arrays in natural order, beside the truth; ``missed``: the names out of bound.
+    """The result of one variant, as global arrays in natural order, beside the truth.
 
-    ``alone``: what it gave on one device, if it ran there too and this is a ring of several.
+    ``missed``: names of the arrays out of bound. ``alone``: the result on one device, if this ring has several ranks and the
+    variant ran there too.
     """
 
     case: Case
@@ -37,9 +38,10 @@ class Evidence:
     alone: Arrays | None = None
 
     def explained(self, name: str, before: float, after: float) -> bool:
-        """Whether an error of ``after`` is what is left of ``before`` once its cause is known.
+        """Return True if a hypothesis that lowers the error from ``before`` to ``after`` explains it.
 
-        Half of it at most, for what nearly keeps its bound is within 4 times of it whatever is tried.
+        ``after`` must be at most 4 bounds or 1/50 of ``before``. It must also be at most half of ``before``, because an error
+        slightly above its bound is within 4 bounds under any hypothesis.
         """
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
@@ -48,7 +50,7 @@ class Evidence:
 
     @property
     def rank_of(self) -> np.ndarray:
-        """int [s]: the rank that holds each token."""
+        """Return the owner rank of each token, int [s]."""
         ranks = np.zeros(self.plan.length, int)
         for rank in range(self.plan.ranks):
             held = np.array(list(self.plan.positions(rank)))
@@ -61,21 +63,21 @@ class Evidence:
         return Dense(self.case, self.given.arrays, rows, self.case.heads), rows
 
     def distance(self, out: np.ndarray, rows: range, judged: np.ndarray | None = None) -> float:
-        """Return the relative error of what was measured if ``out`` is the truth of these rows, or of the ``judged`` [s]."""
+        """Return the relative error of the measured out if ``out`` is the truth of ``rows``, or of those in ``judged`` [s]."""
         got = self.got["out"][0, rows.start : rows.stop]
         return relative_error(got, out) if judged is None else relative_error(got[judged], out[judged])
 
     def error_of_heads(self, name: str, right: np.ndarray) -> float:
-        """The relative error of the entries that ``right`` is about: those of batch row 0 and key head 0."""
+        """Return the relative error against ``right``, which covers batch row 0 and key head 0."""
         return relative_error(first(self.got[name], right), right)
 
     @property
     def of_heads(self) -> Arrays:
-        """Inputs and cotangents of batch row 0 and key head 0, as the oracle takes them."""
+        """Return the inputs and cotangents of batch row 0 and key head 0, under the oracle's argument names."""
         return first_heads(self.case, self.given, self.cotangents)
 
     def exact(self, arrays: Arrays, lse_counts: float = 1.0) -> Arrays:
-        """What is exact of these, where the cotangent of lse counts so many times."""
+        """Return the exact results for ``arrays``, with the cotangent of lse multiplied by ``lse_counts``."""
         arrays = arrays | {"dlse": arrays["dlse"] * lse_counts}
         return by_name(exact(**arrays, mask=self.case.band, **self.case.scalars))
 

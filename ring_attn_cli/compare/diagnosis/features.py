@@ -1,4 +1,4 @@
-"""Mistakes of the forward beside the mask and the scale: features that are not looked at, shards that are merged wrongly."""
+"""Mistakes of the forward other than mask and scale: ignored features, and shards that are merged wrongly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .evidence import Evidence
 
 
 def forgotten_feature(evidence: Evidence) -> str | None:
-    """One of softcap, sinks, alibi_slopes and dropout_rate is ignored, or ALiBi's slopes have the other sign."""
+    """Test whether softcap, sinks, alibi_slopes or dropout_rate is ignored, or the ALiBi slopes have the wrong sign."""
     if "out" not in evidence.missed:
         return None
     case, given = evidence.case, evidence.given.arrays
@@ -37,7 +37,7 @@ def forgotten_feature(evidence: Evidence) -> str | None:
 
 
 def merged_alike(evidence: Evidence) -> str | None:
-    """The results of the ranks' shards are summed or averaged, whatever their lse is."""
+    """Test whether the outputs of the key shards are summed or averaged without regard to their lse."""
     if evidence.plan.ranks == 1 or "out" not in evidence.missed:
         return None
     dense, rows = evidence.last_rows

@@ -1,4 +1,4 @@
-"""Mistakes of the forward: what each would give, compared with the out and lse that were measured."""
+"""Mistakes of the forward: the result that each would give, compared with the measured out and lse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .masks import finite_fill, wrong_mask
 
 
 def not_finite(evidence: Evidence) -> str | None:
-    """NaN and infinities, but for an lse of -inf, which says that a query sees no key."""
+    """Report NaN and infinite values, except an lse of -inf, the value of a fully masked query."""
     for name in evidence.missed:
         right = evidence.truth.exact[name]
         got = first(evidence.got[name], right)
@@ -31,7 +31,7 @@ def not_finite(evidence: Evidence) -> str | None:
 
 
 def sees_nothing(evidence: Evidence) -> str | None:
-    """The lse of queries that see a key is -inf."""
+    """Test whether the lse of queries that see a key is -inf."""
     if "lse" not in evidence.missed:
         return None
     right = evidence.truth.exact["lse"]
@@ -49,7 +49,7 @@ def _place(wrong: np.ndarray) -> str:
 
 
 def own_keys(evidence: Evidence) -> str | None:
-    """Each rank attends to the keys that it holds, and k and v never travel."""
+    """Test whether each rank attends only to its own keys, so that k and v never travel."""
     if evidence.plan.ranks == 1 or "out" not in evidence.missed:
         return None
     dense, rows = evidence.last_rows
@@ -62,7 +62,7 @@ def own_keys(evidence: Evidence) -> str | None:
 
 
 def wrong_scale(evidence: Evidence) -> str | None:
-    """q . k is multiplied by another number."""
+    """Test whether q . k has the wrong scale, from 1/64 to 64 times the right one."""
     if "out" not in evidence.missed:
         return None
     dense, rows = evidence.last_rows
@@ -89,7 +89,7 @@ def wrong_scale(evidence: Evidence) -> str | None:
 
 
 def heads(evidence: Evidence) -> str | None:
-    """The heads of out stand in another order, or query heads read other key heads."""
+    """Test whether the heads of out are permuted, or query heads read the wrong key heads."""
     if "out" not in evidence.missed or evidence.case.heads == 1:
         return None
     truth = evidence.truth.exact["out"]
@@ -121,11 +121,11 @@ def heads(evidence: Evidence) -> str | None:
 
 
 NARROW = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16"), "float16": ("bfloat16",)}
-"""Dtypes that keep fewer bits, the finest first; tf32 rounds as float16 does."""
+"""Narrower dtypes of each dtype, the most precise first; tf32 rounds like float16."""
 
 
 def narrow_dtype(evidence: Evidence) -> str | None:
-    """Something is computed in a dtype of fewer bits than was said."""
+    """Test whether something is computed in a narrower dtype than the case's."""
     case, names = evidence.case, [name for name in ("out", "dq", "dk", "dv") if name in evidence.missed]
     if not names:
         return None
@@ -155,7 +155,7 @@ def narrow_dtype(evidence: Evidence) -> str | None:
 
 
 def narrow_state(evidence: Evidence) -> str | None:
-    """Inputs of 16 bits, and scores, sums or lse of 16 bits too."""
+    """Test whether the softmax of 16-bit inputs is computed in 16 bits instead of float32."""
     dtype = evidence.case.dtype
     if dtype not in ("bfloat16", "float16") or "lse" not in evidence.missed:
         return None
@@ -173,7 +173,7 @@ def narrow_state(evidence: Evidence) -> str | None:
 
 
 def base_two(evidence: Evidence) -> str | None:
-    """lse in base 2, as kernels carry it."""
+    """Test whether lse is in base 2, as inside kernels, or off by a constant."""
     if "lse" not in evidence.missed:
         return None
     right, got = evidence.truth.exact["lse"], first(evidence.got["lse"], evidence.truth.exact["lse"])
@@ -187,7 +187,7 @@ def base_two(evidence: Evidence) -> str | None:
 
 
 def _least(distance: Callable[[float], float], low: float, high: float) -> float:
-    """Golden section: where ``distance`` is least between two numbers."""
+    """Return the minimizer of ``distance`` between ``low`` and ``high``, by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(50):
         a, b = high - ratio * (high - low), low + ratio * (high - low)
@@ -212,4 +212,4 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     narrow_state,
     sees_nothing,
 )
-"""In the order in which they are tried; the first that holds is said."""
+"""The hypotheses about the forward, in the order of their tests; the first that holds is reported."""

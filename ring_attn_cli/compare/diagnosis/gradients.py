@@ -1,4 +1,4 @@
-"""Mistakes of the backward: gradients that are lost, scaled, or put together of some ranks' parts only."""
+"""Mistakes of the backward: gradients that are lost, scaled, permuted, or lack the parts of some ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .dense import Dense
 from .evidence import Evidence
 
 LONGEST = 2048
-"""Tokens up to which the parts of gradients are looked at; their matrices take the square."""
+"""Most tokens for which the parts of gradients are computed; their matrices grow with the square of the tokens."""
 
 
 def lse_without_gradient(evidence: Evidence) -> str | None:
-    """The gradients are those of out alone."""
+    """Test whether the gradient of lse is lost, so that dq and dk are those of out alone."""
     names = [name for name in ("dq", "dk") if name in evidence.missed]
     if not names or "lse" not in evidence.cotangents:
         return None
@@ -26,7 +26,7 @@ def lse_without_gradient(evidence: Evidence) -> str | None:
 
 
 def lost_gradient(evidence: Evidence, name: str, attention: bool) -> str | None:
-    """A gradient is zero, a multiple of the right one, or lacks what some ranks give."""
+    """Test whether a gradient is zero, a multiple of the right one, misplaced, or lacks the parts of some ranks."""
     right = evidence.truth.exact[name].astype(np.float64)
     got = first(evidence.got[name], right).astype(np.float64)
     if not got.any():
@@ -45,7 +45,7 @@ def lost_gradient(evidence: Evidence, name: str, attention: bool) -> str | None:
 
 
 def _reason(evidence: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return what may make a gradient so many times too large: ", on one device too" or ": ...", or nothing."""
+    """Return the likely reason for a gradient that is ``factor`` times the right one: ", on one device too", ": ...", or ""."""
     ranks, known, where = evidence.plan.ranks, [], ""
     if evidence.alone is not None and name in evidence.alone:
         right = evidence.truth.exact[name].astype(np.float64)
@@ -61,7 +61,7 @@ def _reason(evidence: Evidence, name: str, factor: float, attention: bool) -> st
 
 
 def _multiple_on_some_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
-    """Some ranks have a multiple of what they should."""
+    """Test whether some ranks have a multiple of the right gradient."""
     of, ranks = evidence.rank_of, evidence.plan.ranks
     if ranks == 1:
         return None
@@ -78,10 +78,10 @@ def _multiple_on_some_ranks(evidence: Evidence, name: str, got: np.ndarray, righ
 
 
 def _on_other_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
-    """What a rank has is the gradient of another rank's tokens: it stopped a hop too early or too late on its way home."""
+    """Test whether ranks hold the gradients of other ranks' tokens, which then stopped a hop too early or too late."""
     ranks, of = range(evidence.plan.ranks), evidence.rank_of
     if len({int((of == rank).sum()) for rank in ranks}) > 1:
-        return None  # shards of other lengths, padding left out, cannot be exchanged
+        return None  # shards of different lengths, without padding, cannot be exchanged
     errors = np.array([[relative_error(got[:, of == rank], right[:, of == other]) for other in ranks] for rank in ranks])
     holds = errors.argmin(1)
     if (holds == np.arange(len(holds))).all() or not evidence.explained(name, evidence.error(name), errors.min(1).max()):
@@ -91,10 +91,10 @@ def _on_other_ranks(evidence: Evidence, name: str, got: np.ndarray, right: np.nd
 
 
 def _in_another_order(evidence: Evidence, name: str, got: np.ndarray, right: np.ndarray) -> str | None:
-    """Each rank has the right numbers, at the wrong places.
+    """Test whether each rank has the right numbers in the wrong order.
 
-    Sorted, large samples of one distribution are alike, hence the 1e-4; and so are numbers with a little noise, which no other
-    order is: that is wrong by about the whole.
+    The sorted numbers are compared, within 1e-4 because large samples of one distribution are alike once sorted. Errors below 0.1
+    are excluded: slightly noisy numbers also sort alike, but another order gives an error of about 1.
     """
     if evidence.error(name) < 0.1:
         return None
@@ -110,7 +110,7 @@ def _in_another_order(evidence: Evidence, name: str, got: np.ndarray, right: np.
 
 
 def _lost_part(evidence: Evidence, name: str) -> str | None:
-    """Fit every rank's tokens by what each rank gives to their gradient: a part that counts 0 times is lost."""
+    """Fit the gradient of each rank's tokens as a linear combination of all ranks' parts; a part with coefficient 0 is lost."""
     case, ranks = evidence.case, evidence.rank_of
     dense = Dense(case, evidence.given.arrays, range(case.length), case.heads // case.kv_heads)
     dlse = evidence.given.cotangents["lse"][0] * ("lse" in evidence.cotangents)

@@ -1,4 +1,4 @@
-"""Mistakes of who sees whom: another mask, positions of another layout, masks that are forgotten, padding that counts as keys."""
+"""Mistakes of the mask: another band, positions of another layout, ignored masks, and padding that is attended to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .evidence import ROWS, Evidence
 
 
 def wrong_mask(evidence: Evidence) -> str | None:
-    """Queries see other keys than they should."""
+    """Test whether queries see other keys than they should."""
     if "out" not in evidence.missed:
         return None
     dense, rows = evidence.last_rows
@@ -24,7 +24,7 @@ def wrong_mask(evidence: Evidence) -> str | None:
     before = evidence.distance(right.out, rows)
     for words, visible_from in _others(evidence):
         seen = visible_from(rows)
-        judged = seen.any(-1)  # a query that sees no key may have been given anything
+        judged = seen.any(-1)  # the out of a fully masked query is arbitrary
         if 2 * judged.sum() < len(rows):
             continue
         wrong = evidence.distance(right.out, rows, judged)
@@ -47,7 +47,7 @@ FILLED = (
 
 
 def finite_fill(evidence: Evidence) -> str | None:
-    """Queries that see no key have the mean of v, and all others are right."""
+    """Test whether out is the mean of v for fully masked queries and right for all others."""
     lse, out = evidence.truth.exact["lse"], evidence.truth.exact["out"]
     if "out" not in evidence.missed or np.isfinite(lse).all():
         return None
@@ -59,7 +59,7 @@ def finite_fill(evidence: Evidence) -> str | None:
 
 
 def _attends_to_all(evidence: Evidence, rows: range, blank: np.ndarray) -> bool:
-    """Return whether the ``blank`` [s] of these queries of batch row 0 have the mean of all values as out."""
+    """Return True if out is the mean of all values for the queries of batch row 0 in ``rows`` that ``blank`` [s] marks."""
     if not blank.any():
         return False
     got = evidence.got["out"][0, rows.start : rows.stop][blank]
@@ -69,13 +69,13 @@ def _attends_to_all(evidence: Evidence, rows: range, blank: np.ndarray) -> bool:
 
 
 def _others(evidence: Evidence) -> Iterator[tuple[str, Callable[[range], np.ndarray]]]:
-    """Yield what else queries may have been let see: in words, and a function from a range of queries to bool [s t]."""
+    """Yield each plausible wrong mask: its description, and a function from a range of queries to the mask bool [s t]."""
     case, band, keys = evidence.case, evidence.case.band, range(evidence.case.length)
     given = [evidence.given.arrays[name][:1] if name in evidence.given.arrays else None for name in ("extents", "key_mask")]
     said = f", where {case.mask} was said"
     if evidence.plan.ranks > 1 and case.layout != "contiguous":
         held = np.concatenate([np.array(list(evidence.plan.positions(rank))) for rank in range(evidence.plan.ranks)])
-        place = np.argsort(held)[: case.length]  # where the token of a position stands in the shards
+        place = np.argsort(held)[: case.length]  # index of each position in the concatenated shards
 
         def of_places(rows: range) -> np.ndarray:
             lag = place[rows.start : rows.stop, None] - place
