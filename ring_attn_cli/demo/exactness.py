@@ -1,4 +1,4 @@
-"""Is the ring exact? Text as queries, keys and values, the true answer, and how far a result may be from it."""
+"""The exactness part of the demo: text as queries, keys and values, the exact results, and the bounds of the error."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .judge import Check
 from .text import VOCAB, standard_library
 
 PARTS = ("ring", "one device")
-"""What every framework computes here."""
+"""The computations of each framework."""
 
 COMPARED = "out", "lse", "dq", "dk", "dv"
-"""The arrays of an Attention that are compared: all but the gradient of sinks, which the demo has not."""
+"""The arrays of an Attention that are compared: all but the gradient of sinks, because the demo has none."""
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 CLOSE = 1e-6
-"""How far apart two float32 results may be, relatively: those of two frameworks, and those of a ring and of one device."""
+"""Bound of the relative difference of two float32 results: of two frameworks, or of a ring and one device."""
 
 
 class Inputs(NamedTuple):
-    """q [1 s h d], k, v [1 s g d] and the cotangents of out and lse, float32, whole sequences in natural order."""
+    """q [1 s h d], k, v [1 s g d] and the cotangents of out and lse: float32 global sequences in natural order."""
 
     q: np.ndarray
     k: np.ndarray
@@ -40,14 +40,14 @@ class Inputs(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Attention of whole sequences in natural order, and the seconds it took."""
+    """Attention of global sequences in natural order, and its seconds."""
 
     attention: Attention
     seconds: float
 
 
 class Truth(NamedTuple):
-    """Exact attention in float64 and plain attention in float32, of all heads or of some."""
+    """Exact attention in float64 and plain attention in float32, of all heads or of some, and the seconds of both."""
 
     exact: Attention
     plain: Attention
@@ -55,9 +55,9 @@ class Truth(NamedTuple):
 
 
 def inputs(tokens: int) -> Inputs:
-    """The text, embedded byte by byte together with its positions and projected, all at random with a fixed seed.
+    """Embed the text byte by byte with its positions and project it, with random weights from a fixed seed.
 
-    Positions give every token a q, k and v of its own, so that a token in the wrong place does not go unseen.
+    The positions give each token its own q, k and v, so that a misplaced token changes the result.
     """
     rng = np.random.default_rng(0)
     width = 64
@@ -74,7 +74,7 @@ def inputs(tokens: int) -> Inputs:
 
 
 def work(report: Report, given: Inputs, mask: Band, kv_head: int) -> None:
-    """In a process of its own: the truth about one key head and the query heads that read it."""
+    """Compute and report the truth of one key head and its query heads, in a process of its own."""
     began = time.perf_counter()
     q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in given)
     exact = oracle.exact(q, k, v, mask, dout, dlse)
@@ -83,14 +83,14 @@ def work(report: Report, given: Inputs, mask: Band, kv_head: int) -> None:
 
 
 def joined(parts: Mapping[int, Truth]) -> Truth:
-    """The truth of all heads from that of each key head."""
+    """Concatenate the truths of the key heads into that of all heads."""
     inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
     whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
     return Truth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))
 
 
 class Row(NamedTuple):
-    """The checks of one array, by framework, and the one between the frameworks if there are two."""
+    """The checks of one array, by framework, and the check between the frameworks if there are two."""
 
     name: str
     exact: dict[str, Check]
@@ -103,7 +103,7 @@ class Row(NamedTuple):
 
 
 def rows(truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> list[Row]:
-    """A row each for out, lse, dq, dk and dv; ``rings`` and ``one_device`` by framework."""
+    """Return one row for each of out, lse, dq, dk and dv. ``rings`` and ``one_device`` map a framework to its result."""
     return [_row(name, truth, rings, one_device) for name in COMPARED]
 
 

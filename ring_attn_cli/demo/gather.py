@@ -1,4 +1,4 @@
-"""Run every process at once, show how far each is, and collect what they compute."""
+"""Run all processes of the demo at once, show their progress, and collect their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .settings import MASK, Settings
 
 
 def gather(settings: Settings, frameworks: list[str], console: Console) -> Gathered:
-    """All that the demo computes; the exactness is printed as soon as it is known. Raises :class:`processes.Failure`."""
+    """Return all results of the demo, and print the exactness as soon as it is known.
+
+    Raise :class:`processes.Failure` if a process fails.
+    """
     gathered = Gathered(frameworks)
     with _Board(settings, console) as board, _started(settings, frameworks, board) as crews:
         for message in crews.messages():
@@ -30,7 +33,7 @@ def gather(settings: Settings, frameworks: list[str], console: Console) -> Gathe
 
 @contextmanager
 def _started(settings: Settings, frameworks: list[str], board: _Board) -> Iterator[Crews]:
-    """The processes, at work."""
+    """Start the processes, and end them on exit."""
     package = __name__.rpartition(".")[0]
     given = exactness.inputs(settings.tokens)
     with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder, Crews(settings.patience) as crews:
@@ -47,7 +50,7 @@ def _started(settings: Settings, frameworks: list[str], board: _Board) -> Iterat
 
 
 class _Board(Progress):
-    """A bar for each crew, and what it is at."""
+    """Progress bars, one for each crew, with its current stage."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         name, words = TextColumn("{task.fields[crew]:7}"), TextColumn("{task.description}")

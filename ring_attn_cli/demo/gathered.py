@@ -1,4 +1,4 @@
-"""What the processes of the demo have computed so far."""
+"""The results that the processes of the demo have reported so far."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .judge import Check
 from .training import Step
 
 EXACT = "exact"
-"""The crew that computes the truth; the others bear the names of their frameworks."""
+"""The name of the crew that computes the truth; the other crews have their framework's name."""
 
 
 @dataclass
 class Gathered:
-    """What has come back so far, by framework; ``rows`` are there once all of the exactness is."""
+    """The results so far, by framework. ``rows`` is filled once all results of the exactness part are in."""
 
     frameworks: list[str]
     truth: dict[int, Truth] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Gathered:
     rows: list[Row] = field(default_factory=list)
 
     def take(self, message: Message) -> bool:
-        """Keep what a message brings; true where that makes the rows."""
+        """Store the data of a message. Return True if it completes ``rows``."""
         if message.kind == "truth":
             kv_head, self.truth[kv_head] = message.data
         elif message.kind == "step":

@@ -1,4 +1,4 @@
-"""The demo in JAX: one process, every rank a device of the host. Imported in that process only."""
+"""The demo in JAX: one process, each rank a CPU device of the host. Imported in that process only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .training import Step
 
 
 def work(report: Report, settings: Settings, given: Inputs) -> None:
-    """All ranks: JAX is one program."""
+    """Compute the attention and the training of all ranks, in one JAX program."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings.ranks)
     mesh = Mesh(np.array(jax.devices()), ("seq",))
@@ -41,7 +41,7 @@ def work(report: Report, settings: Settings, given: Inputs) -> None:
 
 
 def attention(settings: Settings, given: Inputs, mesh: Mesh) -> Attention:
-    """Attention and gradients of whole sequences: shard, one call and its backward pass, and gather."""
+    """Return attention and gradients of global sequences: shard, call, run the backward, and gather."""
     ranks, layout, tokens = mesh.size, settings.layout, settings.tokens
 
     @jax.jit
@@ -55,13 +55,13 @@ def attention(settings: Settings, given: Inputs, mesh: Mesh) -> Attention:
 
 
 def train(report: Report, settings: Settings, mesh: Mesh) -> None:
-    """Every step on the next stretch of text."""
+    """Train on consecutive stretches of text, one for each step, and report each loss."""
     model = RingTransformer(**training.MODEL, layout=settings.layout, mask=MASK, rngs=nnx.Rngs(0))
     from_numpy(model, training.weights(to_numpy(model)))
     graph, weights = nnx.split(model)
     b1, b2 = training.BETAS
     optimizer = optax.adamw(training.LEARNING_RATE, b1, b2, training.EPS, weight_decay=training.WEIGHT_DECAY)
-    # On every device from the start, as the first update returns them: else the second one is compiled anew.
+    # Replicated from the start, like the results of the first update; otherwise the second update compiles again.
     weights, state = jax.device_put((weights, optimizer.init(weights)), NamedSharding(mesh, PartitionSpec()))
     tokens = PartitionSpec(None, "seq")
 

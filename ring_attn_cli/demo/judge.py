@@ -1,4 +1,4 @@
-"""What must hold, as plain numbers: whether the demo passes is decided here and nowhere else."""
+"""The pass criterion of the demo: checks of plain numbers against bounds. Nothing else decides whether the demo passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Check(NamedTuple):
-    """``value`` may be at most ``bound``; NaN never is."""
+    """A check that ``value`` is at most ``bound``; NaN fails."""
 
     what: str
     value: float
@@ -22,11 +22,11 @@ class Check(NamedTuple):
 
 
 def missed(checks: Iterable[Check]) -> list[Check]:
-    """The checks that do not hold."""
+    """Return the checks that fail."""
     return [check for check in checks if not check.passed]
 
 
 def exit_status(checks: Iterable[Check]) -> int:
-    """0 where every check holds and there is one at all, else 1."""
+    """Return 0 if there is at least one check and all of them pass, else 1."""
     checks = list(checks)
     return 1 if missed(checks) or not checks else 0

@@ -1,4 +1,4 @@
-"""What the demo prints and writes."""
+"""The printed report of the demo and the files it writes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ STYLES: dict[str, dict[str, Any]] = {
     "PyTorch": {"color": "#E45756", "linewidth": 6, "alpha": 0.4},
     "JAX": {"color": "#4C78A8", "marker": "o", "markersize": 4},
 }
-"""Of the lines in losses.png: one can be seen under the other."""
+"""Line styles in losses.png, by framework; each line stays visible under the other."""
 
 ROUNDING = 2.0**-24
 
 
 def opening(settings: Settings, left_out: list[str]) -> Group:
-    """What is about to run."""
+    """Return the description of the run, and the frameworks left out."""
     plan = settings.plan
     travel = words.travel_in_words(plan)
     lines = [
@@ -51,7 +51,7 @@ def opening(settings: Settings, left_out: list[str]) -> Group:
 
 
 def exactness(rows: list[Row], frameworks: list[str]) -> Group:
-    """How far every array is from the truth, from the other framework and from one device, and how far it may be."""
+    """Return the table of errors: each array against the truth, the other framework and one device, with bounds."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title="Is the ring exact?", title_justify="left", title_style="bold")
     column = partial(table.add_column, justify="right", no_wrap=True)
     table.add_column("")
@@ -77,7 +77,7 @@ def exactness(rows: list[Row], frameworks: list[str]) -> Group:
 
 
 def losses(by_framework: Mapping[str, list[float]]) -> Group:
-    """The loss of every step, side by side."""
+    """Return the table of losses: one row per step, one column per framework."""
     title = "Do both frameworks learn alike?" if len(by_framework) == 2 else "Does it learn?"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left", title_style="bold")
     table.add_column("step", justify="right")
@@ -96,7 +96,7 @@ def losses(by_framework: Mapping[str, list[float]]) -> Group:
 
 
 def verdict(checks: list[Check], files: list[Path], seconds: float) -> Group:
-    """Whether all bounds are kept, which are not, and where to look."""
+    """Return the verdict: the missed bounds, their number, and the files written."""
     failed = missed(checks)
     lines = [f"[red]Missed[/] {escape(str(check))}" for check in failed]
     if failed:
@@ -114,7 +114,7 @@ def _number(check: Check) -> str:
 
 
 def write(out: Path, settings: Settings, gathered: Gathered, seconds: float) -> list[Path]:
-    """losses.png, plan.png and demo.json in the folder ``out``; returns their paths."""
+    """Write losses.png, plan.png and demo.json into the folder ``out`` and return their paths."""
     paths = [out / "losses.png", out / "plan.png", out / "demo.json"]
     plot_losses(gathered.losses, paths[0], words.title(settings.plan))
     image.save(settings.plan, paths[1])
@@ -123,7 +123,7 @@ def write(out: Path, settings: Settings, gathered: Gathered, seconds: float) -> 
 
 
 def document(settings: Settings, gathered: Gathered, seconds: float) -> dict[str, Any]:
-    """Every number of the demo, as JSON can carry it."""
+    """Return every number of the demo as JSON-compatible data."""
     checks = gathered.checks
     timings: dict[str, Any] = {"all": seconds, "exact float64": max(truth.seconds for truth in gathered.truth.values())}
     for name in gathered.frameworks:
@@ -142,7 +142,7 @@ def document(settings: Settings, gathered: Gathered, seconds: float) -> dict[str
 
 
 def versions() -> dict[str, str]:
-    """Of ring-attn, Python, the machine and the packages that are installed."""
+    """Return the versions of ring-attn, Python, the machine's platform and the installed packages."""
     found = {"ring-attn": __version__, "python": platform.python_version(), "machine": platform.platform()}
     for package in ("torch", "jax", "flax", "optax", "numpy"):
         try:
@@ -153,7 +153,7 @@ def versions() -> dict[str, str]:
 
 
 def plot_losses(by_framework: Mapping[str, list[float]], path: Path, title: str) -> None:
-    """The losses above each other; below, where there are two, how far they are apart and may be."""
+    """Plot the losses in one panel and, for two frameworks, their relative difference and its bound below."""
     from matplotlib.figure import Figure
 
     both = len(by_framework) == 2

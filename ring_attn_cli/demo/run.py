@@ -1,4 +1,4 @@
-"""The demo from its first line to its exit status."""
+"""The run of the demo: choose the frameworks, compute, print, write the files, and return the exit status."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ASKED = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
 
 
 def run(settings: Settings, framework: str = "both", out: Path = Path("demo-output")) -> int:
-    """Compute, judge, print, and write losses.png, plan.png and demo.json into ``out``.
+    """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
-    ``framework``: "both", "jax" or "torch". Returns the exit status: 0, 1 where a bound is missed or a process failed, 130 after
-    Ctrl-C. Raises ValueError for another framework, and where none that was asked for is installed.
+    ``framework``: "both", "jax" or "torch". Return the exit status: 0, 1 if a bound is missed or a process fails, 130 after
+    Ctrl-C. Raise ValueError if the framework is unknown, if none of the requested ones is installed, or if ``out`` is not usable.
     """
     frameworks, left_out = available(framework)
     try:
@@ -49,7 +49,10 @@ def run(settings: Settings, framework: str = "both", out: Path = Path("demo-outp
 
 
 def available(framework: str) -> tuple[list[str], list[str]]:
-    """The frameworks that will run, and a line for each that was asked for and cannot."""
+    """Return the frameworks that will run, and a message for each requested one that is not installed.
+
+    Raise ValueError if the framework is unknown or none of the requested ones is installed.
+    """
     if framework not in ASKED:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(ASKED)}")
     frameworks, left_out = [], []

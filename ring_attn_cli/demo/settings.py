@@ -1,4 +1,4 @@
-"""What one run of the demo does, as data that every process receives."""
+"""The settings of one run of the demo, as plain data that every process receives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from ..processes import check_count
 
 MASK = causal()
 QUICK: dict[str, Any] = {"tokens": 2048, "steps": 3}
-"""What ``--quick`` puts in place of the defaults."""
+"""The values of ``--quick``, which replace the defaults."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``tokens``: length of every sequence; ``steps``: of training. Raises ValueError for what cannot run."""
+    """The settings of the demo. ``tokens``: tokens of each sequence. ``steps``: training steps.
+
+    Raise ValueError if the layout is unknown or a number is out of its range.
+    """
 
     ranks: int = 4
     tokens: int = 16384
@@ -27,7 +30,7 @@ class Settings:
 
     @classmethod
     def of(cls, quick: bool, **given: int | str | None) -> Settings:
-        """The defaults, those of ``--quick`` or not, and in their place whatever is given and not None."""
+        """Return the defaults, with those of ``--quick`` if ``quick``, replaced by the given values that are not None."""
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return cls(**(QUICK if quick else {}) | chosen)
 
@@ -43,11 +46,14 @@ class Settings:
 
     @property
     def plan(self) -> RingPlan:
-        """The plan of the rings that the demo runs."""
+        """Return the plan of the demo's ring."""
         seq_local = layouts.padded_local(self.layout, self.ranks, self.tokens)
         return RingPlan(self.layout, MASK, self.ranks, seq_local, length=self.tokens)
 
     @property
     def patience(self) -> float:
-        """Seconds without a word from any process after which the demo gives up; attention takes the square of the tokens."""
+        """Return the seconds without a message from any process after which the demo fails.
+
+        They grow with the square of the tokens, like the time of attention.
+        """
         return 300 * max(1.0, (self.tokens / 16384) ** 2)

@@ -1,4 +1,4 @@
-"""Text that every machine has: the source of Python's standard library, byte by byte."""
+"""Text that each machine has: the source of Python's standard library, one token per byte."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ VOCAB = 256
 
 
 def standard_library(length: int) -> bytes:
-    """The first ``length`` bytes of the standard library's top modules in order of their names, from the start again at the end.
+    """Return the first ``length`` bytes of the standard library's top-level modules, in order of their names.
 
-    Raises ValueError where Python was installed without them.
+    Repeat the text if it is too short. Raise ValueError if Python is installed without these sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()

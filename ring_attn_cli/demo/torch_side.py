@@ -1,4 +1,4 @@
-"""The demo in PyTorch: what each of the gloo processes does. Imported in those processes only."""
+"""The demo in PyTorch: one gloo process per rank. Imported in those processes only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .training import Step
 
 
 def work(report: Report, rank: int, settings: Settings, given: Inputs, store: str) -> None:
-    """One rank of the ring; rank 0 reports for all."""
+    """Compute the attention and the training of one rank; rank 0 reports for all."""
     torch.set_num_threads(1)
     patience = timedelta(seconds=settings.patience)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=settings.ranks, timeout=patience)
@@ -51,7 +51,7 @@ def work(report: Report, rank: int, settings: Settings, given: Inputs, store: st
 
 
 def attention(settings: Settings, given: Inputs, rank: int, group: Any = None) -> Attention:
-    """Attention and gradients of whole sequences: shard, one call and its backward pass, and gather."""
+    """Return attention and gradients of global sequences: shard, call, run the backward, and gather."""
     ranks, layout, tokens = dist.get_world_size(group), settings.layout, settings.tokens
     q, k, v, dout, dlse = (to_layout(torch.from_numpy(x), layout, ranks).chunk(ranks, 1)[rank].contiguous() for x in given)
     for x in (q, k, v):
@@ -68,7 +68,10 @@ def attention(settings: Settings, given: Inputs, rank: int, group: Any = None) -
 
 
 def train(report: Report, settings: Settings, rank: int) -> None:
-    """Every step on the next stretch of text; every rank ends with the same weights."""
+    """Train on consecutive stretches of text, one for each step, and report each loss.
+
+    All ranks end with the same weights.
+    """
     model = RingTransformer(**training.MODEL, layout=settings.layout, mask=MASK)
     from_numpy(model, training.weights(to_numpy(model)))
     optimizer = torch.optim.AdamW(model.parameters(), training.LEARNING_RATE, training.BETAS, training.EPS, training.WEIGHT_DECAY)
