@@ -1,5 +1,5 @@
-"""Text from a folder of weights, in either framework.
+"""Text generation from a folder of weights, in either framework.
 
-``settings.py`` says what is asked, ``text.py`` turns text into ids and back, ``torch_side.py`` and ``jax_side.py`` compute, each
-imported only where its framework is needed; ``run.py`` starts them and shows what comes.
+``settings.py`` holds the options and ``text.py`` converts between text and token ids. ``torch_side.py`` and ``jax_side.py``
+generate; each is imported only if its framework is used. ``run.py`` starts them and shows the tokens as they arrive.
 """

@@ -1,4 +1,4 @@
-"""``ring-attn generate``: text from a folder of weights."""
+"""The command ``ring-attn generate`` and its options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generate(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="In which to keep the weights.", show_default="the config's")] = None,
 ) -> None:
-    """Write what comes after a prompt: the text to stdout, and how it goes to stderr."""
+    """Continue a prompt with a language model: write the new text to stdout and the progress to stderr."""
     with mistakes_in_one_line():
         from ..processes import Failure
         from .run import run

@@ -1,4 +1,4 @@
-"""Generation in JAX, in this process. Imported only where JAX is needed."""
+"""Generation in JAX, in this process. Imported only if JAX is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .settings import Settings
 
 
 def run(settings: Settings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
-    """Generate on accelerators where there are enough for all ranks, else on so many of jax's CPU devices."""
+    """Generate on accelerators if there are enough for all ranks, else on JAX's CPU devices. Report progress by ``tell``."""
     jax.config.update("jax_num_cpu_devices", settings.ranks)
     dtypes = [settings.dtype, *(settings.config.get(name) for name in ("param_dtype", "compute_dtype", "dtype", "torch_dtype"))]
     if "float64" in dtypes:

@@ -1,4 +1,4 @@
-"""A generation from the command to its exit: who computes, and what whoever started it sees."""
+"""The run of ``ring-attn generate``: start the processes of the framework and show text and progress as they arrive."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from .text import Text, harmless
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors")}
 WARM = 3
-"""New tokens before the speed is measured: the first is the prompt's, with the next two the step is compiled and captured."""
+"""New tokens before the speed is measured: the first waits for the prompt, the next two compile and capture the decode step."""
 PATIENCE = 1800.0
-"""Seconds without a word after which it is given up: a chunk of a long prompt, or compiling a large model."""
+"""Seconds without a message after which the run fails; a chunk of a long prompt or compiling a large model takes long."""
 
 
 def run(settings: Settings) -> None:
-    """Write what comes after the prompt to stdout, and how it goes to stderr.
+    """Generate, and write the new text to stdout and the progress to stderr.
 
-    Raises ValueError for what it cannot begin with, processes' Failure where a process fails, and ModuleNotFoundError.
+    Raise ValueError if the settings are invalid, :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a
+    package is missing.
     """
     for package in NEEDS[settings.framework]:
         if find_spec(package) is None:
@@ -50,7 +51,7 @@ def run(settings: Settings) -> None:
 
 
 class Watch:
-    """A bar while the prompt is read, then the text as it comes, then how long it took. Use as a context."""
+    """A context manager that shows a progress bar for the prompt, then the text as it arrives, then the speed."""
 
     def __init__(self, text: Text, console: Console) -> None:
         self._text, self._console = text, console
@@ -71,7 +72,7 @@ class Watch:
                 self._console.print(speed(self._began, self._came))
 
     def __call__(self, kind: str, what: Any) -> None:
-        """Show what is reported."""
+        """Show a reported message."""
         if kind == "loaded":
             self._console.print(escape(what))
             self._began = time.monotonic()
@@ -93,7 +94,10 @@ class Watch:
 
 
 def speed(began: float, came: Sequence[float]) -> str:
-    """How fast tokens came, in seconds from ``began``: the first apart, which waits for the prompt, then those after ``WARM``."""
+    """Return the speed in words: seconds from ``began`` to the first token, and tokens/s after the first ``WARM`` tokens.
+
+    ``came``: the arrival time of each token, in seconds.
+    """
     words = f"{len(came):,} tokens, the first after {came[0] - began:,.2f} s"
     if len(came) <= WARM:
         return words

@@ -1,4 +1,4 @@
-"""What is generated, of which weights, and where."""
+"""The options of ``ring-attn generate`` as a checked record."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..processes import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of ``ring-attn generate``.
+    """The options of ``ring-attn generate``. Raise ValueError if one of them is invalid.
 
-    ``prompt``, ``text``: the file of the prompt, or the prompt itself. ``stop``: None for the ids of the folder's config.json.
+    ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: most new tokens. ``stop``: None means the ids of the
+    folder's config.json.
     """
 
     weights: Path
@@ -38,7 +39,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.framework not in ("jax", "torch"):
             raise ValueError(f"unknown framework {self.framework!r}: choose one of jax, torch")
-        Sampling(self.temperature, self.top_k, self.top_p, self.seed)  # which says what is wrong with them
+        Sampling(self.temperature, self.top_k, self.top_p, self.seed)  # checks the values
         for name, count in (("--max-new-tokens", self.new), ("--chunk", self.chunk)):
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
@@ -54,7 +55,7 @@ class Settings:
         self.check_ids([x for x in self.ends if is_integer(x)], "eos_token_id of config.json" if self.stop is None else "--stop")
 
     def _check_prompt(self) -> None:
-        """Raise ValueError if there is no prompt or more than one."""
+        """Raise ValueError unless exactly one of ``prompt`` and ``text`` is given and the file exists."""
         if self.prompt is None and self.text is None:
             raise ValueError("pass what the text begins with: --prompt TEXT, or --prompt-file FILE")
         if self.prompt is not None and self.text is not None:
@@ -64,7 +65,7 @@ class Settings:
 
     @property
     def origin(self) -> str:
-        """Return where the prompt comes from, as a message names it."""
+        """Return the source of the prompt, for messages."""
         return "--prompt" if self.prompt is None else str(self.prompt)
 
     def read_prompt(self) -> str:
@@ -72,7 +73,7 @@ class Settings:
         try:
             if self.prompt is None:
                 assert self.text is not None
-                self.text.encode()  # bytes that are not UTF-8 reach a command as surrogates
+                self.text.encode()  # raises on surrogates, which stand for arguments that are not UTF-8
                 text = self.text
             else:
                 text = self.prompt.read_text(encoding="utf-8")
@@ -85,25 +86,25 @@ class Settings:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return what the folder's config.json holds; ValueError where it cannot be read."""
+        """Return the contents of the folder's config.json. Raise ValueError if it cannot be read."""
         from ring_attn_core.files import read_json
 
         return read_json(self.weights / "config.json")
 
     def check_ids(self, ids: list[int], whose: str) -> None:
-        """ValueError, before any weights are loaded, for ids outside the vocabulary, where config.json says how large it is."""
+        """Raise ValueError, before weights are loaded, if an id is outside the vocabulary size in config.json, if it has one."""
         vocab = self.config.get("vocab_size" if self.llama else "vocab")
         if isinstance(vocab, int):
             check_ids(ids, vocab, f"{whose} holds")
 
     @property
     def llama(self) -> bool:
-        """Return whether the folder is one of Hugging Face's."""
+        """Return True if the folder has Hugging Face's format."""
         return "model_type" in self.config
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the ids that end the text."""
+        """Return the stop token ids."""
         if self.stop is not None:
             return self.stop
         told = self.config.get("eos_token_id") if self.llama else None
@@ -111,6 +112,6 @@ class Settings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``RingTransformer.generate`` but its prompts and functions."""
+        """Return the arguments of ``RingTransformer.generate``, except its prompts and callbacks."""
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
         return {"max_new_tokens": self.new, "stop": self.ends, "chunk": self.chunk, **sampling}

@@ -1,4 +1,4 @@
-"""Text as token ids, by a tokenizer or byte by byte, and ids as text while they come."""
+"""Conversion of the prompt to token ids, by a tokenizer or by bytes, and of new ids to text as they arrive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ BYTES = 256
 
 
 class Text:
-    """``ids``: those of the prompt. With ``--tokenizer``, or a tokenizer.json beside the weights; without one, its bytes.
+    """The prompt's token ids in ``ids``, and an incremental decoder of the new ids.
 
-    Special tokens, such as one for the beginning, are added for Hugging Face's folders alone: ``ring-attn train`` adds none.
+    Uses the tokenizer of ``--tokenizer`` or the tokenizer.json beside the weights; without one, ids are bytes. Special tokens,
+    such as a beginning of sequence, are added only for Hugging Face's folders, because ``ring-attn train`` adds none.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,11 +34,11 @@ class Text:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """What can be read now that this token has come; characters may need several."""
+        """Add a token and return the text that it completes, "" within a character of several tokens."""
         if self._tokenizer is None:
             return self._bytes.decode(bytes([token])) if token < BYTES else ""
         self._new.append(token)
-        context = max(0, self._shown - 8)  # so that a space before a word is seen as one
+        context = max(0, self._shown - 8)  # some context, so that the space before a word is kept
         before, after = (self._tokenizer.decode(self._new[context:end]) for end in (self._shown, None))
         if after.endswith("\ufffd") or len(after) <= len(before):
             return ""
@@ -45,16 +46,16 @@ class Text:
         return after[len(before) :]
 
     def end(self) -> str:
-        """What is left of a character that did not end."""
+        """Return the replacement of an incomplete last character, else ""."""
         return self._bytes.decode(b"", final=True) if self._tokenizer is None else ""
 
 
 STEERS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Characters that change the order in which others are shown."""
+"""Unicode characters that change the writing direction of others."""
 
 
 def harmless(text: str) -> str:
-    """Return ``text`` with control characters but line breaks and tabs as escapes, for a terminal would obey them."""
+    """Escape control characters, except line breaks and tabs, because a terminal would obey them."""
     steers = lambda c: c not in "\n\t" and (unicodedata.category(c) == "Cc" or c in STEERS)
     return "".join(c.encode("unicode_escape").decode() if steers(c) else c for c in text)
 
@@ -64,7 +65,7 @@ def _read(path: Path) -> Any:
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # of no kind of its own
+    except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{path} is no tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

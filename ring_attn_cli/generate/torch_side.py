@@ -1,4 +1,4 @@
-"""Generation in PyTorch: what one rank does. Imported only where PyTorch is needed."""
+"""Generation in PyTorch, one process per rank. Imported only if PyTorch is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import Settings
 
 
 def work(report: Report, rank: int, settings: Settings, ids: list[int], store: str) -> None:
-    """What a process that the command started does: one rank; the first reports for all."""
+    """Generate as one rank, in a process that the command started; rank 0 reports for all."""
     if dist.is_torchelastic_launched():
         report("mistake", "torchrun has started this command, which starts its own processes: run it once, with --ranks")
         return
