@@ -1,4 +1,4 @@
-"""What this machine runs: versions, the devices that each framework sees, and its backends, or in words why one cannot."""
+"""The report of ``ring-attn doctor``: versions, the devices of each framework, and each backend or its objection."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend and a problem: ``objection`` is None where it can solve it, ``drawback`` where "auto" may take it.
+    """One backend's fitness for a problem.
 
-    "auto" takes it for the passes that are ``taken``; where that is the forward only, ``left`` says why.
+    ``objection``: why it cannot solve the problem, or None. ``drawback``: why "auto" never takes it, or None. ``taken``: the
+    passes for which "auto" takes it. ``left``: if it takes the forward only, the reason for leaving the backward.
     """
 
     backend: str
@@ -34,7 +35,7 @@ class Choice:
 
     @property
     def auto(self) -> str:
-        """What "auto" makes of it, in words."""
+        """Return the decision of "auto" about this backend, in words."""
         if not self.taken:
             return f"never: {self.drawback}" if self.drawback else ""
         if len(self.taken) == 2:
@@ -44,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Finding:
-    """Of a framework: ``words`` say what it sees, or why it does not start, and then there are no choices."""
+    """The state of a framework. ``words``: its devices, or why it does not start; then ``choices`` is empty."""
 
     name: str
     words: tuple[str, ...]
@@ -52,14 +53,17 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of this library and of what it can use, by name; ptxas is the assembler that comes with Triton."""
+    """Return the versions of Python, this library, its optional packages, and ptxas, the assembler that comes with Triton."""
     packages = ("jax", "jaxlib", "flax", "torch", "triton")
     own = {"python": platform.python_version(), "ring-attn": __version__}
     return own | {name: _version(name) for name in packages} | {"ptxas": _assembler()}
 
 
 def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
-    """One causal sequence on one rank, 16 query heads on 4 kv heads. ValueError for what no backend takes."""
+    """Return the problem of one causal sequence of 4096 tokens on one rank, with 16 query heads and 4 kv heads.
+
+    Raise ValueError if the dtype or a head dim is not supported.
+    """
     from ring_attn_core.problem.problem import Problem
 
     q, k, v = (1, 4096, 16, head_dim), (1, 4096, 4, head_dim), (1, 4096, 4, head_dim if v_dim is None else v_dim)
@@ -69,7 +73,10 @@ def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
 
 
 def findings(problem: Problem, framework: str = "both") -> list[Finding]:
-    """What each framework sees, and what its backends say to ``problem`` there. ValueError for an unknown framework."""
+    """Return the devices of each framework and its backends' fitness for ``problem`` there.
+
+    Raise ValueError if the framework is unknown.
+    """
     torch, jax = ("PyTorch", "torch", _torch), ("JAX", "jax", _jax)
     asked = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
     if framework not in asked:
@@ -81,7 +88,7 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
             continue
         try:
             where, words = look()
-        except (ImportError, OSError, RuntimeError) as error:  # a broken installation is what a doctor is called for
+        except (ImportError, OSError, RuntimeError) as error:  # report a broken installation instead of failing on it
             found.append(Finding(name, (f"installed, but does not start: {error}".partition("\n")[0],)))
         else:
             found.append(Finding(name, words, choices(replace(problem, framework=package, **where))))
@@ -89,7 +96,10 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
 
 
 def choices(problem: Problem) -> tuple[Choice, ...]:
-    """Every backend, in the order in which "auto" tries them; where kernels do not compile, it goes on with the next one yet."""
+    """Return the choice of each backend, in the order in which "auto" tries them.
+
+    At run time, "auto" may still go on to the next backend, if the kernels of one do not compile.
+    """
     from ring_attn_core.kernels.backends import BACKENDS, select
 
     forward = select(problem)
@@ -102,7 +112,7 @@ def choices(problem: Problem) -> tuple[Choice, ...]:
 
 
 def report(problem: Problem, found: Iterable[Finding]) -> Group:
-    """All of it, for a console without markup."""
+    """Return the whole report, for a console without markup."""
     asked = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
     parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", asked]
     for each in found:
@@ -128,12 +138,12 @@ def _assembler() -> str:
 
     try:
         return older_assembler() or "not installed"
-    except Exception as error:  # a broken installation is what a doctor is called for
+    except Exception as error:  # report a broken installation instead of failing on it
         return f"triton does not start: {error}".partition("\n")[0]
 
 
 def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What a Problem says of where it is computed, on the first device, and all devices in words."""
+    """Return the device fields of a Problem on the first device, and a description of all devices."""
     import torch
 
     from ring_attn_torch.attend.launch import capability

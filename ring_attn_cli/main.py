@@ -1,4 +1,4 @@
-"""The command ``ring-attn``. Needs the extra ``demo``; everything heavy is imported by the command that uses it."""
+"""The command ``ring-attn``. Needs the extra ``demo``. Each command imports its heavy modules itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .compare.command import compare  # noqa: E402
 from .generate.command import generate  # noqa: E402
 
 MOST_RANKS = 4096
-"""Of a plan that is drawn; the time grows with their square."""
+"""Most ranks of a plan that is drawn; the time grows with their square."""
 
 app = typer.Typer(
     help="Exact ring attention: run the demo, train, generate, look at a plan, compare.",
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 
 def _print_version(asked: bool) -> None:
-    """Print the version and end the command, before a command is missed."""
+    """Print the version and exit, before typer reports a missing command."""
     if asked:
         typer.echo(__version__)
         raise typer.Exit
@@ -74,7 +74,7 @@ def plan(
     tokens: Annotated[int | None, typer.Option(help="With --model: tokens a GPU.", show_default="as many as fit")] = None,
     activations: Annotated[str, typer.Option(help="With --model: what blocks keep: keep, recompute or offload.")] = "offload",
 ) -> None:
-    """Draw who holds what, who computes what at each step, and how the work is shared; or, with --model, say what fits."""
+    """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work; or, with --model, print what fits."""
     with mistakes_in_one_line():
         if model is not None:
             from .plan import memory as fitting
@@ -105,7 +105,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
     quick: Annotated[bool, typer.Option("--quick", help="A short sequence and a few steps.")] = False,
 ) -> None:
-    """Run it on this CPU: is the ring exact, and do PyTorch and JAX learn alike? Exit status 1 if a bound is missed."""
+    """Check on this CPU that the ring is exact and PyTorch and JAX train alike. Exit with status 1 if a bound is missed."""
     with mistakes_in_one_line():
         from .demo.run import Settings, run
 
@@ -127,7 +127,7 @@ def train(
         str | None, typer.Option(help="With --coordinator HOST:PORT: which this is, and of how many: 0/4 to 3/4.")
     ] = None,
 ) -> None:
-    """Train a language model, or go on where the run in that folder stopped; under torchrun on its processes."""
+    """Train a language model, or resume the run in the folder. Under torchrun, use its processes."""
     with mistakes_in_one_line():
         from .processes import Failure
         from .train.config import read
@@ -148,7 +148,7 @@ def doctor(
     v_dim: Annotated[int | None, typer.Option(help="Of v.", show_default="head_dim")] = None,
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
 ) -> None:
-    """Say what this machine has and runs: versions, devices, and each backend, or in words why not."""
+    """Print versions, devices, and for each backend whether it runs on this machine or why not."""
     with mistakes_in_one_line():
         from .doctor import findings, report, typical
 
@@ -161,15 +161,18 @@ app.command()(generate)
 
 
 def console(plain: bool = False) -> Console:
-    """Return a console as wide as COLUMNS says, else as the terminal that stdout is, else of 80 columns."""
+    """Return a console with the width of COLUMNS, else of the terminal at stdout, else of 80 columns."""
     return Console(width=shutil.get_terminal_size().columns, highlight=not plain, markup=not plain)
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """Return the plan of whole sequences, each shard padded as little as the layout allows. Raise ValueError if there is none."""
+    """Return the plan of global sequences, with as little padding as the layout allows.
+
+    Raise ValueError if ``ranks`` is out of its range, or if layout, mask or lengths are invalid.
+    """
     if ranks > MOST_RANKS:
         raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
-    members = max(ranks, 1)  # RingPlan refuses the rest in words
+    members = max(ranks, 1)  # RingPlan rejects ranks below 1
     seq_local = layouts.padded_local(layout, members, length)
     kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)
     return RingPlan(layout, masks.parse(mask), ranks, seq_local, kv_local, length, length if kv_length is None else kv_length)
@@ -192,7 +195,7 @@ def _comparison(plans: list[RingPlan]) -> Table:
 
 
 def open_closed_streams() -> None:
-    """Put /dev/null in place of a closed stdin, stdout or stderr, whose number the pipe of a rank would get otherwise."""
+    """Open /dev/null as a closed stdin, stdout or stderr; otherwise the pipe of a rank would get its file descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -205,7 +208,7 @@ def open_closed_streams() -> None:
 
 
 def main() -> None:
-    """What the command ``ring-attn`` runs."""
+    """Run the command ``ring-attn``."""
     open_closed_streams()
     app(prog_name="ring-attn")
 

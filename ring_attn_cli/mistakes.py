@@ -1,4 +1,4 @@
-"""How the commands answer a user's mistake: in one line, without a traceback."""
+"""Error reporting of the commands: one line on stderr, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ HINT = 'ring-attn: {} is not installed: run pip install ".[demo]" in a clone of 
 
 @contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
-    """A user's mistake (ValueError) or a missing package becomes one line on stderr and exit status 2.
+    """Turn a ValueError, OSError, MemoryError or missing package into one line on stderr and exit status 2.
 
-    Whoever reads the output may close it early, as ``head`` does: nothing is said then, and the exit status is 1.
+    If the reader of the output closes it early, as ``head`` does, print nothing and exit with status 1.
     """
-    import typer  # main.py says in words where it is missing
+    import typer  # main.py reports a missing typer
 
     try:
         yield
     except ModuleNotFoundError as missing:
         typer.echo(HINT.format(missing.name), err=True)
         raise typer.Exit(2) from None
-    except BrokenPipeError:  # rich exits with 1 by itself from 13.8 on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would flush into the pipe at exit
+    except BrokenPipeError:  # rich exits with status 1 itself from 13.8 on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes into the pipe at exit
         raise typer.Exit(1) from None
     except MemoryError:
         typer.echo("ring-attn: there is not enough memory for this: ask for fewer tokens", err=True)

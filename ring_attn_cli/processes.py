@@ -1,4 +1,4 @@
-"""Processes that work at the same time and report as they go; none outlives who started it, and none fails in silence."""
+"""Groups of spawned processes that report over pipes. Each ends with its parent, and each failure is raised with its log."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOST = 1024
-"""Ranks that a command starts on one machine; more are a typing error, and only a list of them would fill its memory."""
+"""Most ranks that a command starts on one machine; a larger number is a typing error, and a list of so many fills memory."""
 Report = Callable[[str, Any], None]
-"""``report(kind, data)`` sends a message to the process that started this one."""
+"""A function ``report(kind, data)`` that sends a message to the parent process."""
 
 
 def check_count(ranks: int, option: str) -> None:
-    """Raise ValueError if a command should start more ranks than one machine runs."""
+    """Raise ValueError if ``ranks`` exceeds ``MOST``."""
     if ranks > MOST:
         raise ValueError(f"{option} {ranks} ranks are more than one machine runs: pass at most {MOST}")
 
@@ -38,11 +38,11 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A process failed, died or fell silent; the text says which and why."""
+    """An error for a process that failed, died or stopped reporting; the message says which and why."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come; the command ends with the exit status that shells give to it."""
+    """An exit of the command by SIGTERM, with the exit status 128 + 15 of shells."""
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -51,7 +51,10 @@ def _terminate(number: int, frame: object) -> None:
 
 @contextmanager
 def hear_interrupts() -> Iterator[None]:
-    """Inside this ``with`` raise again a KeyboardInterrupt that came where Python ignores exceptions, as in a callback of JAX."""
+    """Raise a KeyboardInterrupt again if it came while Python ignores exceptions, as in a callback of JAX.
+
+    Replaces ``sys.unraisablehook`` inside the ``with`` block.
+    """
 
     def again(ignored: Any) -> None:
         if ignored.exc_type is KeyboardInterrupt:
@@ -67,12 +70,12 @@ def hear_interrupts() -> Iterator[None]:
 
 
 class Crews:
-    """Groups of processes, each under a name. Use as a context: leaving it ends every process that still runs.
+    """Named groups of processes, as a context manager: its exit ends each process that still runs.
 
-    In the main thread SIGTERM leaves it too, as :class:`Terminated`.
+    In the main thread, SIGTERM raises :class:`Terminated` inside the context.
 
-    A process runs ``work(report, *arguments)`` of a module that is imported there and not here, so that no process needs a
-    framework but the one that uses it. What it prints, libraries' notices included, is kept for the case that it fails.
+    A process runs ``work(report, *arguments)`` of a module that is imported in that process only, so that only the processes of a
+    framework import it. Its stdout and stderr go to a log, which is shown if the process fails.
     """
 
     def __init__(self, patience: float) -> None:
@@ -82,7 +85,7 @@ class Crews:
         self._logs = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
 
     def start(self, crew: str, module: str, members: list[tuple[Any, ...]]) -> None:
-        """One process for each tuple of arguments in ``members``."""
+        """Start one process for each tuple of arguments in ``members``."""
         context = multiprocessing.get_context("spawn")
         for number, arguments in enumerate(members):
             ours, theirs = context.Pipe(duplex=False)
@@ -94,7 +97,10 @@ class Crews:
             self._members[ours] = _Member(crew, crew if len(members) == 1 else f"{crew}, process {number}", process, log)
 
     def messages(self) -> Iterator[Message]:
-        """What the processes report, until all have finished. Raises :class:`Failure`."""
+        """Yield the messages of the processes until all have finished.
+
+        Raise :class:`Failure` if one fails or none reports for ``patience`` seconds.
+        """
         heard = time.monotonic()
         while self._members:
             ready = wait(list(self._members), timeout=1)
@@ -107,11 +113,11 @@ class Crews:
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
     def arrived(self, timeout: float) -> list[Message]:
-        """What is reported within so many seconds; nothing where all are silent. Raises :class:`Failure`."""
+        """Return the messages that arrive within ``timeout`` seconds. Raise :class:`Failure` if a process fails."""
         return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
-        """The last lines that each process still at work has printed, by what it is called in a Failure."""
+        """Return the last 200 printed lines of each running process, by its label in a Failure."""
         return {member.label: member.last_words(200) for member in self._members.values()}
 
     def _receive(self, pipe: Connection) -> Iterator[Message]:
@@ -153,21 +159,21 @@ class _Member(NamedTuple):
     log: Path
 
     def end(self) -> str:
-        """How a process ended that said nothing."""
+        """Describe the end of a process that reported nothing."""
         if self.process.exitcode == -9:
             return "was killed, as a system does that has no memory left"
         return f"ended with exit code {self.process.exitcode}"
 
     def last_words(self, most: int = 20) -> str:
-        """The last lines that the process printed."""
+        """Return the last ``most`` lines that the process printed."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(lines[-most:])
 
 
 def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:
-    """What a started process does."""
+    """Run ``work`` of a module in a started process, with stdout and stderr in ``log``, and report its end."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the first one ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends them
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -175,15 +181,15 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
         importlib.import_module(module).work(lambda kind, data: pipe.send((kind, data)), *arguments)
         pipe.send(("finished", None))
     except BrokenPipeError:
-        pass  # nobody is left to tell
+        pass  # the parent is gone
     except BaseException as error:
-        sys.stdout.flush()  # what was printed comes before the traceback
+        sys.stdout.flush()  # print the traceback after earlier output
         traceback.print_exc()
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
 
 
 def _end_with_parent() -> None:
-    """A process that is killed ends nobody, and ranks left alone would go on to write checkpoints beside the run begun anew."""
+    """Exit when the parent ends: a killed parent does not end its ranks, which would write checkpoints beside a new run."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,7 +1,7 @@
-"""A sequence cut into cells, who holds each, and who computes which pairs: what both drawings of a plan show.
+"""The data of both drawings of a plan: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
 
-A long sequence is drawn in blocks of tokens: a cell is filled where anything in its block is computed, and where several ranks
-share a block, neighbouring cells show different ones.
+A cell is a block of tokens. A cell of a matrix is filled if any pair in it is computed. If several ranks share a block,
+neighbouring cells show different ones.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Run
 
 STEPS = 8
-"""How many steps a picture shows; the rest are counted."""
+"""Most steps that a picture shows; it states the number of the others."""
 
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#72B7B2", "#9D755D")
 
 
 def colour(rank: int) -> str:
-    """The colour of a rank, ``#rrggbb``, the same in every picture: eight, then eight paler, then from the start."""
+    """Return the colour of a rank, ``#rrggbb``, the same in every picture: eight colours, then eight paler ones, repeated."""
     base = _COLOURS[rank % 8]
     if rank // 8 % 2 == 0:
         return base
@@ -28,9 +28,9 @@ def colour(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One sequence cut into cells of ``block`` tokens: ``cells[c][rank]`` are the runs that a rank holds of cell ``c``.
+    """One sequence cut into cells of ``block`` tokens: ``cells[c][rank]`` are the runs of cell ``c`` on a rank.
 
-    ``length`` tokens of the ``held`` are no padding; a cell of padding alone holds nothing.
+    ``length`` counts the true tokens, ``held`` the tokens with padding. A cell of padding alone is empty.
     """
 
     cells: tuple[dict[int, tuple[Run, ...]], ...]
@@ -40,7 +40,7 @@ class Axis:
 
     @classmethod
     def of(cls, plan: RingPlan, most: int, *, keys: bool) -> Axis:
-        """The queries or keys of ``plan`` in at most ``most`` cells."""
+        """Cut the queries or keys of ``plan`` into at most ``most`` cells."""
         length, held = (plan.kv_length, plan.kv_local * plan.ranks) if keys else (plan.length, plan.seq_local * plan.ranks)
         block = max(-(-held // most), 1)
         cells: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in range(0, held, block))
@@ -54,14 +54,14 @@ class Axis:
         return cls(cells, block, length, held)
 
     def ranks(self, cell: int) -> list[int]:
-        """Who holds tokens of this cell, beginning with another rank from cell to cell; none where it is padding."""
+        """Return the ranks that hold tokens of a cell, rotated by the cell's index; [] if it is padding."""
         ranks = sorted(self.cells[cell])
         first = cell % len(ranks) if ranks else 0
         return ranks[first:] + ranks[:first]
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """``[queries][keys]``: a rank that computes pairs of this cell at ``shift``, None where no rank does."""
+    """Return ``[queries][keys]``: a rank that computes pairs of each cell at ``shift``, or None."""
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
 
@@ -79,11 +79,11 @@ def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list
 
 
 def _within(run: Run, first: int, end: int) -> Run:
-    """The part of ``run`` whose positions lie in ``first .. end - 1``."""
+    """Return the part of ``run`` with positions in ``first .. end - 1``."""
     skipped = max(-((run.start - first) // run.stride), 0)
     return Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
 
 
 def self_attention(plan: RingPlan) -> bool:
-    """Whether queries and keys are the same tokens, so that one strip and one column show both."""
+    """Return True if queries and keys have equal lengths and shards, so that one strip and one column show both."""
     return (plan.kv_local, plan.kv_length) == (plan.seq_local, plan.length)

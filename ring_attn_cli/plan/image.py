@@ -1,6 +1,6 @@
-"""The picture of a plan as PNG or SVG, with matplotlib and without pyplot's global state.
+"""The picture of a plan as PNG or SVG, drawn with matplotlib without pyplot's global state.
 
-Lengths are in inches from the left and top of the picture, whose width is the same for every plan; positions are tokens.
+Lengths are in inches from the left and top of the picture, which has the same width for every plan; positions are in tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 _INK, _QUIET, _LATER, _PADDING, _HATCH = "#24292F", "#6E7781", "#E6E9ED", "#FAFAFA", "#C4CAD1"
 _WIDTH, _LEFT, _RIGHT, _STRIP, _GAP = 12.0, 0.78, 0.3, 0.36, 0.26
 _INSET = 0.07
-"""Part of a matrix's side that the colours of the holders along its edges take."""
+"""Share of a matrix's side for the colours of the owner ranks along its edges."""
 
 _CELLS = 64
-"""Cells of a matrix along one side, at most."""
+"""Most cells along one side of a matrix."""
 
 _ACROSS = 4
-"""Matrices in a row, at most."""
+"""Most matrices in a row."""
 
 
 def save(plan: RingPlan, path: str | Path) -> None:
-    """Write the picture of ``plan`` to ``path``, PNG or SVG by its suffix; ValueError for any other. Equal plans, equal files."""
+    """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix. Equal plans give equal files.
+
+    Raise ValueError if the suffix is another one.
+    """
     path = Path(path)
     form = path.suffix.lower()[1:]
     if form not in ("png", "svg"):
@@ -45,7 +48,7 @@ def save(plan: RingPlan, path: str | Path) -> None:
 
 
 def draw(plan: RingPlan) -> Figure:
-    """Above, the tokens in the colours of the ranks that hold them; below, one matrix a step, and the work of each rank."""
+    """Draw the tokens in the colours of their ranks and, below, one matrix per step and the work of each rank."""
     from matplotlib.figure import Figure
 
     shown = plan.shifts[:STEPS]
@@ -105,7 +108,7 @@ def draw(plan: RingPlan) -> Figure:
 
 
 def _strip(axes: Axes, axis: Axis) -> None:
-    """The tokens of one sequence from left to right in the colours of the ranks that hold them."""
+    """Draw the tokens of one sequence from left to right in the colours of their ranks."""
     codes, edges = _holders(axis), _edges(axis)
     _cells(axes, edges, [0, 1], [codes])
     first = 0
@@ -125,7 +128,10 @@ def _strip(axes: Axes, axis: Axis) -> None:
 
 
 def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int]]:
-    """The codes of a matrix after one more step: 0 hidden, 1 later, 2 + 2 rank computed before, 3 + 2 rank computed now."""
+    """Return the codes of a matrix after one more step.
+
+    Codes: 0 masked, 1 computed later, 2 + 2 rank computed before, 3 + 2 rank computed at this step (rank modulo 16).
+    """
     return [
         [code - (code > 2) * (code % 2) if rank is None else 3 + 2 * (rank % 16) for code, rank in zip(*line, strict=True)]
         for line in zip(codes, step, strict=True)
@@ -133,7 +139,7 @@ def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int
 
 
 def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> None:
-    """Pairs of this step in the colour of the rank that computes them, of earlier ones pale; along the edges who holds what."""
+    """Draw the pairs of this step in their rank's colour, those of earlier steps paler, and the owner ranks along the edges."""
     x, y, wide, high = _edges(keys), _edges(queries), max(keys.held, 1) * _INSET, max(queries.held, 1) * _INSET
     _cells(axes, x, y, codes)
     if max(len(x), len(y)) < 40:
@@ -150,7 +156,7 @@ def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> No
 
 
 def _cells(axes: Axes, x: list[float], y: list[float], codes: list[list[int]]) -> None:
-    """Fill the grid with edges ``x`` and ``y``, one path a colour, so that neighbours show no seam and an SVG stays small."""
+    """Fill the grid with edges ``x`` and ``y``: one path per colour, so that neighbours show no seam and an SVG stays small."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -169,7 +175,7 @@ def _cells(axes: Axes, x: list[float], y: list[float], codes: list[list[int]]) -
 
 
 def _bars(axes: Axes, plan: RingPlan) -> None:
-    """One bar a rank, one segment a step, a dashed line at the mean."""
+    """Draw the work: one bar per rank, one segment per step (up to 16 ranks), and a dashed line at the mean."""
     work = [plan.work(rank) for rank in range(plan.ranks)]
     most, mean, few = max(max(work), 1), sum(work) / plan.ranks, plan.ranks <= 16
     for rank in range(plan.ranks):
@@ -190,13 +196,13 @@ def _bars(axes: Axes, plan: RingPlan) -> None:
 
 
 def _visible(plan: RingPlan, queries: Axis, keys: Axis, a: int, b: int) -> bool:
-    """Whether the mask lets any pair of this cell through, whoever computes it and when."""
+    """Return True if the mask admits any pair of this cell."""
     q, k = (Run(c * x.block, x.block).before(x.length) for c, x in ((a, queries), (b, keys)))
     return plan.mask.onto(q, k).area(q.length, k.length) > 0
 
 
 def _holders(axis: Axis) -> list[int]:
-    """The code of the rank that holds each cell, 0 for padding."""
+    """Return the code of each cell's rank, 0 for padding."""
     return [3 + 2 * (axis.ranks(cell)[0] % 16) if axis.cells[cell] else 0 for cell in range(len(axis.cells))]
 
 
@@ -210,7 +216,7 @@ def _edges(axis: Axis) -> list[float]:
 
 
 def _ticks(axis: Axis) -> tuple[list[int], list[str]]:
-    """Positions and what to write there: quarters where the length has them, else round numbers."""
+    """Return the tick positions and their labels: quarters if 4 divides the length, else round numbers."""
     steps = (digit * 10**power for power in range(18) for digit in (1, 2, 5))
     step = axis.length // 4 if axis.length % 4 == 0 else next(step for step in steps if axis.length <= 5 * step)
     ticks = list(range(0, axis.length + 1, max(step, 1)))
@@ -226,6 +232,6 @@ def _pale(tint: str) -> str:
 
 
 def _on(tint: str) -> str:
-    """The colour of writing on ``tint``: white unless that is too light."""
+    """Return the text colour on ``tint``: white, or dark if ``tint`` is light."""
     red, green, blue = _channels(tint)
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 175 else _INK

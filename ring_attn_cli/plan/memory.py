@@ -1,4 +1,4 @@
-"""What of a model's training fits into memory, as tables: the formula of ``ring_attn_core.model.memory``, term by term."""
+"""The tokens and memory of training a model, as tables: the terms of ``ring_attn_core.model.memory``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Question(NamedTuple):
-    """What is asked: a config.json or a model's name, GPUs, GiB of each and of the host for each (None: any), and tokens a GPU.
+    """The options of ``ring-attn plan --model``.
 
-    ``tokens`` None asks for the most that fit.
+    ``model``: the path of a config.json or a model's name. ``memory``: GiB of each GPU. ``host_memory``: GiB of host memory for
+    each GPU, None for no limit. ``tokens``: tokens per GPU, None for the most that fit.
     """
 
     model: str
@@ -30,7 +31,7 @@ class Question(NamedTuple):
 
 
 def answer(question: Question) -> RenderableType:
-    """Return what fits, for rich to print; ValueError for what is no model, and where nothing fits."""
+    """Return the answer for rich to print. Raise ValueError if the model is unknown, a size is invalid, or nothing fits."""
     from rich.console import Group
     from rich.text import Text
 
@@ -56,7 +57,7 @@ def answer(question: Question) -> RenderableType:
 
 
 def config_of(model: str) -> TransformerConfig:
-    """Return the config of a file, ours or one of Hugging Face's that load_llama reads, or of a model by its name."""
+    """Return the config of a model from its name, from our config.json, or from one of Hugging Face's that load_llama reads."""
     from ring_attn_core.files import read_json
     from ring_attn_core.model.config import TransformerConfig
     from ring_attn_core.model.llama import config_of

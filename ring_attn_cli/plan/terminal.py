@@ -1,4 +1,4 @@
-"""A plan drawn in a terminal, with rich."""
+"""The drawing of a plan in a terminal, with rich."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def draw(plan: RingPlan, width: int = 80) -> RenderableType:
-    """Return the picture of ``plan`` for rich to print, drawn for ``width`` columns: a narrower one has coarser cells."""
+    """Return the drawing of ``plan`` for rich to print in ``width`` columns; fewer columns give coarser cells."""
     from rich.console import Group
     from rich.text import Text
 
@@ -35,12 +35,12 @@ def _cell(rank: int) -> tuple[str, str]:
 
 
 def _strips(plan: RingPlan, width: int) -> list[Text]:
-    """Which rank holds which positions: one line, or one for queries and one for keys where they differ."""
+    """Return the lines that show the rank of each position: one, or one for queries and one for keys if they differ."""
     from rich.text import Text
 
     lines = []
     for name, keys in (("tokens ", False),) if self_attention(plan) else (("queries ", False), ("keys    ", True)):
-        axis = Axis.of(plan, max(width - 24, width // 2), keys=keys)  # the rest is for the name and the size of a cell
+        axis = Axis.of(plan, max(width - 24, width // 2), keys=keys)  # 24 columns for the name and the cell size
         line = Text(name)
         for cell in range(len(axis.cells)):
             line.append(*(_cell(axis.ranks(cell)[0]) if axis.cells[cell] else ("/", "dim")))
@@ -50,9 +50,9 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
 
 
 def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
-    """Queries down, keys across, one matrix a step, and what they show in words.
+    """Return one matrix per step, with queries down and keys across, and a legend.
 
-    Four stand in a row, fewer where they would have under 10 cells a side, more where they would have over 32.
+    A row has four matrices, fewer if they would have less than 10 cells a side, more if they would have more than 32.
     """
     from rich.table import Table
     from rich.text import Text
@@ -60,7 +60,7 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
     chunks = plan.ranks * layouts.slots(plan.layout)
     across = max(min(4, (width + 2) // 12), (width + 2) // 34, 1)
     side = (width + 2) // across - 2
-    most = side // chunks * chunks or side  # where it can be, a rank's chunk is a whole number of cells
+    most = side // chunks * chunks or side  # whole cells per slot if possible
     queries, keys = Axis.of(plan, most, keys=False), Axis.of(plan, most, keys=True)
     grid = Table.grid(padding=(0, 2, 0, 0))
     drawn = []
@@ -83,7 +83,7 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
 
 
 def _table(plan: RingPlan, width: int) -> Table:
-    """What each rank holds and how many pairs it computes."""
+    """Return the table of each rank's positions and number of pairs, by step if the width allows."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""A plan in words: its title, its mask, what travels, what a rank holds."""
+"""The description of a plan in words: title, mask, transfers, and the positions of a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .cells import self_attention
 
 
 def title(plan: RingPlan) -> str:
-    """Layout, mask, ranks and lengths in one line."""
+    """Return layout, mask, ranks and lengths in one line."""
     tokens = _count(plan.length, "token")
     if not self_attention(plan):
         tokens = f"{_count(plan.length, 'query')}, {_count(plan.kv_length, 'key')}"
@@ -17,7 +17,7 @@ def title(plan: RingPlan) -> str:
 
 
 def mask_in_words(band: Band) -> str:
-    """``causal mask``, ``window of 1,024 before and 0 after``; the inequality itself where no short words fit."""
+    """Describe a mask, as ``causal mask`` or ``window of 1,024 before and 0 after``, or by its inequality for other bands."""
     if band == Band():
         return "full attention"
     if band.lo is not None and band.hi is None:
@@ -28,7 +28,7 @@ def mask_in_words(band: Band) -> str:
 
 
 def travel_in_words(plan: RingPlan) -> str:
-    """Steps, shifts, hops and the way home: ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
+    """Describe the transfers: ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
     shifts, hops = plan.shifts, plan.hops
     if not hops:
         return "1 step, nothing travels"
@@ -38,14 +38,14 @@ def travel_in_words(plan: RingPlan) -> str:
 
 
 def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
-    """Runs ``(base, length, start, stride)`` as Python slices of positions, without padding: ``0:512, 7680:8192``."""
+    """Return runs ``(base, length, start, stride)`` as Python slices of positions, without padding: ``0:512, 7680:8192``."""
     kept = [(start, start + stride * (length - 1) + 1, stride) for _, length, start, stride in runs if length]
     slices = [f"{first}:{end}" if stride == 1 else f"{first}:{end}:{stride}" for first, end, stride in kept]
     return ", ".join(slices) or "padding"
 
 
 def short(pairs: int) -> str:
-    """A count in at most five characters: ``9999``, ``525k``, ``1.05M``."""
+    """Format a count in at most five characters: ``9999``, ``525k``, ``1.05M``."""
     if pairs < 10_000:
         return str(pairs)
     mantissa, exponent = f"{pairs:.2e}".split("e")
@@ -60,7 +60,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
-    """``1 and 2``, ``1 2 3``; a long one is cut: ``1 2 3 4 5 6 ... 63``."""
+    """Format numbers as ``1 and 2`` or ``1 2 3``; more than eight are shortened: ``1 2 3 4 5 6 ... 63``."""
     if len(numbers) == 2:
         return f"{numbers[0]} and {numbers[1]}"
     head = numbers if len(numbers) <= 8 else (*numbers[:6], "...", numbers[-1])
