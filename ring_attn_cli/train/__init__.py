@@ -1,6 +1,6 @@
-"""Training a language model over a ring, from a TOML file, in either framework.
+"""Training of a language model over a ring, from a TOML file, in either framework.
 
-``config.py`` says what a run is and ``loop.py`` what happens when. ``torch_side.py`` and ``jax_side.py`` compute it, each
-imported only where its framework is needed; ``run.py`` starts them. A run's folder holds ``log.jsonl``, from which ``picture.py``
-draws, ``checkpoints``, and at the end ``weights``, which ``load_weights`` of either package reads.
+``config.py`` holds the config of a run and ``loop.py`` its loop. ``torch_side.py`` and ``jax_side.py`` compute the steps; each is
+imported only if its framework is used. ``run.py`` starts them. A run's folder holds ``log.jsonl``, which ``picture.py`` plots,
+``checkpoints``, and at the end ``weights``, which ``load_weights`` of either package reads.
 """

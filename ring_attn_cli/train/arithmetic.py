@@ -1,4 +1,4 @@
-"""The numbers of a run that no framework computes: learning rates, operations of a step, first weights."""
+"""The framework-independent numbers of a run: learning rates, FLOPs, initial weights, and buckets of positions."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ PEAKS = {
     "L4": 121.0,
     "A10": 125.0,
 }
-"""Dense bfloat16 TFLOP/s by NVIDIA's data sheets, by words of the device's name; the first that fits counts."""
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words of the device's name; the first match counts."""
 
 
 def peak(device: str) -> float | None:
-    """TFLOP/s of a device of this name in bfloat16; None where it is not known."""
+    """Return the bfloat16 TFLOP/s of a device by its name, or None if it is unknown."""
     return next((tflops for name, tflops in PEAKS.items() if all(word in device for word in name.split())), None)
 
 
 def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> float:
-    """Operations of forward and backward for a token: ``6 N + 3.5 x 2 x length x heads x head_dim x layers``.
+    """Return the FLOPs of forward and backward per token: ``6 N + 3.5 x 2 x length x heads x head_dim x layers``.
 
-    N weights take 2 in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim in the forward, of
-    q . k and of p . v for half of the pairs each, and 2.5 times as much in the backward, which computes the scores again. What
-    activation checkpointing computes again does not count.
+    Each of the N weights takes 2 in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim in
+    the forward, for q . k and p . v over half of the pairs, and 2.5 times as much in the backward, which recomputes the scores.
+    Recomputation by activation checkpointing does not count.
     """
     return 6 * parameters + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """The learning rate of every step: up to ``learning_rate`` in even steps, then half a cosine down to ``last_rate`` of it."""
+    """Return the learning rate of each step: linear warmup to ``learning_rate``, then cosine decay to ``last_rate`` of it."""
 
     def rate(step: int) -> float:
         if step < optimizer.warmup:
@@ -57,9 +57,10 @@ def rates(optimizer: Optimizer, steps: int) -> list[float]:
 
 
 def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """First weights in the shapes and dtypes of ``like``, the same in both frameworks: each drawn by its name and the seed.
+    """Draw initial weights in the shapes and dtypes of ``like``, the same in both frameworks.
 
-    Norms begin at 1, biases and sinks at 0; matrices [out, in] have a deviation of ``in^-0.5``, the embedding one of 0.02.
+    Each weight's generator is seeded by its name and ``seed``. Norms start at 1, biases and sinks at 0. Matrices [out, in] have a
+    standard deviation of ``in^-0.5``, the embedding of 0.02.
     """
     import numpy as np
 
@@ -73,7 +74,7 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def edges(length: int, buckets: int) -> list[int]:
-    """Where the buckets of positions end: at ``length`` and, going down, at half of the end above, never below 1."""
+    """Return the ends of the position buckets, ascending: the last is ``length``, each other half of the next, at least 1."""
     ends = [length]
     while len(ends) < buckets and ends[-1] > 1:
         ends.append(ends[-1] // 2)

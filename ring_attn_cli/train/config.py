@@ -1,4 +1,4 @@
-"""What a run is, as frozen records read from a TOML file: a record for each table of the file."""
+"""The config of a run: frozen records read from a TOML file, one for each table."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
 
 MODEL: dict[str, Any] = {"vocab": 256, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2}
-"""What the table ``[model]`` need not say."""
+"""Defaults of the table ``[model]``."""
 DTYPES = "param_dtype", "compute_dtype"
-"""All that ``[model]`` may say beside ``init_from``."""
+"""The only keys of ``[model]`` that are allowed with ``init_from``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The arguments of ``SequenceShardedDataset``; ``held_out`` is the pattern of the files of the evaluation.
+    """The arguments of ``SequenceShardedDataset``. ``held_out``: the pattern of the evaluation's files.
 
-    Without a folder it is the source of Python's standard library, its top modules and, held out, asyncio.
+    The default folder is the source of Python's standard library: its top-level modules, and asyncio held out.
     """
 
     folder: str = field(default_factory=lambda: sysconfig.get_paths()["stdlib"])
@@ -44,7 +44,11 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW; its rate grows over ``warmup`` steps, then falls as a cosine to ``last_rate`` of it. ``clip``: the largest norm."""
+    """The hyperparameters of AdamW.
+
+    The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
+    largest global norm of the gradients.
+    """
 
     learning_rate: float = 3e-3
     last_rate: float = 0.1
@@ -58,9 +62,10 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """How many ``ranks`` share a sequence, how many ``replicas`` take other rows, and how ``RingTransformer`` runs there.
+    """The parallelism of a run, and the options of ``RingTransformer``.
 
-    ``chunk``: tokens whose logits exist at a time.
+    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with other rows. ``chunk``: tokens whose
+    logits exist at a time.
     """
 
     ranks: int = 4
@@ -74,7 +79,7 @@ class Ring:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Every so many steps, over how many batches, in how many ``buckets`` of positions."""
+    """The evaluation: steps between two, their batches, and the ``buckets`` of positions."""
 
     every: int = 50
     batches: int = 4
@@ -83,7 +88,10 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Passkeys:
-    """A number is hidden in texts of these ``lengths``, ``texts`` of each; ``train_every``: which steps learn it, 0 for none."""
+    """The passkey test: a number hidden in texts of these ``lengths`` (in tokens), ``texts`` of each.
+
+    ``train_every``: each step that it divides trains on passkeys; 0 for none.
+    """
 
     lengths: tuple[int, ...] = (256, 512, 1024)
     texts: int = 8
@@ -93,9 +101,11 @@ class Passkeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run. ``out``: its folder; ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of ``model``.
+    """The config of a run.
 
-    ``save_every``: steps between checkpoints, of which ``keep`` stay. Raises ValueError for numbers out of their range.
+    ``out``: its folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, instead of ``model``.
+    ``save_every``: steps between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number is out of its range
+    or values do not fit together.
     """
 
     out: str = "train-output"
@@ -142,7 +152,7 @@ class Config:
             self.transformer()
 
     def transformer(self) -> TransformerConfig:
-        """What ``[model]`` describes; ValueError for what is none."""
+        """Return the config of ``[model]``. Raise ValueError if it is invalid."""
         from ring_attn_core.model.config import TransformerConfig
 
         check_keys("model", self.model, [x.name for x in fields(TransformerConfig)])
@@ -150,24 +160,24 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Contexts of a microbatch, of all replicas together."""
+        """Return the packed rows of a microbatch, over all replicas."""
         return self.data.batch_size * self.ring.replicas
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, of all ranks together."""
+        """Return the tokens of a step, over all ranks."""
         return self.rows * self.data.length * self.data.accumulate
 
     def described(self) -> dict[str, Any]:
-        """The record as JSON carries it."""
+        """Return the config as nested dicts for JSON."""
         return asdict(self)
 
 
 def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
-    """The config of a TOML file, the defaults where there is none; ``out``, ``steps`` and ``ring.ranks`` may be given besides.
+    """Read the config from a TOML file, or take the defaults if ``path`` is None.
 
-    Raises ValueError for a file that is none or no TOML, for a key that no table has, naming the nearest one that it has, and for
-    a value of another type.
+    ``out``, ``steps`` and ``ranks`` override the file. Raise ValueError if the file is missing or not TOML, if a key is unknown
+    (the message names the nearest known key), or if a value has the wrong type.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -185,14 +195,14 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
 
 
 def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
-    """The record of a table; ValueError for keys and values that it does not have."""
+    """Build the record of a table. Raise ValueError if a key is unknown or a value has the wrong type."""
     hints = get_type_hints(kind)
     check_keys(table, values, [x.name for x in fields(kind)])
     return kind(**{name: _value(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})
 
 
 def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
-    """ValueError for a key that is not among the known ones, naming the nearest."""
+    """Raise ValueError if a key is not among the known ones; the message names the nearest."""
     where = f"[{table}]" if table else "the top of the config"
     for name in values:
         if name not in known:
@@ -202,9 +212,10 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 
 
 class Form(NamedTuple):
-    """A type of values: its words in an error, whether a value of the file is one, and the value as the records hold it.
+    """A type of config values.
 
-    ``most``: how far from 0 an integer may be in it.
+    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: the conversion to the record's value.
+    ``most``: the largest absolute value of an integer.
     """
 
     words: str
@@ -220,7 +231,7 @@ FORMS: dict[str, Form] = {
     "str": Form("a text", lambda x: isinstance(x, str), str),
     "int": Form("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
 }
-"""By a name in the annotation of a field; the first that stands there counts."""
+"""Forms by a name in the annotation of a field; the first name that it contains counts."""
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

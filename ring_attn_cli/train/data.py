@@ -1,4 +1,4 @@
-"""The data and the weights that a run begins with, looked at before any process starts."""
+"""The checks of a run's data and initial weights, made before any process starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .config import Config
 
 
 class Arguments(TypedDict):
-    """Of ``SequenceShardedDataset``, all but whose part it is."""
+    """The arguments of ``SequenceShardedDataset`` that are equal on all ranks."""
 
     folder: str
     length: int
@@ -23,7 +23,7 @@ class Arguments(TypedDict):
 
 
 def arguments(config: Config, held_out: bool) -> Arguments:
-    """What a dataset is asked for on every rank. The cache lies in the run's folder: that of the data may be read-only."""
+    """Return the dataset arguments, with the token cache in the run's folder because the data's may be read-only."""
     of = config.data
     return {
         "folder": of.folder,
@@ -39,9 +39,10 @@ def arguments(config: Config, held_out: bool) -> Arguments:
 
 
 def check(config: Config) -> str:
-    """ValueError for data and folders that a run cannot begin with; makes the cache of the tokens, once for all ranks.
+    """Check the data, passkeys and ``init_from`` of a run, and write the token cache, once for all ranks.
 
-    Returns which documents are both trained on and held out, in short; nothing where there are none.
+    Return a short description of the documents that are both trained on and held out, "" if none are. Raise ValueError if the run
+    cannot start.
     """
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index
@@ -88,16 +89,16 @@ def check(config: Config) -> str:
 
 
 def check_vocab(data: int | None, model: int) -> None:
-    """ValueError for a model that does not know all ids of the data."""
+    """Raise ValueError if the data's vocabulary size exceeds the model's."""
     if data is not None and data > model:
         raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
 
 
 def is_llama(folder: str) -> bool:
-    """Whether the folder's config.json is one of Hugging Face's."""
+    """Return True if the folder's config.json has Hugging Face's format."""
     from ring_attn_core.files import read_json
 
     try:
         return "model_type" in read_json(Path(folder, "config.json"))
     except (OSError, ValueError):
-        return False  # load_weights says what is wrong
+        return False  # load_weights raises the error

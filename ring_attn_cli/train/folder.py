@@ -1,4 +1,4 @@
-"""What the folder of a run holds already: a run that goes on, or one that this would spoil."""
+"""The checks of a run's folder before the run: its newest checkpoint, the framework that wrote it, and config changes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .lock import LOCK
 
 CHECKPOINTS = "checkpoints"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
-"""Of a checkpoint, by the framework that wrote it."""
+"""Name patterns of a checkpoint, by the framework that writes it."""
 MARKS = RUN, "run/metadata"
-"""Files of which a complete checkpoint has one; the second is of JAX's earlier versions."""
+"""Files of which a complete checkpoint has one; the second is from earlier versions of the JAX package."""
 
 
 def newest(config: Config, framework: str) -> int:
-    """The step of the newest checkpoint of this framework; 0 without one."""
+    """Return the step of the newest checkpoint of this framework, or 0."""
     return max(CheckpointFolder(Path(config.out, CHECKPOINTS), NAMES[framework], MARKS).steps(), default=0)
 
 
@@ -43,7 +43,7 @@ def check(config: Config, framework: str) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") -> list[str]:
-    """What a config says otherwise than one before it, a line each: "optimizer.clip was 1.0 and is 0.5"."""
+    """Return the changes between two configs except ``out``, one line each: "optimizer.clip was 1.0 and is 0.5"."""
     found = []
     for name in sorted(before.keys() | now.keys()):
         old, new, key = before.get(name), now.get(name), f"{table}{name}"

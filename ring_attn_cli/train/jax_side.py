@@ -1,4 +1,4 @@
-"""A run in JAX: one program on all devices of one process, or of several. Imported only where JAX is needed."""
+"""A run in JAX: one program on all devices of one process, or of several. Imported only if JAX is used."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from .side import Machine, Step
 
 AXES = "data", "seq"
 MOST_BYTES = 4096
-"""Of what the first process says to the others at once."""
+"""Size of the message that process 0 broadcasts."""
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
-"""With this one XLA leaves on the GPU what should wait in host memory: docs/checkpointing.md."""
+"""With this scheduler, XLA keeps offloaded activations on the GPU: docs/checkpointing.md."""
 
 
 def run(config: Config, tell: Tell) -> None:
-    """Train on accelerators where there are enough for all ranks, else on so many of jax's CPU devices."""
+    """Train on accelerators if there are enough for all ranks, else on JAX's CPU devices."""
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
     side = JaxSide(config, mesh_of(config))
@@ -62,7 +62,7 @@ def run(config: Config, tell: Tell) -> None:
 
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
-    """Make this process one of a program of several; "auto": as Slurm, Open MPI or Kubernetes say."""
+    """Join the program of several processes; "auto" detects them from Slurm, Open MPI or Kubernetes."""
     if coordinator == "auto":
         jax.distributed.initialize()
     else:
@@ -70,18 +70,21 @@ def joined(coordinator: str, processes: int | None, process: int | None) -> None
 
 
 def on_cpus(config: Config, processes: int | None) -> None:
-    """Let jax's CPU play this process's share of the config's devices; None: who starts the processes says how many they are."""
+    """Split JAX's CPU into this process's share of the config's devices.
+
+    ``processes`` None: leave it as it is, because the launcher knows the number of processes.
+    """
     if processes is not None:
         jax.config.update("jax_num_cpu_devices", max(1, config.ring.ranks * config.ring.replicas // processes))
 
 
 def is_first() -> bool:
-    """Whether this is the first process of the program."""
+    """Return True in process 0 of the program."""
     return jax.process_index() == 0
 
 
 def of_first(words: str) -> str:
-    """What the first process of the program says, in every process: of a long text its beginning."""
+    """Broadcast a text from process 0 to all processes, truncated to ``MOST_BYTES``."""
     if jax.process_count() == 1:
         return words
     told = np.frombuffer(words.encode(errors="replace")[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
@@ -90,7 +93,10 @@ def of_first(words: str) -> str:
 
 
 def mesh_of(config: Config) -> Mesh:
-    """Replicas x ranks; ValueError where several processes have other devices than that together."""
+    """Return the mesh of replicas x ranks. Raise ValueError if the devices do not suffice.
+
+    Several processes must have exactly as many devices together.
+    """
     shape = config.ring.replicas, config.ring.ranks
     count = shape[0] * shape[1]
     devices = jax.devices()
@@ -104,7 +110,7 @@ def mesh_of(config: Config) -> Mesh:
 
 
 class Batch(NamedTuple):
-    """Microbatches as the devices hold them, each array [microbatch, rows, tokens, ...] in layout order."""
+    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order."""
 
     ids: Any
     labels: Any
@@ -113,7 +119,7 @@ class Batch(NamedTuple):
 
 
 class How(NamedTuple):
-    """What a compiled function is made for."""
+    """The static arguments of a compiled function: ``chunk`` and ``length`` in tokens, ``rows`` of a microbatch."""
 
     mesh: Mesh
     chunk: int
@@ -122,7 +128,7 @@ class How(NamedTuple):
 
 
 class JaxSide:
-    """All ranks of a run."""
+    """The ``Side`` of all ranks of a run in JAX."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
@@ -138,14 +144,14 @@ class JaxSide:
         check_vocab(self.data.vocab, self.config.vocab)
         self.parameters = sum(x.size for x in jax.tree.leaves(nnx.state(self._model, nnx.Param)))
         self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=nnx.Param)
-        for module in (self._model, self._optimizer):  # from the start where the first update leaves them
+        for module in (self._model, self._optimizer):  # replicated like after an update, so that step 2 does not recompile
             nnx.update(module, jax.device_put(nnx.state(module), self._everywhere))
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def _made(self) -> RingTransformer:
-        """The model: of ``init_from``, or with first weights that are PyTorch's too."""
+        """Return the model of ``init_from``, or one with the initial weights that PyTorch has too."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
@@ -164,7 +170,7 @@ class JaxSide:
         self._checkpoints.save(step, self._model, self._optimizer, data=data)
 
     def close(self) -> None:
-        """Let a save come to its end before another run may have the folder, whatever ended this one."""
+        """Wait for a save in progress, before the folder is unlocked for another run."""
         with suppress(OSError):
             self._checkpoints.close()
 
@@ -207,7 +213,7 @@ class JaxSide:
         return How(self._mesh, self._config.ring.chunk, shard.length, self._config.rows)
 
     def _placed(self, microbatches: list[Shard]) -> Batch:
-        """The microbatches on the devices of the mesh, of which every process puts its own."""
+        """Put the microbatches on the devices of the mesh; each process fills its own devices."""
         there = NamedSharding(self._mesh, PartitionSpec(None, *AXES))
 
         def placed(name: str) -> jax.Array:
@@ -218,7 +224,7 @@ class JaxSide:
 
 
 def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; vectors, norms and biases do not decay."""
+    """Return AdamW with clipping by the global norm and without weight decay of vectors."""
     table = np.array(rates(of, steps))
     return optax.chain(
         optax.clip_by_global_norm(of.clip),
@@ -229,12 +235,15 @@ def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
 
 
 def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
-    """What XLA is to compile a step with, beside its defaults."""
+    """Return the XLA options for compiling a step, or None for the defaults."""
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None
 
 
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: How) -> tuple[Any, Any, Any]:
-    """The loss, the norm, and the state of model and optimizer afterwards. Flax's own jit takes no compiler options."""
+    """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
+
+    Uses ``jax.jit`` because ``nnx.jit`` does not take compiler options.
+    """
     model, optimizer = nnx.merge(graph, state)
     structure, weights = nnx.split(model, nnx.Param)
     total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
@@ -272,16 +281,16 @@ def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: Ho
 def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: How) -> jax.Array:
     hidden = _hidden(model, Batch(*(x[0] for x in batch)), how)[where]
     best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
-    return jax.lax.with_sharding_constraint(best, NamedSharding(how.mesh, PartitionSpec()))  # every process reads all of it
+    return jax.lax.with_sharding_constraint(best, NamedSharding(how.mesh, PartitionSpec()))  # replicated for all processes
 
 
 def _hidden(model: RingTransformer, batch: Batch, how: How, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
-    """What the head is given; dropout applies where there is a seed, drawn by it and by rows of the whole step."""
+    """Return the input of the head. With a ``seed``, apply dropout with it and with the row index within the step."""
     given = batch.ids, batch.positions, how.length
     return model(*given, extents=batch.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
 
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: How) -> jax.Array:
-    """The sum over all labels."""
+    """Return the sum of the loss over all labels, in chunks of tokens."""
     where: dict[str, Any] = {"axis_name": "seq", "mesh": how.mesh, "batch_axes": "data"}
     return loss(hidden, labels, head=model.head_weight, chunk=how.chunk, reduction="sum", **where)

@@ -1,4 +1,4 @@
-"""One run in a folder at a time: a second one would write checkpoints, log and weights over those of the first."""
+"""The lock of a run's folder, by ``flock``: a second run would overwrite the checkpoints, log and weights of the first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOCK = ".lock"
 
 @contextmanager
 def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
-    """Keep the folder of a run for this run until the block ends; ValueError, in all its processes, where another run has it.
+    """Lock the folder of a run until the block ends. Raise ValueError in all its processes if another run has it.
 
-    ``first``: whether this process, of all of the run, is the one that locks; ``of_first`` tells all what the first one says. The
-    system lifts the lock when its process ends, however that ends; the file stays, and means nothing by itself. On a file system
-    without locks, as some of a network are, nobody is kept out.
+    ``first``: True in the one process that locks. ``of_first``: broadcasts its message to all processes. The system releases the
+    lock when the process ends, even if it is killed; the file stays and has no meaning by itself. A file system without locks,
+    such as some network ones, excludes no other run.
     """
     if not first:
         _raise(of_first(""))
@@ -45,7 +45,7 @@ def _raise(objection: str) -> None:
 
 
 def _objection(file: IO[str], out: str) -> str:
-    """Lock the file, and say in it who has; what is wrong where another process had locked it before."""
+    """Lock the file and write the process and host into it. Return an objection if another process holds the lock, else ""."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -54,7 +54,7 @@ def _objection(file: IO[str], out: str) -> str:
         return f"{out} is in use: {who} trains there. Wait for its end, or pass another --out FOLDER"
     except OSError:
         return ""
-    with suppress(OSError):  # a full disk: who it is need not be known
+    with suppress(OSError):  # a full disk: the name of the process is optional
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return ""

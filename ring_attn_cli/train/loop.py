@@ -1,4 +1,4 @@
-"""A run from its first step, or the step where it stopped, to its last: the same for both frameworks."""
+"""The training loop, the same for both frameworks: resume, step, evaluate, save, and log to ``log.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from .side import Side
 
 LOG = "log.jsonl"
 Tell = Callable[[str, dict[str, Any]], None]
-"""``tell(kind, values)``: a line of the log, for whoever watches."""
+"""A function ``tell(kind, values)`` that shows a line of the log."""
 
 
 def train(config: Config, side: Side, tell: Tell) -> None:
-    """Train to the end, evaluate as the config says, and save; whatever is told is a line of the log too."""
+    """Train to the last step from the newest checkpoint, evaluate and save as configured, and log.
+
+    ``tell`` gets each line of the log. Raise ValueError if the checkpoint belongs to other data.
+    """
     progress = side.resume()
     begin = progress.step if progress else 0
     if progress and progress.data:
@@ -55,7 +58,7 @@ def train(config: Config, side: Side, tell: Tell) -> None:
 
 
 def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) -> list[Any]:
-    """What a step learns from: the next of the data, or, every so many steps, texts with passkeys."""
+    """Return the microbatches of a step: the next of the data or, each ``train_every`` steps, texts with passkeys."""
     every, number = config.passkey.train_every, config.data.accumulate
     if every == 0 or (step + 1) % every:
         return list(itertools.islice(batches, number))
@@ -67,22 +70,22 @@ def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) 
 
 
 def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str = "train") -> Any:
-    """A microbatch of texts with passkeys, whose only labels are the answers."""
+    """Return a microbatch of texts with passkeys, with only the answers as labels."""
     texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
     return side.shard([list(each.text) for each in texts], [each.labels for each in texts])
 
 
 def accuracy(config: Config, side: Side, length: int) -> float:
-    """The part of the texts of this length whose every digit is the most probable one, given those before: greedy decoding's."""
+    """Return the share of texts of this length whose digits are all the most probable ones, as in greedy decoding."""
     wrong: list[int] = []
     rows, texts = config.rows, config.passkey.texts
-    for first in range(0, texts, rows):  # the last batch is as large as the others, so that nothing is compiled anew
+    for first in range(0, texts, rows):  # whole batches only: another size would compile again
         wrong += side.wrong(passkeys(config, side, length, range(first, first + rows), "test"))
     return sum(each == 0 for each in wrong[:texts]) / texts
 
 
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
-    """The loss on files that are held out, and by how many tokens of its document a token sees before itself."""
+    """Return the loss on held-out files, in all and by the number of tokens of its document before a token."""
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
     for microbatch in itertools.islice(side.held_out, config.evaluation.batches):
@@ -94,7 +97,10 @@ def evaluation(config: Config, side: Side) -> dict[str, Any]:
 
 
 def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
-    """Tokens and model TFLOP a second, of all devices together; MFU, the part of their peak; the most memory of one, in bytes."""
+    """Return the speed of a step: tokens/s and model TFLOP/s of all devices, MFU, and the peak memory of one device.
+
+    MFU is the share of the devices' peak TFLOP/s, None if that is unknown. The memory is in bytes.
+    """
     machine = side.machine()
     tflops = config.tokens / seconds * flops_per_token(side.parameters, config.data.length, side.config) / 1e12
     most = peak(machine.device)
@@ -103,18 +109,21 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 
 
 class Log:
-    """``log.jsonl`` in the run's folder, and who watches. A resumed run takes away what came after its checkpoint."""
+    """The file ``log.jsonl`` of a run, and the function that shows its lines.
+
+    A resumed run drops the lines after its checkpoint: write a new file, then rename it over the log.
+    """
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in lines(path) if begin and line["step"] <= begin]
-        new = path.with_name(f".{path.name}.new")  # a kill leaves the log as it was, or as it is to be
+        new = path.with_name(f".{path.name}.new")  # a kill leaves the old log or the new one
         new.write_text("".join(json.dumps(line) + "\n" for line in kept))
         new.replace(path)
         self._path, self._tell = path, tell
 
     def __call__(self, kind: str, **values: object) -> None:
-        """Write a line, and tell it."""
+        """Write a line and show it."""
         line = {"kind": kind, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -122,7 +131,7 @@ class Log:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; one that a kill cut short, the last, is left out."""
+    """Return the lines of a log up to the first that is not JSON, such as a last line cut short by a kill."""
     if not path.exists():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""What a log says, drawn: the loss, the loss by position, and the passkeys that are found."""
+"""The plot of a log: loss, held-out loss by position, and the share of passkeys found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INK = "#4C78A8", "#E45756"
 
 
 def draw(log: Path, path: Path) -> None:
-    """Write the picture of a log.jsonl to ``path``."""
+    """Plot a log.jsonl and write the picture to ``path``."""
     from matplotlib.figure import Figure
 
     found = lines(log)

@@ -1,4 +1,4 @@
-"""A run from the command to its exit: who starts the ranks, and who watches."""
+"""The run of ``ring-attn train``: check the config, lock the folder, start the ranks, and show their progress."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .watch import Watch
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "optax", "orbax.checkpoint", "safetensors")}
 PATIENCE = 1800.0
-"""Seconds without a word from any rank after which a run gives up: a step of a long context, or compiling a large model."""
+"""Seconds without a message from any rank after which a run fails; a step of long rows or compiling a large model takes long."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """This process as one of several of JAX; ``coordinator``: "auto", or the address of the first process."""
+    """This process's place among several of JAX. ``coordinator``: "auto", or the address of process 0."""
 
     coordinator: str
     processes: int | None = None
@@ -31,7 +31,7 @@ class Program:
 
     @classmethod
     def of(cls, coordinator: str, process: str | None) -> Program:
-        """What the command was given, ``process`` as "0/4"; ValueError for what is none."""
+        """Parse the options of the command, ``process`` such as "0/4". Raise ValueError if they are invalid."""
         if coordinator == "auto" and process is None:
             return cls(coordinator)
         number, _, of = (process or "").partition("/")
@@ -44,10 +44,10 @@ class Program:
 
 
 def run(config: Config, framework: str, program: Program | None = None) -> None:
-    """Train, and leave log, picture, checkpoints and weights in ``config.out``; go on where a run in that folder stopped.
+    """Train, or resume the run in ``config.out``; write log, picture, checkpoints and weights there.
 
-    ``framework``: "torch" or "jax". Raises ValueError for another one, for what the run cannot begin with, and for a folder
-    in which another run is at work, processes' Failure where a process fails, and ModuleNotFoundError.
+    ``framework``: "torch" or "jax". Raise ValueError if it is another one, if the run cannot start, or if another run uses the
+    folder; :class:`processes.Failure` if a process fails; ModuleNotFoundError if a package is missing.
     """
     if framework not in NEEDS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")
@@ -72,7 +72,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 
 
 def _is_first(framework: str, program: Program | None) -> bool:
-    """Whether this process speaks for all of the run, as far as can be known before any of them is started."""
+    """Return True if this process prints for the whole run, as far as is known before the program starts."""
     if framework == "torch":
         from . import torch_side
 

@@ -1,4 +1,4 @@
-"""What a framework does for a run; everything else of the run is in ``loop.py``."""
+"""The interface of a framework to the training loop in ``loop.py``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     loss: float
-    """The mean over all labels of the step, in nats."""
+    """Mean over all labels of the step, in nats."""
     norm: float
-    """Of all gradients together, before clipping."""
+    """Global norm of the gradients before clipping."""
 
 
 class Machine(NamedTuple):
-    """What computes: the name of a device, how many there are, and the bytes that one of them held at most, so far."""
+    """The devices of a run: name of one, their number, and the peak memory of one so far, in bytes."""
 
     device: str
     devices: int
@@ -26,16 +26,16 @@ class Machine(NamedTuple):
 
 
 class Side(Protocol):
-    """A model, its optimizer and its data on the ranks of this process; every method is called on all ranks alike.
+    """A model, its optimizer and its data on the ranks of this process; each method is called on all ranks alike.
 
-    A microbatch is a Shard of the framework. ``first``: whether this process speaks for all.
+    A microbatch is a Shard of the framework. ``first``: True in the process that writes the log.
     """
 
     first: bool
     config: TransformerConfig
     parameters: int
     data: Any
-    """The training's ``SequenceShardedDataset``."""
+    """The ``SequenceShardedDataset`` of the training."""
     held_out: Any
 
     def resume(self) -> Progress | None: ...
@@ -43,23 +43,26 @@ class Side(Protocol):
     def save(self, step: int, data: str) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, and save the weights."""
+        """Wait for the checkpoint in progress and save the weights."""
         ...
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Any:
-        """The microbatch of whole rows, each one document."""
+        """Return the microbatch of global rows, each of them one document."""
         ...
 
     def step(self, number: int, microbatches: list[Any]) -> Step:
-        """One step of the optimizer; ``number`` counts from 0."""
+        """Run one optimizer step; ``number`` counts from 0."""
         ...
 
     def losses(self, microbatch: Any, ends: list[int]) -> Iterable[tuple[float, int]]:
-        """Sum of the losses and number of labels, of each bucket of tokens by how many of their document come before them."""
+        """Return the sum of the losses and the number of labels of each bucket.
+
+        Buckets are by the number of tokens of its document before a token; ``ends`` are their exclusive ends.
+        """
         ...
 
     def wrong(self, microbatch: Any) -> list[int]:
-        """Of every row how many labels are not the most probable token."""
+        """Return for each row the number of labels that are not the most probable token."""
         ...
 
     def machine(self) -> Machine: ...

@@ -1,4 +1,4 @@
-"""A run in PyTorch: what one rank does. Imported only where PyTorch is needed."""
+"""A run in PyTorch, one process per rank. Imported only if PyTorch is used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .side import Machine, Step
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
-    """What a process that the command started does: one rank; the first reports for all."""
+    """Train as one rank, in a process that the command started; rank 0 reports for all."""
     ranks = config.ring.ranks * config.ring.replicas
     device = device_of(rank, ranks)
     if device.type == "cpu":
@@ -57,7 +57,10 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
 
 
 def launched(config: Config, tell: Tell) -> None:
-    """What a process that torchrun started does."""
+    """Train as one rank, in a process that torchrun started.
+
+    Raise ValueError if the number of processes does not fit the GPUs or the config.
+    """
     rank = get_node_local_rank(0)
     if torch.cuda.is_available() and torch.cuda.device_count() <= rank:
         raise ValueError(
@@ -80,14 +83,14 @@ def launched(config: Config, tell: Tell) -> None:
 
 
 def of_first(words: str, group: dist.ProcessGroup | None = None) -> str:
-    """What the first rank of all says, on every rank."""
+    """Broadcast a text from rank 0 to all ranks."""
     told = [words]
     dist.broadcast_object_list(told, 0, group)
     return told[0]
 
 
 def is_first() -> bool:
-    """Whether this is the first process of its machine, of those that torchrun started."""
+    """Return True in the first of torchrun's processes on this machine."""
     return get_node_local_rank(0) == 0
 
 
@@ -100,7 +103,7 @@ def run(config: Config, tell: Tell, device: torch.device) -> None:
 
 
 def device_of(rank: int, ranks: int) -> torch.device:
-    """A GPU of this machine where there are enough, else the CPU."""
+    """Return this rank's GPU if the machine has at least ``ranks`` GPUs, else the CPU."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)
@@ -112,7 +115,7 @@ def backend_of(device: torch.device) -> str:
 
 
 class Places(NamedTuple):
-    """Where a rank stands: its ring, everybody, which replica its ring is, and its device."""
+    """The place of a rank: the groups of its ring and of all ranks, the index of its replica, and its device."""
 
     ring: Any
     everybody: Any
@@ -121,7 +124,7 @@ class Places(NamedTuple):
 
 
 class TorchSide:
-    """One rank of a run."""
+    """The ``Side`` of one rank of a run in PyTorch."""
 
     def __init__(self, config: Config, places: Places) -> None:
         self._config, self._places = config, places
@@ -151,7 +154,7 @@ class TorchSide:
         )
 
     def _made(self) -> RingTransformer:
-        """The model: of ``init_from``, or with first weights that are JAX's too."""
+        """Return the model of ``init_from``, or one with the initial weights that JAX has too."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
@@ -194,7 +197,7 @@ class TorchSide:
         sum_gradients(self._model, self._places.everybody)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        # As optax does it: torch's clip_grad_norm_ adds 1e-6 to the norm, which is another step.
+        # Clip as optax does: torch's clip_grad_norm_ adds 1e-6 to the norm, which gives another step.
         factor = torch.clamp(self._config.optimizer.clip / norm, max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
@@ -235,14 +238,14 @@ class TorchSide:
         return Machine("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """What the head is given; dropout applies where there is a step, drawn by it and by rows of the whole batch."""
+        """Return the input of the head. With a ``step``, apply dropout with its seed and the row index within the step."""
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step
         given = shard.ids, shard.positions, shard.length
         return self._model(*given, extents=shard.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The sum over everybody's labels."""
+        """Return the sum of the loss over the labels of all ranks, in chunks of tokens."""
         head, chunk = self._model.head_weight, self._config.ring.chunk
         return loss(hidden, labels, head=head, chunk=chunk, reduction="sum", group=self._places.everybody)
 

@@ -1,4 +1,4 @@
-"""What whoever started a run sees of it."""
+"""The terminal display of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .config import Config
 
 EVERY = 10.0
-"""Seconds between two lines of steps, where nobody would see a bar."""
+"""Seconds between two printed steps if the output is not a terminal."""
 
 
 class Watch:
-    """A bar with the latest step's numbers, and a line for every evaluation. Use as a context.
+    """A context manager that shows a progress bar with the latest step's numbers, and a line for each evaluation.
 
-    Where the output is no terminal, some of the steps are lines instead.
+    If the output is not a terminal, print a line for a step each ``EVERY`` seconds instead of the bar.
     """
 
     def __init__(self, config: Config, console: Console) -> None:
@@ -64,7 +64,7 @@ class Watch:
 
 
 def in_short(line: dict[str, Any]) -> str:
-    """A step in a few words."""
+    """Return loss, speed and memory of a step in a few words."""
     mfu = "" if line["mfu"] is None else f", MFU {line['mfu']:.1%}"
     speed = f"{line['tokens_per_second']:,.0f} tokens/s, {line['tflops']:.3g} TFLOP/s{mfu}"
     return f"loss {line['loss']:.4f}, {speed}, {line['memory'] / 2**30:.2f} GiB"
