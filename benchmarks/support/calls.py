@@ -1,4 +1,4 @@
-"""A call of the kernels on one GPU and random inputs for it, where a launch is timed and no public function."""
+"""A call of the kernels on one GPU and random inputs for it, for timing launches instead of public functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = {128: 16, 64: 32}
 
 
 def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: Any) -> Call:
-    """A ring of one with heads of ``dim``; ``features``: fields of the Call."""
+    """Return the call of a ring of one with heads of ``dim``. ``features``: fields of the Call."""
     shape = {"batch": 1, "seq_local": tokens, "kv_local": tokens, "heads": HEADS[dim], "kv_heads": HEADS[dim]}
     of_ring = {"q_runs": 1, "k_runs": 1, "packed": False, "aligned": True, "clean": False, "tf32": False}
     plain = {"softcap": None, "dropout_rate": 0.0, "given": frozenset()} | features
@@ -27,7 +27,7 @@ def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: A
 
 
 def arrays(call: Call, device: torch.device, band: Band, hidden: float = 0.1) -> dict[str, Tensor]:
-    """Random inputs by name under a mask; ``hidden``: the share of keys that a key mask hides."""
+    """Draw random inputs by name for the mask ``band``. ``hidden``: the share of keys that the key mask masks."""
     tokens = call.seq_local
     generator = torch.Generator(device).manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, device=device, generator=generator)

@@ -1,4 +1,4 @@
-"""Fresh processes and what they cost in memory."""
+"""Fresh processes, their memory, and the CPU time of other processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 def run_fresh(
     module: str, argument: dict[str, Any], processes: int = 1, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """``python -m module JSON`` in ``processes`` new processes at once -> what :func:`answer` printed in each, by rank.
+    """Run ``python -m module JSON`` in ``processes`` new processes at once and return their answers by rank.
 
-    Every process gets ``argument``, its ``rank`` and a ``store`` (a path for a rendezvous that nothing else uses). RuntimeError
-    with the end of its stderr where one fails.
+    Each process gets ``argument``, its ``rank`` and a ``store`` (an unused path for a rendezvous), and prints its answer by
+    :func:`answer`. Raise RuntimeError with the end of its stderr if one fails.
     """
     with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder:
         command = [sys.executable, "-m", module]
@@ -46,20 +46,20 @@ def run_fresh(
 
 
 def argument() -> dict[str, Any]:
-    """In a fresh process: what it was given."""
+    """Return the argument of this fresh process."""
     return json.loads(sys.argv[1])
 
 
 def answer(value: Any) -> None:
-    """In a fresh process: what it found, for the one who started it."""
+    """Print the answer of this fresh process for its parent."""
     print(json.dumps(value), flush=True)
 
 
 class Memory:
-    """The peak of this process's resident memory above what was resident when this was made, in bytes (Linux)."""
+    """The peak resident memory of this process above the resident memory at construction, in bytes (Linux)."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here: imports and inputs may have needed more
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak: imports and inputs may have needed more
         self._baseline = _status("VmRSS")
 
     def peak(self) -> int:
@@ -67,20 +67,23 @@ class Memory:
 
 
 class Others:
-    """What other processes took of this machine's CPU time since this was made. Its own: this one and its children that ended."""
+    """The CPU time of other processes on this machine since construction.
+
+    This process and its children that have ended do not count as others.
+    """
 
     def __init__(self) -> None:
         self._begin = time.monotonic(), _busy(), _own()
 
     def share(self) -> float:
-        """0: none, 1: all of it."""
+        """Return the share of the CPU time that others took, from 0 to 1."""
         begin, busy, own = self._begin
         spent = (_busy() - busy) - (_own() - own)
         return max(spent, 0.0) / ((time.monotonic() - begin) * len(os.sched_getaffinity(0)))
 
 
 def _busy() -> float:
-    """Seconds that all processors were not idle."""
+    """Return the busy seconds of all processors since boot."""
     fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
@@ -91,7 +94,7 @@ def _own() -> float:
 
 
 def available() -> int:
-    """Bytes of memory that could be had now."""
+    """Return the available memory in bytes."""
     return _kib(Path("/proc/meminfo"), "MemAvailable")
 
 

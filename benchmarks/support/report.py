@@ -1,4 +1,4 @@
-"""What every result is stored with: the machine, the versions, the commit, what was predicted and why it came out otherwise."""
+"""The stored form of a result: the machine, versions, commit and command, and sections of the benchmark's docstring."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Where and from what this was measured."""
+    """Return the hardware, versions, date, commit, command and load of a measurement."""
     cpus = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
     ]
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def program() -> str:
-    """What started this process, as one types it: ``python -m benchmarks.<folder>``."""
+    """Return the command of this process: ``python -m benchmarks.<folder>``."""
     started = sys.modules["__main__"].__spec__
     return "python " + (f"-m {started.name.removesuffix('.__main__')}" if started else os.path.relpath(sys.argv[0], ROOT))
 
@@ -54,7 +54,7 @@ def cores() -> int:
 
 
 def commit() -> str:
-    """The commit, and whether the packages differ from it; empty outside a git checkout."""
+    """Return the commit, with " with changes" if the packages differ from it; without a hash outside a git checkout."""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "ring_attn_core", "ring_attn_jax", "ring_attn_torch")
     return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
@@ -65,7 +65,7 @@ def first_line(text: str | None) -> str:
 
 
 def section(text: str | None, title: str) -> str:
-    """The paragraphs of a docstring under the line ``title:``, up to the next line that is one word and a colon."""
+    """Return the paragraphs of a docstring under the line ``title:``, up to the next line of one word and a colon."""
     kept: list[str] = []
     inside = False
     for line in (text or "").splitlines():
@@ -84,7 +84,7 @@ def save(name: str, result: dict[str, Any]) -> Path:
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """A result that was saved before."""
+    """Return a saved result, or None."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 

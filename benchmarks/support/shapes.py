@@ -1,4 +1,4 @@
-"""Shapes of models that people have, for benchmarks."""
+"""Shapes of real models for benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ring_attn_core.model.rotary import Rotary
 
 
 def llama_3_8b(layers: int, tiny: bool = False, param_dtype: str = "float32", mlp_chunk: int | None = None) -> TransformerConfig:
-    """Llama 3 8B's shape with so many layers, in bfloat16; ``tiny``: narrow, in float32, to see on a CPU that it runs."""
+    """Return the config of Llama 3 8B with ``layers`` layers, computed in bfloat16.
+
+    ``tiny``: narrow and in float32, for a trial run on a CPU.
+    """
     sizes: dict[str, Any] = {"vocab": 128256, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
     if tiny:
         sizes = {"vocab": 256, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 128}

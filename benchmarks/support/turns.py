@@ -1,4 +1,4 @@
-"""Timing candidates on one GPU: in turns, for it sits at its power limit, and who runs after a pause reads up to 10 % high."""
+"""Timing of candidates on one GPU, in turns: at its power limit, a candidate that runs after a pause is up to 10 % faster."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.profiler import ProfilerActivity, profile
 Work = Callable[[], Any]
 
 ROUND = 0.06
-"""Seconds that are measured of a candidate before it is another's turn."""
+"""Measured seconds of a candidate's turn."""
 
 _order = random.Random(0)
 
 
 def take_turns(works: dict[str, Work], rounds: int, measure: Callable[[Work, int], float] | None = None) -> dict[str, float]:
-    """Median seconds a call of each, in rounds of random order, of every turn the later two thirds.
+    """Return the median seconds per call of each candidate, over rounds in random order.
 
-    ``measure``: ``seconds``, unless told otherwise.
-    Who follows a cool candidate runs at a higher clock: with one order for all cases, the same kernel differed by 5 %.
+    The first third of each turn is not measured. ``measure``: ``seconds`` by default. The order is random because a candidate
+    runs at a higher clock after a cool one: with one order for all cases, the same kernel differed by 5 %.
     """
     measure = measure or seconds
     calls = {}
@@ -40,7 +40,7 @@ def take_turns(works: dict[str, Work], rounds: int, measure: Callable[[Work, int
 
 
 def seconds(work: Work, calls: int) -> float:
-    """Seconds a call of so many, one after the other."""
+    """Return the seconds per call of ``calls`` calls in a row."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(calls):
@@ -51,7 +51,7 @@ def seconds(work: Work, calls: int) -> float:
 
 
 def device_seconds(work: Work, calls: int) -> float:
-    """Seconds a call of so many that the GPU is at work on it, whichever framework of this process starts it: CUPTI sees all."""
+    """Return the GPU seconds per call of ``calls`` calls, from CUPTI, which records the kernels of both frameworks."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         seconds(work, calls)
     on_device = [event for event in seen.events() or [] if event.device_type.name == "CUDA"]
@@ -59,7 +59,7 @@ def device_seconds(work: Work, calls: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 2 GiB."""
+    """Return the bytes/s, read and written, of a copy of 2 GiB."""
     x = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.numel() / take_turns({"copy": lambda: y.copy_(x)}, 5)["copy"]
