@@ -2,10 +2,10 @@
 
     pytest parity_tests/gpu/test_kernels.py --junitxml=bits.xml && python -m benchmarks.bits bits.xml
 
-Several files, of parts of the suite, make one table.
+Several files, from parts of the suite, give one table.
 
-Every row is a case of the GPU suite: the backend that was asked for, the arrays that differ in a bit between the frameworks, and
-the largest error of out, lse and the gradients against float64 over its computed bound (at most 1).
+Each row is a case of the GPU suite: the requested backend, the arrays that are not bitwise equal in both frameworks, and the
+largest error of out, lse and the gradients against float64, as a share of its computed bound (at most 1).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..support import report
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The cases that were compared; one that failed or was left out has no row."""
+    """Return a row for each compared case; a failed or skipped case has no row."""
     found = []
     for test in ElementTree.parse(path).iter("testcase"):
         properties = {p.get("name", ""): p.get("value", "") for p in test.iter("property")}

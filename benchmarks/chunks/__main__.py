@@ -2,26 +2,25 @@
 
     python -m benchmarks.chunks [--part mlp layer loss] [--tokens 32768]
 
-One GPU, the shape of Llama 3 8B: dim 4096, 14336 features inside the MLP, a vocabulary of 128,256; activations in bfloat16,
-weights in float32. Forward and backward of the MLP by itself, of a layer that keeps its activations or computes them again,
-and of the loss of hidden states; whole and in chunks, in turns in one process. ``peak``: what a call takes besides what it is
-given, from PyTorch's allocator and from XLA's plan. Chunks of the loss are measured alone at 131,072 tokens too, where whole
-logits would take 67 GB.
+One GPU, the shape of Llama 3 8B: dim 4096, an MLP of 14336 features, a vocabulary of 128,256; activations in bfloat16, weights in
+float32. Forward and backward of the MLP alone, of a layer that keeps or recomputes its activations, and of the loss from hidden
+states; whole and in chunks, in turns in one process. ``peak``: the memory of a call beyond its inputs, from PyTorch's allocator
+and from XLA's memory analysis. Only the chunked loss is also measured at 131,072 tokens: whole logits would take 67 GB there.
 
 Prediction (one H200, 32,768 tokens):
-  Time. The MLP is 3 x 2 x 32768 x 4096 x 14336 = 1.15e13 operations forward, 3.5e13 with its backward, 53 ms at 650 TFLOP/s. A
-  chunk is computed again once, a third of that: 71 ms where nothing else is computed again, and nothing more inside a layer that
-  is. The loss, 3 x 2 x 32768 x 4096 x 128256 = 1.03e14, 160 ms, and whole logits are read and written some ten times in float32,
-  17 GB each: 40 ms that chunks do not save but for what fits the cache.
-  Memory. The MLP keeps four arrays of 14336 features, 3.8 GB, in chunks of 4,096 an eighth. Whole logits take 8.4 GB in bfloat16
-  and twice that in float32; a chunk's 3.2, and the head's gradient in float32 2.1.
+  Time. The MLP takes 3 x 2 x 32768 x 4096 x 14336 = 1.15e13 operations forward and 3.5e13 with its backward, 53 ms at 650
+  TFLOP/s. Each chunk is recomputed once, a third more: 71 ms if nothing else is recomputed, and nothing more inside a layer that
+  is recomputed. The loss takes 3 x 2 x 32768 x 4096 x 128256 = 1.03e14 operations, 160 ms. Whole logits, 17 GB in float32, are
+  read and written about ten times, 40 ms; of these, chunks save only what fits the cache.
+  Memory. The MLP keeps four arrays of 14336 features, 3.8 GB; in chunks of 4,096 it keeps an eighth. Whole logits take 8.4 GB in
+  bfloat16 and twice that in float32. The logits of a chunk take 3.2 GB, and the head's gradient in float32 2.1 GB.
 
 Measured (results/chunks-h200.json; torch 2.11, jax 0.11.2):
-  MLP. Inside a layer that is computed again, chunks of 8,192 cost 2.7 % of the layer in both frameworks and chunks of 4,096 5 %:
-  smaller products, and weights whose gradient is added up in float32 for every chunk. By itself in PyTorch 1.28 times the whole,
-  as predicted, in JAX 1.05. A layer's peak falls from 8.5 to 4.9 GB.
-  Loss. In chunks PyTorch takes 0.76 to 0.79 of the whole's time and 10.8 GB for 24.2, JAX 1.01 and 6.9 for 19.2: its whole loss
-  fuses what eager PyTorch writes out. 131,072 tokens take 11.6 and 8.5 GB.
+  MLP. Inside a layer that is recomputed, chunks of 8,192 cost 2.7 % of the layer in both frameworks and chunks of 4,096 cost 5 %:
+  products are smaller, and the gradients of the weights are accumulated in float32 for each chunk. The MLP alone takes 1.28 times
+  the whole in PyTorch, as predicted, and 1.05 times in JAX. The peak of a layer falls from 8.5 to 4.9 GB.
+  Loss. In chunks, PyTorch takes 0.76 to 0.79 of the time of the whole and 10.8 GB instead of 24.2; JAX takes 1.01 and 6.9 GB
+  instead of 19.2, because its whole loss fuses what eager PyTorch writes out. 131,072 tokens take 11.6 and 8.5 GB.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ FRAMEWORKS = {"torch": "benchmarks.chunks.torch_side", "jax": "benchmarks.chunks
 PARTS = "mlp", "layer, keep", "layer, recompute", "loss"
 CHUNKS = None, 8192, 4096
 LONG = 131072
-"""Tokens whose loss is measured in chunks alone."""
+"""Tokens of the loss that is measured in chunks only."""
 
 
 def measure(framework: str, part: str, tokens: int, chunks: tuple[int | None, ...], rounds: int) -> list[dict[str, Any]]:
-    """A row for each size of the chunks: milliseconds, their ratio to the first's, and GB at the peak."""
+    """Return a row for each chunk size: milliseconds, their ratio to those of the first size, and the peak in GB."""
     side = import_module(FRAMEWORKS[framework])
     cells = {str(chunk or "whole"): side.cell(part, tokens, chunk) for chunk in chunks}
     seconds = take_turns({name: cell.work for name, cell in cells.items()}, rounds)

@@ -1,4 +1,4 @@
-"""The calls in JAX, compiled."""
+"""The compiled calls in JAX."""
 
 from __future__ import annotations
 

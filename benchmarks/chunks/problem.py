@@ -1,4 +1,4 @@
-"""What is computed."""
+"""The shapes of the measured MLP, layer and loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from ring_attn_core.model.config import TransformerConfig
 
 VOCAB = 128256
-"""Llama 3's, for the loss; the layers are given a small one."""
+"""Vocabulary of Llama 3, for the loss; the layers have a small one."""
 
 
 def config_of(chunk: int | None) -> TransformerConfig:
-    """One layer of Llama 3 8B, its MLP in chunks of so many tokens."""
+    """Return the config of one layer of Llama 3 8B, with its MLP in chunks of ``chunk`` tokens (None: whole)."""
     sizes: dict[str, Any] = {"dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "depth": 1}
     return TransformerConfig(vocab=256, **sizes, compute_dtype="bfloat16", mlp_chunk=chunk)

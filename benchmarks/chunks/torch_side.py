@@ -17,7 +17,7 @@ DEVICE = "cuda"
 
 
 class Cell(NamedTuple):
-    """A call, and what measures its peak, in bytes."""
+    """A call, and a function that measures its peak memory in bytes."""
 
     work: Callable[[], object]
     peak: Callable[[], int]

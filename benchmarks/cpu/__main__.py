@@ -3,30 +3,31 @@
     python -m benchmarks.cpu [--quick]
     python -m benchmarks.cpu.plot         draws the stored result again
 
-Batch 1, 8 heads of 64, float32, random normal; one rank and four, forward alone and forward with backward. Every candidate is
-first checked against float64 at a length that no tile divides, out and gradients; one that is wrong is reported with its error
-and not timed. A cell is a fresh process (four for a ring of processes): one call to warm up, then the median of several, and the
-peak memory above imports and inputs. The candidates of one case run back to back; what other processes took of the CPUs meanwhile
-is stored with each.
+Batch 1, 8 heads of 64, float32, random normal; one rank and four, forward alone and forward with backward. First, each
+candidate's out and gradients are checked against float64 at a length that no tile divides; a wrong candidate is reported with its
+error and not timed. A cell is a fresh process (four for a ring of processes): one call to warm up, then the median of several,
+and the peak memory above imports and inputs. The candidates of one case run back to back. The share of the CPUs that other
+processes took meanwhile is stored with each.
 
 Prediction:
-  Products: 4 S^2 D H forward (half of it causal), 2.5 times that backward, in one pass over the scores for torch's kernel and for
-  ours alike; one core multiplies some 100 GFLOP/s of the shapes in question. So what differs is what happens to a score between
-  products: torch's fused kernel keeps it in the cache, ours passes over tiles of 8 MiB five times forward (mask, max, subtract,
-  exp, sum). At 0.05 ns a pass on two cores and 1.28 ns for the products of a score that is 1.2 x torch forward, 1.15 x with
-  backward, in PyTorch; XLA fuses the passes, so the same or less in JAX. Four ranks on two cores compute the same tiles and move
-  3 x 16 MiB of k/v a rank (and as much gradient, twice) through loopback, some 2 GB/s: 0.1 s beside 1.5 s, so 1.1 x one rank.
+  Products: 4 S^2 D H operations forward (half of them if causal) and 2.5 times as many backward, in one pass over the scores, for
+  torch's kernel and for ours; one core reaches about 100 GFLOP/s at these shapes. So the difference is the work on a score
+  between products: torch's fused kernel keeps it in the cache, ours passes over tiles of 8 MiB five times forward (mask, max,
+  subtract, exp, sum). At 0.05 ns per pass on two cores and 1.28 ns for the products of a score, PyTorch takes 1.2 x torch forward
+  and 1.15 x with backward; JAX takes the same or less, because XLA fuses the passes. Four ranks on two cores compute the same
+  tiles and move 3 x 16 MiB of k/v per rank (and as much gradient, twice) through loopback at about 2 GB/s: 0.1 s beside 1.5 s, so
+  1.1 x one rank.
   jax.nn.dot_product_attention writes all scores, causal or not: 2 x the products, six passes over 8.6 GB at 20 GB/s: 3 x or more.
-  ring-attention-pytorch computes every causal tile and masks it, and transposes into every product: 3 x.
+  ring-attention-pytorch computes each causal tile, masks it, and transposes into each product: 3 x.
 
 Measured (2 cores of an AMD EPYC; results/cpu.json; runs differ by 10 %):
-  16,384 causal, forward / forward+backward over torch's: PyTorch 1.13 / 1.11, JAX 1.19 / 1.33 (the last of "again" in the
-  file). What it took: in PyTorch no fresh memory for each product (page faults, 5 %); in JAX no pass that blanks tiles in which
-  everything is seen (5 % forward, 8 % backward). Before: 1.36 / 1.31 and 1.25 / 1.54. Scores in base 2 would spare PyTorch a
-  pass, 2 to 6 %, but lse then comes back rounded twice: gradients lose digits by |lse|, and are infinite beyond 1e8. Four ranks
-  over one: PyTorch 1.11 / 1.14, JAX 0.69 / 0.75: with a thread a rank nothing waits for the other core, where two threads meet
-  after each product. That, and the passes over a tile's scores, is the gap to torch's fused kernel. ring-attention-pytorch
-  takes 6 to 8 times ours; its ring on 4 ranks is not timed, for its dk and dv are wrong.
+  16,384 tokens, causal, forward / forward+backward over torch's: PyTorch 1.13 / 1.11, JAX 1.19 / 1.33 (the last of "again" in the
+  file). Two changes gave this: PyTorch does not allocate memory for each product (page faults, 5 %), and JAX does not mask tiles
+  in which all pairs are visible (5 % forward, 8 % backward). Before: 1.36 / 1.31 and 1.25 / 1.54. Scores in base 2 would save
+  PyTorch a pass, 2 to 6 %, but lse would be rounded twice: gradients lose digits by |lse| and are infinite beyond 1e8. Four ranks
+  over one: PyTorch 1.11 / 1.14, JAX 0.69 / 0.75. With one thread per rank no core waits for the other, while the two threads of
+  one rank meet after each product. That, and the passes over a tile's scores, is the gap to torch's fused kernel.
+  ring-attention-pytorch takes 6 to 8 times ours; its ring on 4 ranks is not timed, because its dk and dv are wrong.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ TOKENS = (4096, 16384)
 MASKS = ("causal", "full")
 PASSES = ("forward", "forward+backward")
 CHECKED = 1153
-"""A prime: no tile and no ring divides it. A peer that cannot pad is checked at the next multiple of its ranks."""
+"""Tokens of the check: a prime, so that no tile and no ring divides it.
+
+A candidate that cannot pad is checked at the next multiple of its ranks.
+"""
 
 QUIET = 0.05
-"""What other processes may take of the CPUs before a measurement counts as disturbed."""
+"""Share of the CPUs that other processes may take before a measurement counts as disturbed."""
 
 BARS = (
     ("ring_attn_torch", BASE, 1.3),
@@ -63,7 +67,7 @@ BARS = (
     ("ring_attn_torch", "ring-attention-pytorch", 0.5),
     ("ring_attn_jax", "ring-attention-pytorch", 0.5),
 )
-"""The first's time over the second's, causal at the longest length, and what it should be at most."""
+"""Targets: two candidates, and the largest ratio of the first's time to the second's, causal at the longest length."""
 
 console = Console(width=120)
 
@@ -92,7 +96,7 @@ def main() -> None:
         "cells": cells,
     }
     show_bars(result["bars"])
-    if options.whole:  # a part does not replace the stored result
+    if options.whole:  # a partial run does not replace the stored result
         from .plot import plot
 
         console.print(f"written: {report.save('cpu', result)} and {plot()}")
@@ -112,7 +116,7 @@ def _options() -> argparse.Namespace:
 
 
 def check_candidate(name: str) -> Iterable[dict[str, Any]]:
-    """One row a mask: the worst of out and gradients against its bound."""
+    """Yield one row per mask with the errors of out and gradients and their bounds, and print the worst."""
     candidate = CANDIDATES[name]
     tokens = CHECKED if candidate.pads else -(-CHECKED // candidate.processes) * candidate.processes
     for mask in MASKS:
@@ -133,9 +137,10 @@ def check_candidate(name: str) -> Iterable[dict[str, Any]]:
 
 
 def undisturbed(cell: Callable[[], dict[str, Any]], patience: float) -> tuple[dict[str, Any], float]:
-    """``cell()`` and the share of the CPUs that other processes took meanwhile.
+    """Return ``cell()`` and the share of the CPUs that other processes took meanwhile.
 
-    Waits ``patience`` seconds for them to leave 95 % and in that time measures again what they disturbed; the best counts.
+    For up to ``patience`` seconds, wait until other processes leave 95 % of the CPUs, and repeat disturbed measurements. The
+    measurement with the smallest share counts.
     """
     deadline = time.monotonic() + patience
     found, least = {}, float("inf")
@@ -158,7 +163,7 @@ def wait_for_quiet(deadline: float) -> None:
 
 
 def measure_case(case: Case, passes: str, names: list[str], repeats: int | None, patience: float) -> list[dict[str, Any]]:
-    """All candidates of one case, back to back; the ratio is to torch's own attention in this case."""
+    """Measure all candidates of one case, back to back; the ratio is to torch's own attention in this case."""
     rows: list[dict[str, Any]] = []
     base = None
     for name in names:
@@ -198,7 +203,7 @@ def show_case(case: Case, passes: str, rows: list[dict[str, Any]]) -> None:
 
 
 def bars(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was aimed at, and what was reached."""
+    """Return each target of ``BARS`` with the measured ratio."""
     longest = max(cell["tokens"] for cell in cells)
     seconds = {
         (cell["candidate"], cell["passes"]): cell["seconds"]

@@ -1,4 +1,4 @@
-"""The attentions that are compared on a CPU: each made ready to run on one rank of one case, in a process of its own."""
+"""The attention candidates on a CPU, each prepared for one rank of one case in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS, DIM = 8, 64
 
 
 class Case(NamedTuple):
-    """Batch 1, HEADS heads of DIM, float32, random normal. ``mask``: "causal" or "full"."""
+    """A problem of batch 1, HEADS heads of DIM, float32, random normal. ``mask``: "causal" or "full"."""
 
     tokens: int
     mask: str
@@ -32,32 +32,32 @@ class Case(NamedTuple):
         return MASKS[self.mask]()
 
     def inputs(self) -> list[np.ndarray]:
-        """q, k, v and the cotangent of out, whole."""
+        """Return q, k, v and the cotangent of out, as global arrays."""
         random = np.random.default_rng(0)
         return [random.standard_normal((1, self.tokens, HEADS, DIM), np.float32) for _ in range(4)]
 
     def flops(self, passes: str) -> float:
-        """2 products forward, 5 backward; half of them under a causal mask."""
+        """Return the operations of 2 products forward and 5 backward, half of them under a causal mask."""
         forward = 4 * self.tokens**2 * DIM * HEADS / (2 if self.mask == "causal" else 1)
         return forward if passes == "forward" else 3.5 * forward
 
 
 class Prepared(NamedTuple):
-    """One rank's share of a case. ``positions``: which token each row of its arrays is; beyond the case's tokens, padding."""
+    """One rank's share of a case. ``positions``: the token of each row of its arrays; beyond the case's tokens, padding."""
 
     positions: list[int]
     forward: Callable[[], Any]
     both: Callable[[], tuple[Any, ...]]
-    """Returns out, dq, dk, dv."""
+    """A function that returns out, dq, dk, dv."""
     meet: Callable[[], Any] = lambda: None
-    """Waits for all ranks."""
+    """A barrier over all ranks."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """``prepare(case, rank, store)`` runs in the process that measures; a ring of processes has ``processes`` of them.
+    """One candidate. ``prepare(case, rank, store)`` runs in the measuring process, or in each of ``processes`` of a ring.
 
-    ``pads``: it takes any number of tokens, else only multiples of its processes. ``needs``: a module beside the framework.
+    ``pads``: it takes any number of tokens, else only multiples of its processes. ``needs``: a module besides the framework.
     """
 
     prepare: Callable[[Case, int, str], Prepared]
@@ -77,7 +77,7 @@ class Candidate:
 
 
 def shards(case: Case, layout: str, ranks: int, rank: int | None) -> tuple[list[int], list[np.ndarray]]:
-    """Positions and inputs of a rank, or of all in layout order; padding is 0."""
+    """Return positions and inputs of one rank, or of all ranks in layout order if ``rank`` is None; padding is 0."""
     plan = RingPlan(layout, full(), ranks, padded_local(layout, ranks, case.tokens), length=case.tokens)
     positions = [p for r in (range(ranks) if rank is None else (rank,)) for p in plan.positions(r)]
     padding = ((0, 0), (0, plan.seq_local * ranks - case.tokens), (0, 0), (0, 0))
@@ -88,7 +88,7 @@ def shards(case: Case, layout: str, ranks: int, rank: int | None) -> tuple[list[
 
 
 def torch_rank(attention: Callable[..., Any], ranks: int, layout: str, case: Case, rank: int, store: str) -> Prepared:
-    """``attention(q, k, v, case)`` on [1, tokens, heads, dim] tensors, with every core shared among the ranks."""
+    """Prepare ``attention(q, k, v, case)`` on tensors [1, tokens, heads, dim], with the cores shared among the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -127,7 +127,7 @@ def torch_sdpa(q: Any, k: Any, v: Any, case: Case) -> Any:
 
 
 def ring_attention_pytorch(q: Any, k: Any, v: Any, case: Case, ring: bool) -> Any:
-    """The package of that name, on one rank with its default bucket of 1,024 keys, in a ring striped token by token."""
+    """Call the package ring-attention-pytorch: alone with its default bucket of 1,024 keys, or in a ring striped by token."""
     from ring_attention_pytorch import ring_flash_attn  # pyright: ignore[reportMissingImports]
 
     causal = case.mask == "causal"
@@ -140,7 +140,7 @@ def ring_attention_pytorch(q: Any, k: Any, v: Any, case: Case, ring: bool) -> An
 
 
 def jax_devices(attention: Callable[..., Any], ranks: int, layout: str, case: Case, rank: int, store: str) -> Prepared:
-    """``attention(q, k, v, case, mesh)`` compiled ahead, on arrays sharded over ``ranks`` devices of this process."""
+    """Prepare ``attention(q, k, v, case, mesh)``, compiled, on arrays sharded over ``ranks`` devices of this process."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -158,7 +158,7 @@ def jax_devices(attention: Callable[..., Any], ranks: int, layout: str, case: Ca
 
 
 def _compiled(function: Callable[..., Any], inputs: list[Any], ranks: int) -> Callable[[], Any]:
-    """``function`` compiled for these inputs; calling it raises MemoryError where XLA's own estimate is more than there is."""
+    """Compile ``function`` for these inputs; the call raises MemoryError if XLA's estimate exceeds 90 % of the free memory."""
     import jax
 
     compiled = jax.jit(function).lower(*inputs).compile()

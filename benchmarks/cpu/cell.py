@@ -1,4 +1,4 @@
-"""One candidate on one case, in a process of its own: its results for the check, or its time and peak memory."""
+"""One candidate on one case in a fresh process: its results for the check, or its time and peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def check(name: str, case: Case) -> dict[str, tuple[float, float]]:
-    """(relative error against float64, what it may be) of out and each gradient."""
+    """Return the relative error against float64 and its bound, for out and each gradient."""
     candidate = CANDIDATES[name]
     with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder:
         task = {"candidate": name, "case": case, "save": folder}
@@ -40,7 +40,7 @@ def check(name: str, case: Case) -> dict[str, tuple[float, float]]:
 
 
 def measure(name: str, case: Case, passes: str, repeats: int) -> dict[str, Any]:
-    """Median seconds of the slowest rank, and the ranks' peak memory in bytes together; or the reason why there are none."""
+    """Return the median seconds of the slowest rank and the sum of the ranks' peak bytes, or why it was refused."""
     candidate = CANDIDATES[name]
     task = {"candidate": name, "case": case, "passes": passes, "repeats": repeats}
     ranks = run_fresh(__name__, task, candidate.processes, candidate.environment)

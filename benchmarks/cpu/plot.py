@@ -1,4 +1,4 @@
-"""The picture of a stored result of benchmarks/cpu: seconds over those of torch's own attention.
+"""The plot of a stored result of benchmarks/cpu: seconds over those of torch's own attention.
 
 python -m benchmarks.cpu.plot [cpu]
 """
@@ -22,7 +22,7 @@ COLOURS = {
 
 
 def plot(name: str = "cpu") -> Path:
-    """Bars of every candidate's time over torch's own attention, a panel for forward and one for forward+backward."""
+    """Plot each candidate's time over torch's own attention as bars, in a panel for forward and one for forward+backward."""
     from matplotlib.figure import Figure
 
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
@@ -35,7 +35,7 @@ def plot(name: str = "cpu") -> Path:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     hardware = result["hardware"]
-    if not isinstance(hardware, str):  # which it is where several runs were put together by hand
+    if not isinstance(hardware, str):  # a string if several runs were merged by hand
         hardware = f"{hardware['cpu']}, {hardware['cores']} cores"
     figure.suptitle(f"Time over torch's scaled_dot_product_attention, {hardware}, float32, 8 heads of 64")
     path = RESULTS / f"{name}.png"

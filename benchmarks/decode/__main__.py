@@ -1,23 +1,23 @@
 """How long does a step of decoding take, against reading the cache once, and against what the field runs?
 
-    python -m benchmarks.decode --part gpu          one GPU: a step, by candidates, over the copy bandwidth of the same run
-    python -m benchmarks.decode --part tiles        one GPU: tiles and splits that were not chosen
-    python -m benchmarks.decode --part host         one GPU: what a step keeps the host busy with
+    python -m benchmarks.decode --part gpu          one GPU: a step, by candidate, over the copy bandwidth of the same run
+    python -m benchmarks.decode --part tiles        one GPU: other tiles and splits than the chosen ones
+    python -m benchmarks.decode --part host         one GPU: the host time of a step
     python -m benchmarks.decode --part cpu          one thread of a CPU, beside torch's own attention
 
-The copy bandwidth is that of ``y.copy_(x)`` over 2 GiB, bytes read and written, and a step reads keys, values and positions once.
-All candidates take turns (support/turns.py); every one is first compared with ours, and left out where it differs by more than
-2 % or is not installed.
+The copy bandwidth is that of ``y.copy_(x)`` over 2 GiB, in bytes read and written. A step reads keys, values and positions once.
+All candidates take turns (support/turns.py). First, each is compared with ours; it is left out if it differs by more than 2 % or
+is not installed.
 
 Prediction (H200): a copy runs at 4.1 TB/s, and 1,048,576 slots of 8 heads of 128 in bfloat16 are 4.3 GB, so 1.05 ms at that rate.
-The reading is that of 264 or 396 programs which each have two tiles of 32 KiB on their way; the products, of 16 rows of which 4
-are needed, take 0.85 us a tile of 64 slots, where reading it takes 3 us of a program's share. So 1.05 times the copy's.
+264 or 396 programs read, each with two tiles of 32 KiB in flight. The products have 16 rows, of which 4 are needed, and take
+0.85 us per tile of 64 slots; at a program's share of the bandwidth, reading the tile takes 3 us. So 1.05 times the copy's time.
 
-Measured (one H200, torch 2.11, Triton 3.6, results/decode-h200.json): 0.94, for reading alone is faster than a copy; FlashInfer
-0.93, SDPA, whose heads lie apart in memory, 0.92. Over 131,072 slots 1.04, FlashInfer 1.05. Three programs a multiprocessor, each
-with two tiles on their way, took 0.98 where four with one take 0.96. Float8 takes 0.66 ms, 1.31 times its bytes, and took 1.02
-with four warps a program instead of two: what holds it up is no reading. Eight queries leave registers for two programs, and take
-1.03; counted as three, the second wave was half empty and took 1.29.
+Measured (one H200, torch 2.11, Triton 3.6, results/decode-h200.json): 0.94, because reading alone is faster than a copy;
+FlashInfer 0.93, SDPA, with its heads apart in memory, 0.92. Over 131,072 slots 1.04, FlashInfer 1.05. Three programs per
+multiprocessor with two tiles in flight each took 0.98; four with one take 0.96. Float8 takes 0.66 ms, 1.31 times its bytes, and
+took 1.02 with four warps per program instead of two, so it is not bound by reading. With eight queries registers suffice for two
+programs, and a step takes 1.03; counted as three programs, the second wave was half empty and took 1.29.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WORST = 2e-2
 
 
 def on_gpu(rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of a step by candidate, and how many times as long as reading at the copy bandwidth."""
+    """Return the milliseconds of a step by candidate, and their ratio to reading at the copy bandwidth."""
     from ..support.turns import copy_bandwidth, take_turns
 
     bandwidth, cells = copy_bandwidth(), []
@@ -84,7 +84,7 @@ def on_gpu(rounds: int) -> list[dict[str, Any]]:
 
 
 def tiles(rounds: int) -> list[dict[str, Any]]:
-    """The same of tiles of other sizes, stages and numbers of splits, in CUDA graphs."""
+    """Measure a step with other tile sizes, stages and numbers of splits, in CUDA graphs."""
     from ..support.turns import copy_bandwidth, take_turns
 
     bandwidth, cells = copy_bandwidth(), []
@@ -98,7 +98,7 @@ def tiles(rounds: int) -> list[dict[str, Any]]:
                     with _tiles_of(TileConfig(*block), residents):
                         seconds = take_turns({"it": ours_in_a_graph(case)}, rounds)["it"]
                     cells[-1]["x"] = seconds / (case.bytes / bandwidth)
-                except Exception as error:  # what does not compile, or does not fit
+                except Exception as error:  # does not compile, or does not fit
                     cells[-1]["error"] = f"{type(error).__name__}: {error}"[:100]
                 torch.cuda.empty_cache()
         best = sorted((cell for cell in cells if cell["case"] == str(case) and "x" in cell), key=lambda cell: cell["x"])
@@ -107,7 +107,7 @@ def tiles(rounds: int) -> list[dict[str, Any]]:
 
 
 def _tiles_of(config: TileConfig, residents: int) -> Any:
-    """Inside this ``with``, decoding has these tiles, and as many splits as fill a GPU with so many programs."""
+    """Return a context in which decoding uses these tiles and splits for ``residents`` programs per multiprocessor."""
     from contextlib import ExitStack
 
     stack = ExitStack()
@@ -120,7 +120,7 @@ def _tiles_of(config: TileConfig, residents: int) -> Any:
 
 
 def on_host(rounds: int) -> list[dict[str, Any]]:
-    """Microseconds that a call of a short cache keeps the host busy, and of a step from start to end, called and in a graph."""
+    """Return the host microseconds of a call on a short cache, and those of a whole step, called and in a CUDA graph."""
     cells = []
     for case in (Case(slots=1024), Case(slots=16384)):
         work = ours(case)
@@ -144,7 +144,7 @@ def on_host(rounds: int) -> list[dict[str, Any]]:
 
 
 def on_cpu(rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of the process's own time, candidates in turns, the least of the rounds and their median."""
+    """Return the milliseconds of CPU time of each candidate, measured in turns: the least of the rounds and their median."""
     torch.set_num_threads(1)
     cells = []
     for case in CPU_CASES:
@@ -152,7 +152,7 @@ def on_cpu(rounds: int) -> list[dict[str, Any]]:
         measured: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(3 * rounds):
             for name, work in works.items():
-                began = time.process_time()  # others may use the machine too
+                began = time.process_time()  # other processes may use the machine too
                 result = work()
                 getattr(result, "block_until_ready", lambda: None)()
                 measured[name].append(time.process_time() - began)
@@ -164,7 +164,7 @@ def on_cpu(rounds: int) -> list[dict[str, Any]]:
 
 
 def _works(case: Case, candidates: dict[str, Callable[[Case], Work]]) -> tuple[dict[str, Work], dict[str, str]]:
-    """The candidates that can, and agree with the first; why the others are left out."""
+    """Return the candidates that run and agree with the first, and the reasons why the others are left out."""
     works: dict[str, Work] = {}
     left_out: dict[str, str] = {}
     exact = None
@@ -176,7 +176,7 @@ def _works(case: Case, candidates: dict[str, Callable[[Case], Work]]) -> tuple[d
             exact = got if exact is None else exact
             error = ((got - exact).norm() / exact.norm()).item()
             if case.queries > 1 and name in ("SDPA", "SDPA, slots first", "ring-attention-pytorch's formula"):
-                error = 0.0  # these hide nothing of the newest tokens from each other: the work is the same
+                error = 0.0  # not masked among the newest tokens: the work is the same
             if not error <= WORST:
                 raise RuntimeError(f"differs by {error:.1e}")
             works[name] = work

@@ -1,4 +1,4 @@
-"""Who decodes one step in benchmarks/decode: each gives a function without arguments, to be timed."""
+"""The candidates of benchmarks/decode: each returns a function without arguments that decodes one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One step: batch, queries, query and key heads, head dim, slots of this rank's cache, dtype; ``fp8``: of the cache."""
+    """The shape of one step: sizes, slots of this rank's cache, and dtype. ``fp8``: the cache is float8."""
 
     batch: int = 1
     queries: int = 1
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """What must be read of the cache: keys, values and positions."""
+        """Return the bytes that a step reads from the cache: keys, values and positions."""
         itemsize = 1 if self.fp8 else torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
         return self.batch * self.slots * (2 * self.kv_heads * self.dim * itemsize + 4)
 
@@ -41,7 +41,7 @@ class Case:
         return f"{sizes}, {'fp8' if self.fp8 else self.dtype}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """The arguments of ``tree_attention_decode``, random normal; the newest tokens are the queries."""
+        """Draw the arguments of ``tree_attention_decode``, random normal; the newest tokens are the queries."""
         generator = torch.Generator(self.device).manual_seed(0)
         dtype = getattr(torch, self.dtype)
         made = lambda *shape: torch.randn(*shape, device=self.device, generator=generator, dtype=dtype)
@@ -52,25 +52,25 @@ class Case:
             "q": made(b, n, self.heads, self.dim),
             "k": in_cache(made(b, t, self.kv_heads, self.dim)),
             "v": in_cache(made(b, t, self.kv_heads, self.dim)),
-            "q_positions": positions[:, t - n :].clone(),  # of its own memory, aligned as DLPack's takers expect
+            "q_positions": positions[:, t - n :].clone(),  # a copy, aligned for DLPack
             "k_positions": positions,
         }
 
 
 def ours(case: Case) -> Work:
-    """As it is called, from Python."""
+    """Return our decoding, called from Python."""
     return partial(tree_attention_decode, **case.tensors())
 
 
 def ours_in_a_graph(case: Case) -> Work:
-    """The same, replayed by a CUDA graph."""
+    """Return our decoding, replayed as a CUDA graph."""
     work = ours(case)
     work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = work()
 
-    def replay(work: Work = work) -> Tensor:  # which keeps the arrays: a graph knows only where they are
+    def replay(work: Work = work) -> Tensor:  # keeps the arrays alive: a graph has only their addresses
         graph.replay()
         return out
 
@@ -78,7 +78,7 @@ def ours_in_a_graph(case: Case) -> Work:
 
 
 def ours_in_jax(case: Case) -> Work:
-    """Jitted, on a mesh of one device."""
+    """Return our decoding in JAX, jitted on a mesh of one device."""
     import jax
 
     import ring_attn_jax
@@ -97,9 +97,9 @@ def ours_in_jax(case: Case) -> Work:
 
 
 def tree_attn_decode_formula(case: Case) -> Work:
-    """What ring-attention-pytorch 0.5.21's tree_attn_decode computes on a rank of one, written down from its description.
+    """Return the formula of ring-attention-pytorch 0.5.21's tree_attn_decode on one rank, written from its description.
 
-    Products by einsum over all heads, k and v repeated for the query heads of a group, softmax in float32 by maximum and sum.
+    Products over all heads, with k and v repeated for the query heads of a group, and a softmax by maximum and sum.
     """
     given = case.tensors()
     q, k, v = (given[name].to(getattr(torch, case.dtype)) for name in "qkv")
@@ -117,21 +117,21 @@ def tree_attn_decode_formula(case: Case) -> Work:
 
 
 def sdpa(case: Case) -> Work:
-    """PyTorch's own, heads first in memory, which it reads fastest."""
+    """Return PyTorch's own attention, with heads first in memory, its fastest order."""
     given = case.tensors()
     q, k, v = (given[name].to(getattr(torch, case.dtype)).transpose(1, 2).contiguous() for name in "qkv")
     return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
 
 
 def sdpa_slots_first(case: Case) -> Work:
-    """PyTorch's own on the memory that ours reads, in which the heads of a slot lie side by side."""
+    """Return PyTorch's own attention in our memory order, with the heads of a slot side by side."""
     given = case.tensors()
     q, k, v = (given[name].to(getattr(torch, case.dtype)).transpose(1, 2) for name in "qkv")
     return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
 
 
 def flash_decoding(case: Case) -> Work:
-    """FlashAttention-2's split-k decoding, where flash-attn is installed."""
+    """Return FlashAttention-2's split-k decoding; needs flash-attn."""
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
     given = case.tensors()
@@ -139,7 +139,7 @@ def flash_decoding(case: Case) -> Work:
 
 
 def flash_attention_4(case: Case) -> Work:
-    """The package flash-attn-4, where it is installed."""
+    """Return FlashAttention-4; needs flash-attn-4."""
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     given = case.tensors()
@@ -147,12 +147,12 @@ def flash_attention_4(case: Case) -> Work:
 
 
 def flashinfer_decode(case: Case) -> Work:
-    """FlashInfer's decoding of a request, where it is installed."""
+    """Return FlashInfer's decoding of one request; needs flashinfer."""
     import flashinfer  # pyright: ignore[reportMissingImports]
 
     given = case.tensors()
     q, k, v = (given[name] for name in "qkv")
-    if case.batch == 1 and case.queries == 1 and case.dim == 128 and not case.fp8:  # a kind takes a minute to compile
+    if case.batch == 1 and case.queries == 1 and case.dim == 128 and not case.fp8:  # each kind compiles for a minute
         return lambda: flashinfer.single_decode_with_kv_cache(q[0, 0], k[0], v[0], kv_layout="NHD", use_tensor_cores=True)
     raise RuntimeError("only one query of one request is measured, of heads of 128 in bfloat16")
 

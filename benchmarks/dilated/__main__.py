@@ -3,22 +3,22 @@
     python -m benchmarks.dilated [--framework torch jax] [--tokens 1048576] [--ranks 1] [--steps 100]
 
 Forward and backward of one layer's attention, causal, bfloat16, 8 heads of 128, over ``ranks`` GPUs. Segments are 2,048 tokens,
-4,096 and so on up to the whole sequence, dilations 1, 2 and so on in proportion; every head uses all of them (LongNet's mixing).
-Beside it stands exact ring attention (zigzag) of the same tokens in the same run. Medians over the steps after a first one.
+4,096 and so on up to the whole sequence, dilations 1, 2 and so on in proportion; each head uses all of them (LongNet's mixing).
+Exact ring attention (zigzag) runs on the same tokens in the same run. Medians over the steps after the first.
 
 Prediction (1,048,576 tokens, one H200, forward and backward):
-  Exact: 5.5e11 pairs a head, 7.9e15 operations, 14 s at 560 TFLOP/s.
-  Dilated: segments of 2,048 tokens have 1,024 pairs a token, each later pattern half of the one before: 1/256 of the pairs,
-  3.1e13 operations, 62 ms at 500 TFLOP/s; tiles of 128 make a triangle of 2,048 tokens 6 % larger. Besides, what a pattern keeps
-  is copied and added up (``Problem.moved``): 96 GB, 27 ms at 3.5 TB/s. In all some 95 ms, 150 times faster.
+  Exact: 5.5e11 pairs per head, 7.9e15 operations, 14 s at 560 TFLOP/s.
+  Dilated: segments of 2,048 tokens have 1,024 pairs per token, and each later pattern has half of the one before: 1/256 of the
+  pairs, 3.1e13 operations, 62 ms at 500 TFLOP/s; tiles of 128 make a triangle of 2,048 tokens 6 % larger. In addition, the tokens
+  that a pattern keeps are copied and accumulated (``Problem.moved``): 96 GB, 27 ms at 3.5 TB/s. In all 95 ms, 150 times faster.
 
 Measured (results/dilated-h200.json, one H200; torch 2.11, jax 0.11.2, Triton 3.6):
-  PyTorch 252 ms beside 13.5 s, 53 times faster; JAX 172 ms beside 13.3 s, 77 times. 100 steps, all finite, the slowest 2 % above
-  the median. Exact attention comes to 585 and 591 TFLOP/s. The kernels take 105 ms: 20 forward, as foretold, and 85 backward, not
-  44, for reasons not measured (a segment of 2,048 tokens is 16 tiles of keys, and a pipeline fills and drains in each). The
-  rest, 145 ms in PyTorch, is what moves: rows of 256 bytes, strided, in more passes than the formula has.
-  With sums in place (results/dilated-h100.json, on one H100) it is 246 ms, 55 times; one kernel for all of them would be the next
-  step. The peak is 28 GB, in JAX 22, beside 13 of exact attention: the float32 sums of out, dq, dk and dv, 4.3 GB each.
+  PyTorch takes 252 ms beside 13.5 s, 53 times faster; JAX 172 ms beside 13.3 s, 77 times. 100 steps, all finite, the slowest 2 %
+  above the median. Exact attention reaches 585 and 591 TFLOP/s. The kernels take 105 ms: 20 forward, as predicted, and 85
+  backward instead of 44, for reasons not measured (a segment of 2,048 tokens is 16 tiles of keys, and a pipeline fills and drains
+  in each). The rest, 145 ms in PyTorch, is data movement: strided rows of 256 bytes, in more passes than the formula has.
+  With sums in place (results/dilated-h100.json, one H100) it is 246 ms, 55 times; one kernel for all sums would be the next step.
+  The peak is 28 GB, in JAX 22, beside 13 of exact attention: the float32 sums of out, dq, dk and dv take 4.3 GB each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .problem import Problem
 
 
 def measure(framework: str, problem: Problem, ranks: int, gpu: bool) -> list[dict[str, Any]]:
-    """A row for dilated and one for exact attention."""
+    """Return a row for dilated and a row for exact attention."""
     given = {**problem._asdict(), "ranks": ranks, "gpu": gpu}
     if framework == "torch":
         found = run_fresh("benchmarks.dilated.torch_rank", given, ranks)
@@ -108,7 +108,7 @@ def main() -> None:
         for size in ranks:
             result["rows"] += measure(framework, problem, size, not cpu)
             Console(width=150).print(show(result["rows"]))
-            print(report.save(out, result))  # after each, so that a later one that fails loses nothing
+            print(report.save(out, result))  # after each, so that a later failure loses nothing
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The measurement in JAX: one process, a mesh of all devices."""
+"""The measurement in JAX: one process with a mesh of all devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def run(problem: Problem, ranks: int) -> dict[str, Any]:
 
 
 def _steps(work: Callable[..., jax.Array], inputs: tuple[jax.Array, ...], dout: jax.Array, steps: int) -> dict[str, Any]:
-    """Seconds of every step after the first, forward alone and both, what XLA sets aside, and whether all of it was finite."""
+    """Return the seconds of each step after the first, XLA's planned peak bytes, and whether all results are finite.
+
+    Keys: "forward" is the forward alone, "both" forward and backward, "first" the first step of both.
+    """
 
     def step(inputs: tuple[jax.Array, ...], dout: jax.Array) -> Any:
         out, back = jax.vjp(work, *inputs)

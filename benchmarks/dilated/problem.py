@@ -1,4 +1,4 @@
-"""What is computed, and what it should cost."""
+"""The problem and its predicted cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHORTEST = 2048
 
 
 class Problem(NamedTuple):
-    """``tokens`` of the whole sequence, which the ring shares; ``steps`` that are timed of dilated and of exact attention."""
+    """The measured problem. ``tokens``: of the global sequence. ``steps``, ``exact_steps``: timed steps of each attention."""
 
     tokens: int
     heads: int
@@ -33,26 +33,26 @@ class Problem(NamedTuple):
 
     @property
     def exact_pairs(self) -> float:
-        """Return how many (query, key) pairs a head of causal attention has."""
+        """Return the number of (query, key) pairs per head of causal attention."""
         return self.tokens * (self.tokens + 1) / 2
 
     @property
     def pairs(self) -> float:
-        """Return how many pairs a head of dilated attention has: every segment is a triangle of the tokens that it keeps."""
+        """Return the number of pairs per head of dilated attention: each segment is a triangle of the tokens that it keeps."""
         kept = [(self.tokens / r, min(w, self.tokens) / r) for w, r in zip(self.segments, self.dilations, strict=True)]
         return sum(tokens * (keys + 1) / 2 for tokens, keys in kept)
 
     def flops(self, pairs: float) -> float:
-        """Return the operations of forward and backward: two and five products of a pair with a head."""
+        """Return the operations of forward and backward: two and five products per pair and head."""
         return 7 * 2 * self.head_dim * self.heads * pairs
 
     @property
     def moved(self) -> float:
-        """Return the bytes that dilated attention moves besides its kernels: the tokens that a pattern keeps, there and back.
+        """Return the bytes that dilated attention moves outside its kernels: the kept tokens of each pattern, in and out.
 
-        Of a token and head, in numbers of the dtype. Forward: q, k, v are copied (6), out is weighted and added to the float32
-        sum (1 + 2 x 2), which is rounded at the end (2 + 1). Backward: dout is copied and read with out (1 + 1 + 2), dq, dk, dv
-        are added up (3 x 3). The first pattern, of dilation 1, copies nothing.
+        Accesses per kept token, head and dim, in numbers of the dtype. Forward: q, k, v are copied (6), out is weighted and added
+        to the float32 sum (1 + 2 x 2), which is rounded at the end (2 + 1). Backward: dout is copied and read with out
+        (1 + 1 + 2), dq, dk, dv are accumulated (3 x 3). The first pattern, of dilation 1, copies nothing.
         """
         number = self.tokens * self.heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
         sparse = sum(1 / r for r in self.dilations[1:])

@@ -1,4 +1,4 @@
-"""One rank of the measurement in PyTorch."""
+"""The measurement in PyTorch: one process per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(problem: Problem, device: torch.device, ranks: int) -> dict[str, Any]:
     patterns = {"segments": problem.segments, "dilations": problem.dilations}
     works: dict[str, Callable[[], Tensor]] = {
         "dilated": lambda: dilated_attention(*inputs, **patterns),
-        "exact": lambda: ring_attention(*inputs, layout="zigzag"),  # random tokens: any order will do, and this is the fastest
+        "exact": lambda: ring_attention(*inputs, layout="zigzag"),  # the tokens are random: the fastest layout will do
     }
     found: dict[str, Any] = {}
     for name, steps in (("dilated", 2), ("exact", problem.exact_steps), ("dilated", problem.steps)):
@@ -35,7 +35,10 @@ def run(problem: Problem, device: torch.device, ranks: int) -> dict[str, Any]:
 
 
 def _steps(work: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, steps: int) -> dict[str, Any]:
-    """Seconds of every step after the first, forward and both, the most that was held, and whether all of it was finite."""
+    """Return the seconds of each step after the first, the peak bytes, and whether all results are finite.
+
+    Keys: "forward" is the forward alone, "both" forward and backward, "first" the first step of both.
+    """
     forward, both, finite = [], [], True
     on_gpu = dout.device.type == "cuda"
     if on_gpu:

@@ -2,20 +2,20 @@
 
     python -m benchmarks.host [--part calls thread chain ring first]
 
-``calls``: a ring of one, 8 heads of 64, bfloat16, causal; host microseconds of a call while the GPU works behind: forward without
-gradients, and forward with backward. SDPA is ``torch.nn.functional.scaled_dot_product_attention`` on the same tokens.
+``calls``: a ring of one, 8 heads of 64, bfloat16, causal; host microseconds of a call while the GPU works asynchronously: forward
+without gradients, and forward with backward. SDPA is ``torch.nn.functional.scaled_dot_product_attention`` on the same tokens.
 ``thread``: the backward in the caller's thread, by ``torch.autograd.set_multithreading_enabled(False)``.
-``chain``: a call of eight in a row, of which torch.compile makes one graph.
-``ring``: the same on all GPUs of this host; what a step adds, and the bare batched send and receive of the same keys.
-``first``: seconds from the first call of a fresh process to its first output, imports and context of CUDA before it, with
-Triton's cache empty and then full.
+``chain``: one of eight calls in a row, which torch.compile turns into one graph.
+``ring``: the same on all GPUs of this host; the time that a step adds, and the bare batched send and receive of the same keys.
+``first``: seconds from the first call of a fresh process to its first output, after imports and the creation of the CUDA context,
+with Triton's cache empty and then full.
 
 Prediction (PyTorch eager, forward / forward + backward, microseconds):
-  Checks and look-ups of a call 12; an autograd.Function 6 / 40 (its thread for the GPU is woken once, as SDPA's is); a launch
+  Checks and look-ups of a call take 12; an autograd.Function 6 / 40 (its thread for the GPU is woken once, like SDPA's); a launch
   packs 500 to 1,000 bytes and calls the driver, 5, and allocates its outputs, 2 each: forward 2 launches (one zeroes its
-  tickets), backward 4. So 35 / 120, where SDPA takes 25 / 215.
+  tickets), backward 4. So 35 / 120; SDPA takes 25 / 215.
 
-Measured (results/host-h200-x2.json; 2 H200, 128 tokens; before: what was measured when every launch went through Triton):
+Measured (results/host-h200-x2.json; 2 H200, 128 tokens; before: measured when each launch went through Triton):
                              forward   forward + backward
     eager                         52                  654   before 230, 1,637
     eager, caller's thread                            399
@@ -26,16 +26,16 @@ Measured (results/host-h200-x2.json; 2 H200, 128 tokens; before: what was measur
     JAX                           59                   86
     a step of a ring of 2        203                  721   bare send and receive 74, 147
 
-  The host's speed differs by 1.7 between machines, and within a minute: only ratios in a row count. The forward takes as long
-  as 2.0 to 2.2 of SDPA. It missed its prediction by what was left out: torch.empty (4 to 6 with its keywords, each; empty_like
-  of a prototype takes 2.4) and 100 small calls of Python. The backward missed it by far, 2.4 to 2.8 SDPAs: torch runs it in a
-  thread of its own, 125 until it has begun and 95 until the caller goes on (SDPA has these too), and what it does there takes
-  longer, for every Python object that it touches lies in the cache of another core; in the caller's thread a call takes 120
-  less. Under torch.compile a call has 150 of guards and wrappers, which a graph of 8 shares; of each op of torch.library 50 a
-  pass remain. A step of a ring is a launch, 4 arrays and the lists of torch.distributed for what travels.
-  results/host-h100.json has the first calls: forward 6.4 to 8.7 s with an empty cache, 0.8 with a full one, imports of Triton
-  counted. The first gradient with a cotangent of its own costs a process 2.6 s: torch imports sympy. Compiling the backward in
-  a thread beside the forward delayed the forward from 6.5 to 10.8 s: Triton holds Python's lock.
+  The host's speed differs by 1.7 between machines and within a minute: only ratios in a row count. The forward takes 2.0 to 2.2
+  times SDPA. It missed its prediction because that left out torch.empty (4 to 6 each with its keywords; empty_like of a prototype
+  takes 2.4) and 100 small Python calls. The backward missed it by far, with 2.4 to 2.8 times SDPA. torch runs it in a thread of
+  its own, 125 until it starts and 95 until the caller continues (SDPA has these too), and its work takes longer there, because
+  each Python object that it touches is in the cache of another core; in the caller's thread a call takes 120 less. Under
+  torch.compile a call has 150 of guards and wrappers, which a graph of 8 shares; 50 per pass remain for each op of torch.library.
+  A step of a ring is a launch, 4 arrays and the lists of torch.distributed for the transfers.
+  results/host-h100.json has the first calls: forward 6.4 to 8.7 s with an empty cache and 0.8 with a full one, imports of Triton
+  included. The first gradient with an explicit cotangent costs a process 2.6 s, because torch imports sympy. Compiling the
+  backward in a thread beside the forward delayed the forward from 6.5 to 10.8 s, because Triton holds Python's lock.
 """
 
 from __future__ import annotations

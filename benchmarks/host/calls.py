@@ -1,4 +1,4 @@
-"""A call on one GPU: PyTorch eager and compiled, torch's own attention, JAX jitted."""
+"""Calls on one GPU: PyTorch eager and compiled, torch's own attention, and JAX jitted."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .timing import Work, microseconds
 TOKENS = 128, 1024, 4096
 HEADS, HEAD_DIM = 8, 64
 CHAIN = 8
-"""Calls in one compiled function, each the queries of the next."""
+"""Calls in one compiled function; the out of each is the queries of the next."""
 
 
 def calls() -> list[dict[str, Any]]:
-    """Host microseconds by tokens and pass."""
+    """Return the host microseconds of a call, by tokens and pass."""
     cells = []
     for tokens in TOKENS:
         torch.compiler.reset()
@@ -32,7 +32,7 @@ def calls() -> list[dict[str, Any]]:
 
 
 def chain() -> list[dict[str, Any]]:
-    """Host microseconds of one of ``CHAIN`` calls in a row, eager and as one compiled function."""
+    """Return the host microseconds of one of ``CHAIN`` calls in a row, eager and as one compiled function."""
     torch.compiler.reset()
     q, k, v, dout = _arrays(TOKENS[0])
     dout = dout.detach()
@@ -55,7 +55,7 @@ def chain() -> list[dict[str, Any]]:
 
 
 def thread() -> list[dict[str, Any]]:
-    """Host microseconds of forward + backward where autograd has a thread of its own, as by default, and where it has none."""
+    """Return the host microseconds of forward + backward, with autograd's own thread (the default) and without."""
     cells = []
     for tokens in TOKENS:
         both = {name: work for name, work in _both(tokens).items() if name in ("eager", "SDPA")}
@@ -81,7 +81,7 @@ def _arrays(tokens: int) -> list[torch.Tensor]:
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """torch's own attention, of arrays that lie as it likes them: [b h s d]."""
+    """Compute torch's own attention on arrays in its preferred order, [b h s d]."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -122,6 +122,6 @@ def _both(tokens: int) -> dict[str, Work]:
 
 
 def _alone(function: Any) -> Any:
-    """A ring of one, inside shard_map."""
+    """Wrap ``function`` in a shard_map over a ring of one."""
     whole, mesh = PartitionSpec(None, "seq"), jax.make_mesh((1,), ("seq",), (jax.sharding.AxisType.Auto,))
     return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole)

@@ -1,4 +1,4 @@
-"""The first call of a fresh process, imports and the context of CUDA left out."""
+"""The first call of a fresh process, without imports and the creation of the CUDA context."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps([imported - began, forward - ready, time.perf_counter() - forwa
 
 
 def first() -> list[dict[str, Any]]:
-    """Seconds of a process with an empty cache of kernels, and of one after it."""
+    """Return the seconds of a process with an empty kernel cache, and of a second process with a full one."""
     with tempfile.TemporaryDirectory() as folder:
         return [{"cache of kernels": name, **_run(folder)} for name in ("empty", "full")]
 

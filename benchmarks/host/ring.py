@@ -1,4 +1,4 @@
-"""A ring over the GPUs of this host: what a step adds to a call's host time, and the bare send and receive of its keys."""
+"""The host time that a step of a ring over this host's GPUs adds to a call, and the bare send and receive of its keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 1024
 
 
 def ring() -> list[dict[str, Any]]:
-    """Host microseconds a step, by pass, autograd in the caller's thread; nothing on one GPU."""
+    """Return the host microseconds of a step by pass, with autograd in the caller's thread; needs two GPUs."""
     ranks = torch.cuda.device_count()
     if ranks == 1:
         return [{"ring": "needs two GPUs"}]

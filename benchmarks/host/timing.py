@@ -1,4 +1,4 @@
-"""Host time: how long the calls themselves take, while the GPU works behind them."""
+"""Host time: the time of the calls themselves, while the GPU works asynchronously."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 Work = Callable[[], Any]
 ROUNDS, CALLS = 21, 40
-"""Rounds of random order; calls of a candidate in a row, which the GPU's queue holds without making the host wait."""
+"""Rounds in random order, and calls of a candidate in a row: few enough for the GPU's queue, so that the host never waits."""
 
 
 def microseconds(works: Mapping[str, Work], calls: int = CALLS) -> dict[str, float]:
-    """Median host microseconds of a call of each, in turns."""
+    """Return the median host microseconds per call of each candidate, measured in turns."""
     order = random.Random(0)
     for work in works.values():
         _once(work, 5)

@@ -2,24 +2,24 @@
 
     python -m benchmarks.hugging_face [--rows qwen3-8b:ring:12:131072:offload gpt-oss-20b:ring:4:65536 ...]
 
-A row is model:attention:layers:tokens of a GPU, with ``:offload`` where what layers keep waits in host memory. One sequence over
-all GPUs of this host, zigzag; weights, gradients and AdamW's moments in float32, sharded over the same GPUs (FSDP2); layers
-computed in bfloat16 and again in the backward; gradients clipped by their global norm. "ring" enters ``sequence_parallel`` with
-loss_chunk=4096; another attention is transformers' own, whose loss holds all logits, and runs on one GPU. Random weights and ids;
-a step after one that warms up, median of several. Model TFLOP/s count a token's operations in products and in pairs that are
-seen (problem.py), nothing for what is computed again.
+A row is model:attention:layers:tokens per GPU, with ``:offload`` if the kept activations are offloaded to host memory. One
+sequence over all GPUs of this host, zigzag; weights, gradients and AdamW's moments in float32, sharded over the same GPUs
+(FSDP2); layers computed in bfloat16 and recomputed in the backward; gradients clipped by their global norm. "ring" enters
+``sequence_parallel`` with loss_chunk=4096. Any other attention is transformers' own, with a loss that holds all logits, and runs
+on one GPU. Random weights and ids; the median of several steps after a warm-up step. Model TFLOP/s count a token's operations in
+products and in visible pairs (problem.py), and nothing for recomputation.
 
-Prediction (one H200, 131,072 tokens, a layer of Qwen3-8B's): attention 1.4e14 operations forward at 640 TFLOP/s, 3.5e14
+Prediction (one H200, 131,072 tokens, one layer of Qwen3-8B): attention takes 1.4e14 operations forward at 640 TFLOP/s and 3.5e14
 backward at 530, 0.88 s; products 2.0e14, with the forward twice, at 650, 0.31 s; transformers' norms in float32, rotary, SwiGLU
-and their gradients, some 120 passes over 1.07 GB at 4 TB/s, 0.05 s. 6.4e14 operations count: 510 TFLOP/s.
+and their gradients, about 120 passes over 1.07 GB at 4 TB/s, 0.05 s. 6.4e14 operations count: 510 TFLOP/s.
 
 Measured (results/hugging-face-h200.json; one H200, torch 2.11, transformers 5.23):
-  Qwen3-8B, 12 layers, 131,072 tokens, offload: 16.4 s, 501 TFLOP/s, 93 GB. In the sequence of more GPUs attention is a larger
-  part, and its rate higher: 4 of them, with 524,288 tokens and all 36 layers, were not to be had.
-  4 layers, 32,768 tokens: 432 TFLOP/s, 50 GB; transformers' sdpa 398 and 89 GB, with all logits. The losses of three steps are
-  the same to 9e-5 of 12.7, bfloat16's rounding.
-  gpt-oss-20b, 4 layers, 65,536 tokens: 318 TFLOP/s, 95 GB, of whose operations 37 % are attention's, 34 the head's and 23 the
-  experts', in grouped products. Neither sdpa nor accelerate's context parallelism has sinks.
+  Qwen3-8B, 12 layers, 131,072 tokens, offload: 16.4 s, 501 TFLOP/s, 93 GB. With a sequence over more GPUs, attention is a larger
+  part and its rate higher; 4 GPUs, with 524,288 tokens and all 36 layers, were not available.
+  4 layers, 32,768 tokens: 432 TFLOP/s, 50 GB; transformers' sdpa 398 and 89 GB, with all logits. The losses of three steps agree
+  to 9e-5 of 12.7, the rounding of bfloat16.
+  gpt-oss-20b, 4 layers, 65,536 tokens: 318 TFLOP/s, 95 GB; 37 % of the operations are in attention, 34 in the head and 23 in the
+  experts, in grouped products. Neither sdpa nor accelerate's context parallelism supports sinks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROWS = [
 
 
 def measure(problem: Problem, gpus: int) -> dict[str, Any]:
-    """Seconds of the median step, what it comes to, and the most that one GPU held, in GB."""
+    """Return the seconds of the median step, its rates, and the largest peak of a GPU in GB."""
     found = run_fresh("benchmarks.hugging_face.rank", {**problem._asdict(), "gpus": gpus}, gpus)
     seconds = statistics.median(max(ranks) for ranks in zip(*(rank["seconds"] for rank in found), strict=True))
     return {
@@ -95,7 +95,7 @@ def main() -> None:
         problem = problem_of(row, given.steps, given.tiny)
         result["steps"].append(measure(problem, gpus if problem.attention == "ring" else 1))
         Console(width=140).print(show(result["steps"]))
-        print(report.save(given.out, result))  # after each, so that a later one that fails loses nothing
+        print(report.save(given.out, result))  # after each, so that a later failure loses nothing
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is trained: models of transformers with random weights, and the operations of a token."""
+"""The trained models, from transformers with random weights, and their operations per token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ CLIP, LEARNING_RATE, LOSS_CHUNK = 1.0, 1e-5, 4096
 
 
 class Problem(NamedTuple):
-    """``model``: a name of MODELS; ``attention``: "ring" or one of transformers' own; ``tokens`` of a GPU; ``steps`` after the
-    one that warms up."""
+    """One row of the benchmark.
+
+    ``model``: a name of MODELS. ``attention``: "ring" or one of transformers' own. ``tokens``: per GPU. ``steps``: timed steps
+    after the warm-up step.
+    """
 
     model: str
     attention: str
@@ -23,7 +26,7 @@ class Problem(NamedTuple):
 
 
 def qwen3_8b(layers: int, length: int, tiny: bool) -> Qwen3Config:
-    """Qwen3-8B's shape."""
+    """Return the config of Qwen3-8B with ``layers`` layers."""
     sizes: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288}
     heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     if tiny:
@@ -33,7 +36,7 @@ def qwen3_8b(layers: int, length: int, tiny: bool) -> Qwen3Config:
 
 
 def gpt_oss_20b(layers: int, length: int, tiny: bool) -> GptOssConfig:
-    """gpt-oss-20b's widths: sinks, every other layer sees 128 tokens, 4 of 32 experts."""
+    """Return the config of gpt-oss-20b with ``layers`` layers: sinks, a window of 128 in every other layer, 4 of 32 experts."""
     sizes: dict[str, Any] = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32}
     heads: dict[str, Any] = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
     if tiny:
@@ -49,17 +52,17 @@ MODELS = {"qwen3-8b": qwen3_8b, "gpt-oss-20b": gpt_oss_20b}
 
 
 def made(problem: Problem, length: int) -> PreTrainedModel:
-    """The model, without memory for its weights; ``length``: of the whole sequence."""
+    """Build the model; call it under ``torch.device("meta")``. ``length``: tokens of the global sequence."""
     config = MODELS[problem.model](problem.layers, length, problem.tiny)
     return AutoModelForCausalLM.from_config(config, attn_implementation=problem.attention)
 
 
 def flops_per_token(config: PretrainedConfig, length: int) -> float:
-    """Operations of forward and backward for a token: 6 for every number that it is multiplied with, and 3.5 times the forward's
-    of attention, 4 x heads x head_dim for every pair that is seen. Nothing for what is computed again.
+    """Return the operations of forward and backward per token, without recomputation.
 
-    Of a mixture of experts those count that a token goes through. Without windows and for many tokens this is ``6 N + 3.5 x 2 x
-    length x heads x head_dim x layers``, N without the embedding's table.
+    Each weight that multiplies the token counts 6; attention counts 3.5 times its forward, 4 x heads x head_dim for each visible
+    pair. In a mixture of experts, only a token's own experts count. Without windows and for many tokens this is ``6 N + 3.5 x 2 x
+    length x heads x head_dim x layers``, with N without the embedding.
     """
     dim, wide = config.hidden_size, config.head_dim * config.num_attention_heads
     narrow = config.head_dim * config.num_key_value_heads

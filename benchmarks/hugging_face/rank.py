@@ -1,4 +1,4 @@
-"""One rank of the steps: FSDP2 over all GPUs, which are the ring too."""
+"""The steps of one rank: FSDP2 over all GPUs, which also form the ring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .problem import made as on_meta
 
 
 def made(problem: Problem, length: int, device: torch.device) -> PreTrainedModel:
-    """The model, weights in float32, every one sharded before it gets memory, and layers computed in bfloat16."""
+    """Build the model with float32 weights, sharded before they are allocated, and layers computed in bfloat16."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ring",))
     with torch.device("meta"):
         model = on_meta(problem, length)
@@ -40,7 +40,7 @@ def made(problem: Problem, length: int, device: torch.device) -> PreTrainedModel
 
 
 def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Rotary frequencies, which are computed from the config and had no memory yet."""
+    """Recompute the rotary frequencies from the config, because on the meta device they have no values."""
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=model.config).to(device)
 
@@ -60,7 +60,7 @@ def run(problem: Problem, device: torch.device) -> dict[str, Any]:
             began = time.perf_counter()
             value = model(input_ids=ids, labels=ids).loss
             optimizer.zero_grad()
-            (value * ranks).backward()  # FSDP takes the mean of the ranks' parts of one gradient
+            (value * ranks).backward()  # FSDP averages the ranks' partial gradients
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             losses.append(value.item())

@@ -3,26 +3,27 @@
     python -m benchmarks.kernel [--part cases features]
     python -m benchmarks.kernel.plot                        draws the stored result: TFLOP/s by length
 
-bfloat16, random normal, through the public functions: PyTorch eager, JAX jitted. Every candidate is first checked against float64
-at 1,024 tokens, out and gradients. The candidates of a case take turns in one process (support/turns.py); the median of the
-rounds counts. TFLOP/s count the visible pairs only, a backward as 2.5 forwards. What each feature costs is measured for every
-backend of ours, its time with the feature over its time without.
+bfloat16, random normal, through the public functions: PyTorch eager, JAX jitted. First, each candidate's out and gradients are
+checked against float64 at 1,024 tokens. The candidates of a case take turns in one process (support/turns.py); the median of the
+rounds counts. TFLOP/s count the visible pairs only, a backward as 2.5 forwards. The cost of a feature is measured for each of our
+backends, as its time with the feature over its time without.
 
 Prediction (H200, causal, 16 heads of 128, 16,384 tokens; forward 1.1 TFLOP, backward 2.75):
-  The tensor cores give 790 TFLOP/s in short bursts, so 1.4 ms; k and v once a query tile, 1.1 GB from L2, overlap. A tile of
-  128 x 128 is 2,048 cycles of products, 1,024 of exp2 (16 a cycle) and some 1,000 of issue; Triton's loop does not overlap the
-  softmax of a warpgroup with its own products, and two warpgroups overlap by chance: between 2,048 and 4,100 cycles a tile, 500
-  TFLOP/s at 3,600. The deterministic backward does 7 products for 5 counted, so it starts from 5/7 of such a rate, 360.
+  The tensor cores reach 790 TFLOP/s in short bursts, so 1.4 ms; reading k and v once per query tile, 1.1 GB from L2, overlaps. A
+  tile of 128 x 128 takes 2,048 cycles of products, 1,024 of exp2 (16 per cycle) and about 1,000 of issue. Triton's loop does not
+  overlap the softmax of a warpgroup with its own products, and two warpgroups overlap by chance: between 2,048 and 4,100 cycles
+  per tile, 500 TFLOP/s at 3,600. The deterministic backward does 7 products for 5 counted, so it starts from 5/7 of such a rate,
+  360.
 
 Measured:
-  results/kernel-h200.json, Hopper's own kernels under "auto" (kernels/hopper/README.md has their roofline and what was tried) and
-  the portable ones by name. Portable forward 3,550 cycles a tile, as predicted: the gap to FlashAttention-4 is softmax that is
-  not overlapped. What moved it: a 2-D descriptor for q (a 4-D one puts q into registers, and the loop spills), ranges of key
-  tiles by scalar arithmetic instead of reductions (+2 %), no cleaning of v in edge tiles without need (+3 %). Computing the next
-  scores before this softmax, by hand, lost 10 %: Triton waits for both products at once. Dear are softcap (a tanh a score:
-  by a polynomial where it is small, forward 41 -> 32 %), a random key mask (a padding mask is skipped by whole tiles), and
-  dropout (a Philox counter is 21 instructions and serves 8 scores, 4 in the pass for dk and dv). Where the softmax hides, as on
-  Hopper, each shows in full.
+  results/kernel-h200.json has Hopper's own kernels under "auto" (kernels/hopper/README.md has their roofline and the experiments)
+  and the portable ones by name. The portable forward takes 3,550 cycles per tile, as predicted: the gap to FlashAttention-4 is
+  softmax that is not overlapped. Gains: a 2-D descriptor for q (a 4-D one puts q into registers, and the loop spills), ranges of
+  key tiles by scalar arithmetic instead of reductions (+2 %), and zeroing v in edge tiles only if needed (+3 %). Computing the
+  next scores before this softmax, by hand, lost 10 %, because Triton waits for both products at once. Expensive features are
+  softcap (a tanh per score; by a polynomial if it is small, forward 41 -> 32 %), a random key mask (a padding mask skips whole
+  tiles), and dropout (a Philox counter takes 21 instructions and serves 8 scores, 4 in the pass for dk and dv). If the softmax is
+  overlapped, as on Hopper, their whole cost shows.
 """
 
 from __future__ import annotations

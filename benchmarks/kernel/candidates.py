@@ -1,4 +1,4 @@
-"""Who computes attention on one GPU in benchmarks/kernel: each gives a forward and a backward to be timed."""
+"""The candidates of benchmarks/kernel: each returns a forward and a backward on one GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAUSAL = causal()
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: batch, query heads, key heads, tokens, head dim; the mask, and features by name (see ``arguments``)."""
+    """The shape of a problem, its mask, and its features as (name, value) pairs (see ``arguments``)."""
 
     batch: int = 1
     heads: int = 16
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of a forward pass over the visible pairs: 4 a pair, head and dim; a backward pass counts 2.5 times as many."""
+        """Return the operations of a forward over the visible pairs, 4 per pair, head and dim; a backward counts 2.5 times."""
         return 4.0 * self.batch * self.heads * self.dim * self.mask.area(self.tokens, self.tokens)
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ class Case:
         return text + "".join(f", {name}" for name, _ in self.features)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v and the cotangent of out, [b s h d] in bfloat16, random normal."""
+        """Draw q, k, v and the cotangent of out, [b s h d] in bfloat16, random normal."""
         generator = torch.Generator("cuda").manual_seed(0)
         shape = lambda heads: (self.batch, self.tokens, heads, self.dim)
         make = lambda heads: torch.randn(shape(heads), device="cuda", generator=generator).bfloat16()
         return make(self.heads), make(self.kv_heads), make(self.kv_heads), make(self.heads)
 
     def arguments(self) -> dict[str, Any]:
-        """The features as tensors and numbers that ring_attention takes."""
+        """Return the features as arguments of ring_attention."""
         b, s, h = self.batch, self.tokens, self.heads
         generator = torch.Generator("cuda").manual_seed(1)
         made = {
@@ -76,7 +76,7 @@ def _documents(batch: int, tokens: int, length: int) -> torch.Tensor:
 
 
 def of_torch(attend: Callable[..., torch.Tensor], case: Case, heads_first: bool = False) -> tuple[Work, Work, Work]:
-    """(out, forward, backward) of an attention in PyTorch; ``heads_first``: it takes [b h s d]."""
+    """Return functions (results, forward, backward) of an attention in PyTorch. ``heads_first``: it takes [b h s d]."""
     order = (lambda x: x.transpose(1, 2).contiguous()) if heads_first else (lambda x: x)
     *leaves, dout = (order(x) for x in case.tensors())
     leaves = [x.requires_grad_() for x in leaves]
@@ -88,7 +88,7 @@ def of_torch(attend: Callable[..., torch.Tensor], case: Case, heads_first: bool 
 
 
 def of_jax(attend: Callable[..., jax.Array], case: Case) -> tuple[Work, Work, Work]:
-    """The same in JAX, each pass one jitted program."""
+    """Return functions (results, forward, backward) of an attention in JAX, each pass one jitted program."""
     q, k, v, dout = (jax.dlpack.from_dlpack(x) for x in case.tensors())
     forward = jax.jit(attend)
     out, vjp = jax.vjp(forward, q, k, v)
@@ -127,7 +127,7 @@ def sdpa(which: SDPBackend, case: Case) -> tuple[Work, Work, Work]:
 
 
 def flash_attention_4(case: Case) -> tuple[Work, Work, Work]:
-    """Of the package flash-attn-4, where it is installed."""
+    """Return the functions of FlashAttention-4. Raise RuntimeError if flash-attn-4 is not installed."""
     try:
         from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -153,7 +153,7 @@ CANDIDATES: dict[str, Callable[[Case], tuple[Work, Work, Work]]] = {
 
 
 def truth(case: Case) -> list[torch.Tensor]:
-    """out, dq, dk, dv in float64, a head at a time."""
+    """Return out, dq, dk, dv in float64, computed one head at a time."""
     q, k, v, dout = (x.double() for x in case.tensors())
     group = case.heads // case.kv_heads
     i, j = (torch.arange(case.tokens, device="cuda") for _ in range(2))

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/kernel: what each measures, and on which cases."""
+"""The parts of benchmarks/kernel: their measurements and cases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PASSES = "forward", "backward"
 BACKENDS = "auto", "triton"
 FRAMEWORKS = {"torch": ours_in_torch, "jax": ours_in_jax}
 STATES = {"none": (True, True), "written": (True, False), "read": (False, True), "read and written": (False, False)}
-"""What a launch does with the float32 state, and whether it is a ring's first and last."""
+"""The flags (first, last step of a ring) of a launch, by its accesses to the float32 state."""
 CASES = [
     Case(),
     Case(mask=full()),
@@ -55,7 +55,7 @@ WORST = 6e-3
 
 
 def check(name: str, case: Case) -> float:
-    """The largest relative error of out and gradients at 1,024 tokens; ValueError above WORST."""
+    """Return the largest relative error of out and gradients at 1,024 tokens. Raise ValueError if it exceeds ``WORST``."""
     short = Case(1, case.heads, case.kv_heads, 1024, case.dim, case.mask)
     named = zip(("out", "dq", "dk", "dv"), CANDIDATES[name](short)[0](), truth(short), strict=True)
     errors = {part: ((x.double() - y).norm() / y.norm()).item() for part, x, y in named}
@@ -65,7 +65,7 @@ def check(name: str, case: Case) -> float:
 
 
 def measure(case: Case, names: Iterable[str], rounds: int) -> list[dict[str, Any]]:
-    """A cell a candidate: seconds and TFLOP/s of both passes."""
+    """Return one cell per candidate, with milliseconds and TFLOP/s of both passes."""
     cells, made = {}, {}
     for name in names:
         try:
@@ -84,7 +84,7 @@ def measure(case: Case, names: Iterable[str], rounds: int) -> list[dict[str, Any
 
 
 def device(rounds: int) -> list[dict[str, Any]]:
-    """How long the GPU works on a call of JAX over how long on one of PyTorch: all its kernels, without the gaps between them."""
+    """Return the GPU time of a call in JAX over that in PyTorch: the sum of all kernels, without the gaps between them."""
     cells = []
     for backend, case in product(BACKENDS, CASES):
         works = {name: ours(case, backend) for name, ours in FRAMEWORKS.items()}
@@ -98,7 +98,7 @@ def device(rounds: int) -> list[dict[str, Any]]:
 
 
 def features(rounds: int) -> list[dict[str, Any]]:
-    """What every feature costs: a backend's time with it over its time without, taking turns."""
+    """Return the cost of each feature: a backend's time with it over its time without, measured in turns."""
     cells = []
     for backend, case in product(BACKENDS, FEATURES):
         works = {str(each): ours_in_torch(each, backend) for each in (Case(), case)}
@@ -111,7 +111,7 @@ def features(rounds: int) -> list[dict[str, Any]]:
 
 
 def state(rounds: int) -> list[dict[str, Any]]:
-    """What it costs a launch of 8,192 tokens to read and write the float32 (out, lse) of a ring, over one that does neither."""
+    """Return the time of a launch of 8,192 tokens that reads or writes the float32 (out, lse), over one that does neither."""
     cells = []
     device = torch.device("cuda", torch.cuda.current_device())
     for backend, band in product(BACKENDS, (causal(), full())):
@@ -126,7 +126,7 @@ def state(rounds: int) -> list[dict[str, Any]]:
 
 
 def hop(rounds: int) -> list[dict[str, Any]]:
-    """The rate of a hop inside a zigzag ring, which sees half of 8,192 x 8,192 tokens, over that of one that sees all of them."""
+    """Return the rate of a step in a zigzag ring, with half of 8,192 x 8,192 pairs visible, over one with all visible."""
     cells = []
     device = torch.device("cuda", torch.cuda.current_device())
     for backend in BACKENDS:
@@ -158,7 +158,7 @@ def _backward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
 
 
 def million(rounds: int) -> dict[str, Any]:
-    """The rate of 1,048,576 tokens over that of 131,072, and the memory that they take."""
+    """Return the rate at 1,048,576 tokens over that at 131,072, and the peak memory in GiB."""
     works = {case.tokens: ours_in_torch(case) for case in MILLION}
     result: dict[str, Any] = {"case": str(MILLION[1])}
     for index, passes in enumerate(PASSES):
@@ -169,7 +169,7 @@ def million(rounds: int) -> dict[str, Any]:
 
 
 def window(rounds: int) -> list[dict[str, Any]]:
-    """A backend's time for a window over that of the whole causal square, over their shares of 128 x 128 tiles."""
+    """Return the time of a window over that of full causal attention, divided by the ratio of their 128 x 128 tiles."""
     return [_window(backend, rounds) for backend in BACKENDS]
 
 
@@ -190,6 +190,6 @@ def _tiles_of_row(case: Case, first: int, block: int = 128) -> int:
 
 
 MEASURED = {"cases": CASES, "lengths": LENGTHS}
-"""Parts that time every candidate on these cases."""
+"""Parts that time each candidate on these cases."""
 OTHERS = {"device": device, "features": features, "state": state, "window": window, "hop": hop, "million": million}
-"""Parts that say themselves what they compare."""
+"""Parts with measurements of their own."""

@@ -1,4 +1,4 @@
-"""The picture of a stored result of benchmarks/kernel: TFLOP/s by length.
+"""The plot of a stored result of benchmarks/kernel: TFLOP/s by length.
 
 python -m benchmarks.kernel.plot [kernel-h200]
 """
@@ -24,7 +24,7 @@ STYLES = {
 
 
 def plot(name: str = "kernel-h200") -> Path:
-    """Forward and backward, one line a candidate; beside the JSON."""
+    """Plot forward and backward, one line per candidate, and save the picture beside the JSON."""
     from matplotlib.figure import Figure
 
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())

@@ -3,17 +3,18 @@
     python -m benchmarks.memory [--tokens 65536] [--mask sliding_window:2047]
 
 Forward and backward of one rank on a CPU, float32, 2 heads of 64: the peak of resident memory above imports, over the bytes of q,
-k, v, out and their four gradients. And what XLA sets aside for the JAX ring on every rank, as ranks join at a fixed shard.
+k, v, out and their four gradients. In addition, the temporary memory that XLA allocates for the JAX ring on each rank, for more
+ranks at a fixed shard.
 
 Prediction:
-  PyTorch: at its last moment the backward holds q, k, v, out, dout (5 arrays of 8), dq (1), dk and dv as one array and as the two
-  that become .grad (4), 10/8 = 1.25; packed k/v is gone by then. JAX: q, k, v, dout, out, dq, dk, dv (8), packed k/v (2) and
-  their gradient before it is split (2), 12/8 = 1.5, and XLA may copy what a loop carries. Tiles add 10 MiB. In the ring a rank
-  holds the k/v it works on and the next, whatever the number of ranks: no growth.
+  PyTorch: at its end the backward holds q, k, v, out, dout (5 arrays of 8), dq (1), dk and dv as one array and as the two that
+  become .grad (4), 10/8 = 1.25; packed k/v is freed by then. JAX: q, k, v, dout, out, dq, dk, dv (8), packed k/v (2) and their
+  gradient before it is split (2), 12/8 = 1.5, and XLA may copy a loop's carry. Tiles add 10 MiB. In the ring a rank holds the
+  current k/v and the next, for any number of ranks: no growth.
 
 Measured:
-  At 65,536 tokens under a window of 2,048, which has the same arrays: PyTorch 1.38, JAX 1.58. PyTorch's extra 1/8 is dout, copied
-  with the rows that see nothing cleared.
+  At 65,536 tokens under a window of 2,048, which has the same arrays: PyTorch 1.38, JAX 1.58. PyTorch's extra 1/8 is a copy of
+  dout with the rows of fully masked queries set to 0.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def growth_row(in_order: bool, seq_local: int = 512) -> dict[str, Any]:
-    """What XLA sets aside at RANKS, in shards of packed k/v."""
+    """Return the temporary memory that XLA allocates at RANKS, in shards of packed k/v."""
     found = temp_bytes(RANKS, seq_local, in_order=in_order)
     shards = {passes: [round(row[passes] / shard_bytes(seq_local), 2) for row in found] for passes in ("forward", "both")}
     schedule = "in order of least memory" if in_order else "XLA's default"

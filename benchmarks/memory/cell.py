@@ -1,4 +1,4 @@
-"""Measured in a process of its own: the peak of one framework, or what XLA sets aside."""
+"""The measurements of benchmarks/memory in a fresh process: the peak of one framework, or XLA's temporary memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from ..support.process import Memory, answer, argument, run_fresh
 HEADS, DIM = 2, 64
 FRAMEWORKS = ("torch", "jax")
 MOST = 1.75
-"""What the peak may be of the eight arrays' bytes."""
+"""Bound of the peak over the bytes of the eight arrays."""
 RANKS = (2, 4, 8)
 
 
 def peak_ratio(framework: str, tokens: int, mask: str = "causal") -> float:
-    """Peak resident memory of forward and backward above imports, over the eight arrays' bytes. ``mask``: see masks.parse."""
+    """Return the peak resident memory of forward and backward above imports, over the bytes of the eight arrays.
+
+    ``mask``: as ``masks.parse`` reads it.
+    """
     peak = run_fresh(__name__, {"what": framework, "tokens": tokens, "mask": mask})[0]
     return peak / (8 * tokens * HEADS * DIM * 4)
 
 
 def temp_bytes(ranks: Sequence[int], seq_local: int, mask: str = "causal", in_order: bool = False) -> list[dict[str, int]]:
-    """What XLA sets aside on every rank of the JAX ring, ``seq_local`` tokens a rank: {"forward": bytes, "both": bytes} for each
-    number of ranks. ``in_order``: scheduled to need little memory, not to run many operations at once, XLA's default on a CPU.
+    """Return XLA's temporary memory per rank of the JAX ring, {"forward": bytes, "both": bytes} for each number of ranks.
+
+    ``seq_local``: tokens per rank. ``in_order``: schedule for little memory instead of concurrency, XLA's default on a CPU.
     """
     flags = f"--xla_force_host_platform_device_count={max(ranks)}"
     if in_order:
@@ -34,7 +38,7 @@ def temp_bytes(ranks: Sequence[int], seq_local: int, mask: str = "causal", in_or
 
 
 def shard_bytes(seq_local: int) -> int:
-    """Bytes of one rank's packed k/v."""
+    """Return the bytes of one rank's packed k/v."""
     return seq_local * HEADS * 2 * DIM * 4
 
 
@@ -49,7 +53,7 @@ def torch_peak(tokens: int, mask: str) -> int:
         out = ring_attn_torch.ring_attention(q, k, v, mask=masks.parse(mask))
         out.backward(dout)
 
-    step(1024)  # threads and libraries, which do not grow with the tokens
+    step(1024)  # warm up threads and libraries, whose memory does not grow with the tokens
     memory = Memory()
     step(tokens)
     return memory.peak()
@@ -65,7 +69,7 @@ def jax_peak(tokens: int, mask: str) -> int:
         return lambda: jax.block_until_ready(compiled(*map(make, keys)))
 
     step(1024)()
-    real = step(tokens)  # compiled before the count begins: the compiler's memory does not grow with the tokens either
+    real = step(tokens)  # compile before measuring: the compiler's memory does not grow with the tokens
     memory = Memory()
     real()
     return memory.peak()
@@ -77,7 +81,7 @@ def compiled_bytes(ranks: int, seq_local: int, mask: str) -> dict[str, int]:
 
 
 def _ring(ranks: int, tokens: int, mask: str) -> tuple[Any, Any]:
-    """The JAX ring over ``ranks`` devices, compiled: forward, and forward with backward under a given cotangent."""
+    """Compile the JAX ring over ``ranks`` devices: the forward, and forward with backward for a given cotangent."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 

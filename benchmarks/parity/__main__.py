@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity
 
-Every case runs in JAX on host devices and in PyTorch on gloo processes. What else results/parity.json holds (rings on GPUs,
-random problems) stays as it is. Some 20 minutes on 2 cores.
+Each case runs in JAX on host devices and in PyTorch on gloo processes. Other entries of results/parity.json (rings on GPUs,
+random problems) are kept. Takes about 20 minutes on 2 cores.
 
 Legend:
   share: largest error of out, lse, dq, dk, dv against float64 over its computed bound, 1 is the limit;
@@ -29,11 +29,11 @@ from ..support import report
 from .compare import compare
 
 TOGETHER = 30
-"""Cases that one process runs: XLA maps memory for each program it compiles, and a process has so many maps."""
+"""Cases per process: XLA maps memory for each compiled program, and the maps of a process are limited."""
 
 
 def by_dtype(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The worst of each dtype."""
+    """Yield each dtype with its number of cases and their largest errors."""
     grouped = defaultdict(list)
     for row in rows:
         grouped[row["dtype"]].append(row)

@@ -1,4 +1,4 @@
-"""Both rings on the same cases: what each process of benchmarks/parity runs."""
+"""The work of a process of benchmarks/parity: both rings on the same cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_attn_core.reference.tolerance import relative_error
 
 
 def compare(cases: list[Case]) -> list[dict[str, Any]]:
-    """A row for each case: its errors, or what failed."""
+    """Return a row for each case, with its errors or the failure."""
     from parity_tests.jax import ring as on_jax
     from parity_tests.support.spawn import Ranks
     from parity_tests.torch import ring as on_torch

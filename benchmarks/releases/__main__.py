@@ -1,24 +1,24 @@
 """Are the kernels as fast with every release of Triton, in both frameworks?
 
-Triton is part of the kernels: what a release makes of the same source decides their speed. One process has one Triton, so this
-runs once a release, each run adds its own column to the result, and cuDNN, which no Triton compiles, takes turns with ours as the
-yardstick: compared are ratios to cuDNN. `--table` prints what is there.
+Each release of Triton compiles the same source to other code, with another speed. A process has one Triton, so run this once per
+release; each run adds its column to the result. cuDNN, which does not use Triton, takes turns with our kernels, and ratios to
+cuDNN are compared. `--table` prints the stored results.
 
     python -m benchmarks.releases                                     the installed release
     PYTHONPATH=folder/of/another/triton python -m benchmarks.releases
 
 Prediction: within 1 % everywhere. Instructions of a step without a mask, with Triton 3.6 / 3.7 / 3.8 / 3.9: forward, heads of 128
-463 / 463 / 467 / 466, of 64 427 / 427 / 428 / 428; backward 395 / 395 / 395 / 395 and 556 / 556 / 564 / 564. None reloads a
-register in them but the backward of heads of 64, three with 3.6 and 3.7. All are bound by products and shared memory, and
-issue for 20 to 45 % of the cycles.
+463 / 463 / 467 / 466, of 64 427 / 427 / 428 / 428; backward 395 / 395 / 395 / 395 and 556 / 556 / 564 / 564. Only the backward of
+heads of 64 reloads registers in a step, three with 3.6 and 3.7. All are bound by products and shared memory, and issue in 20 to
+45 % of the cycles.
 
-Measured: results/releases-h200.json. The same kernel in one process twice differs by 0.5 %, the yardstick from process to process
-by 2. In turns in one process, where 3.6 launches the binaries of 3.8 and 3.9: forward, heads of 128 full 0.988 and 0.976 of
-3.6's, causal 1.000 and 0.999, 4,096 tokens 1.003 and 1.004, heads of 64 1.006 and 1.005; backward 1.005 and 1.006.
+Measured: results/releases-h200.json. The same kernel twice in one process differs by 0.5 %, cuDNN from process to process by 2 %.
+In turns in one process, in which 3.6 launches the binaries of 3.8 and 3.9: forward, heads of 128 full 0.988 and 0.976 of 3.6's,
+causal 1.000 and 0.999, 4,096 tokens 1.003 and 1.004, heads of 64 1.006 and 1.005; backward 1.005 and 1.006.
 
-What was measured on the way, over 3.6's in one process: forward with 3.9 when its rows were reduced by pairs 0.97 (full), 0.99
-(causal), 0.97 (heads of 64); by CUDA 13.4's assembler instead of 12.9's 0.97, 0.99, 0.99, and 0.98 at 4,096 tokens. Backward as
-it was until then, with 3.9, 0.71; with 3.6, over itself with addresses computed where they are needed, 0.995, heads of 64 0.954.
+Intermediate measurements, over 3.6's in one process: forward with 3.9 and rows reduced by pairs 0.97 (full), 0.99 (causal), 0.97
+(heads of 64); with CUDA 13.4's assembler instead of 12.9's 0.97, 0.99, 0.99, and 0.98 at 4,096 tokens. The earlier backward with
+3.9, 0.71; with 3.6, over itself with addresses computed at their use, 0.995, heads of 64 0.954.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OLDEST = "3.6"
 
 
 def of_this_release(rounds: int) -> dict[str, Any]:
-    """Every case: TFLOP/s of all, their ratios to cuDNN's, and how long JAX's kernels take on the device over PyTorch's."""
+    """Return for each case and pass the TFLOP/s, their ratios to cuDNN's, and the device time in JAX over that in PyTorch."""
     cells = []
     for case in CASES:
         measured = {cell["candidate"]: cell for cell in measure(case, NAMES, rounds)}
@@ -59,7 +59,7 @@ def of_this_release(rounds: int) -> dict[str, Any]:
 
 
 def table(releases: dict[str, Any]) -> Table:
-    """TFLOP/s, and in brackets the ratio to cuDNN over that of the oldest release."""
+    """Return a table of TFLOP/s and, in brackets, the ratio to cuDNN over that of the oldest release."""
     made = Table(title="TFLOP/s, (of cuDNN, over 3.6's), JAX's time on the device over PyTorch's", title_justify="left")
     for column in ("case", "pass", "candidate", *sorted(releases)):
         made.add_column(column)

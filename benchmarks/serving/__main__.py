@@ -2,24 +2,23 @@
 
     python -m benchmarks.serving [--framework torch jax] [--layers 32] [--tokens 524288] [--chunk 65536]
 
-``RingTransformer.generate`` on one prompt over all GPUs of this host; random weights in bfloat16, whole on every GPU, and random
-ids. Beside it, in the same run, what one GPU does of the work alone: attention's forward among two chunks of tokens, a product of
-the MLP, and a copy.
+``RingTransformer.generate`` on one prompt over all GPUs of this host; random weights in bfloat16, replicated on each GPU, and
+random ids. The same run measures the rates of one GPU: attention's forward over two chunks, a product of the MLP, and a copy.
 
     of the kernels' rate   seconds of attention's and the weights' operations at those two rates, over those to the first token
     over reading           seconds of a step over those of reading the weights and a GPU's cache at the copy's rate
 
 Prediction (one H200, 524,288 tokens):
-  First token. Attention 7.2e16 operations at 640 TFLOP/s, 113 s; products of weights 7.3e15 at 700, 10.5 s; norms, rotary, SwiGLU
-  and what is added, some 40 passes over 4.3 GB a layer at 4 TB/s, 1.4 s. Attention over cached keys goes by extents, which cost
-  the forward 13 %, and two of them are merged, 12 GB in float32 a layer: 15 s more. 140 s, 0.88 of the kernels' rate.
-  Step. 15 GB of weights and 69 GB of cache at 4.28 TB/s, 19.6 ms; some 30 small kernels a layer of 2 us, 2 ms. 1.10 times.
+  First token. Attention takes 7.2e16 operations at 640 TFLOP/s, 113 s; products of weights 7.3e15 at 700, 10.5 s; norms, rotary,
+  SwiGLU and additions about 40 passes over 4.3 GB per layer at 4 TB/s, 1.4 s. Attention over cached keys uses extents, which cost
+  the forward 13 %, and merges two results, 12 GB in float32 per layer: 15 s more. In all 140 s, 0.88 of the kernels' rate.
+  Step. 15 GB of weights and 69 GB of cache at 4.28 TB/s, 19.6 ms; about 30 small kernels per layer of 2 us, 2 ms. 1.10 times.
 
 Measured (one H200, torch 2.11, jax 0.11.2, Triton 3.6):
   PyTorch, 524,288 tokens (results/serving-h200.json): the first token after 131 s, 0.92 of the kernels' rate (653 TFLOP/s of
-  attention, 676 of the product). The last chunk takes 29.6 s, where these rates alone make 27.2: some 0.5 is neither, as in the
-  first, and extents and the merge take 1.9, 7 % of attention and not 13. A step takes 24.6 ms, 1.25 times reading: 150 us a layer
-  go to products of one row, which read weights at less than a copy's rate, and to what lies between them.
+  attention, 676 of the product). The last chunk takes 29.6 s; these rates alone give 27.2. About 0.5 s is neither, as in the
+  first chunk, and extents and the merge take 1.9 s, 7 % of attention instead of 13. A step takes 24.6 ms, 1.25 times reading: 150
+  us per layer go to products of one row, which read weights at less than a copy's rate, and to the gaps between them.
   JAX, 131,072 tokens (results/serving-h200-jax.json): 10.0 s, 0.95 of the kernels' rate; a step 9.6 ms, 1.28 times reading.
 """
 
@@ -40,7 +39,7 @@ FRAMEWORKS = {"torch": "benchmarks.serving.torch_rank", "jax": "benchmarks.servi
 
 
 def measure(framework: str, problem: Problem, gpus: int, rates: dict[str, float] | None) -> dict[str, Any]:
-    """What the slowest rank saw, and what it comes to beside the rates of a GPU."""
+    """Return the times of the slowest rank, and their ratios to the ideal at the rates of one GPU."""
     found = run_fresh(FRAMEWORKS[framework], {**problem._asdict(), "gpus": gpus}, gpus if framework == "torch" else 1)
     first, step = (max(rank[name] for rank in found) for name in ("first token", "step"))
     attention, products = prefill_flops(problem)
@@ -94,7 +93,7 @@ def main() -> None:
     for framework in frameworks:
         result["prompts"].append(measure(framework, problem, gpus, result.get("rates")))
         Console(width=160).print(show(result["prompts"]))
-        print(report.save(out, result))  # after each, so that a later one that fails loses nothing
+        print(report.save(out, result))  # after each, so that a later failure loses nothing
 
 
 if __name__ == "__main__":

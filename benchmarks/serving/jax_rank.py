@@ -1,4 +1,4 @@
-"""One process that generates in JAX, over all of its GPUs."""
+"""Generation in JAX: one process over all of its GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .watch import Watch
 
 
 def made(problem: Problem, mesh: jax.sharding.Mesh) -> RingTransformer:
-    """The model with random weights, whole on every device."""
+    """Build the model with random weights, replicated on each device."""
     make = lambda: RingTransformer.from_config(config_of(problem), mesh=mesh, rngs=nnx.Rngs(0))
     graph, state = nnx.split(nnx.eval_shape(make))
     leaves, structure = jax.tree.flatten(state)
@@ -33,7 +33,7 @@ def run(problem: Problem, devices: int) -> dict[str, Any]:
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
     model = made(problem, mesh)
     prompt = prompt_of(problem, problem.tokens)
-    model.generate([prompt], 4, chunk=problem.chunk)  # compiles what the call below runs
+    model.generate([prompt], 4, chunk=problem.chunk)  # compile the programs of the call below
     watch = Watch()
     tokens = model.generate([prompt], problem.new, chunk=problem.chunk, on_token=watch.on_token, progress=watch.progress)
     peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())

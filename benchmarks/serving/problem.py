@@ -1,4 +1,4 @@
-"""What is served."""
+"""The served model and prompt, and their operations and bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..support.shapes import llama_3_8b
 
 
 class Problem(NamedTuple):
-    """``tokens`` of the prompt, over all GPUs; ``chunk`` of them in one prefill; ``new`` tokens after it."""
+    """One prompt: ``tokens`` in all over all GPUs, prefilled ``chunk`` tokens at a time, and ``new`` tokens generated."""
 
     layers: int
     tokens: int
@@ -22,17 +22,20 @@ class Problem(NamedTuple):
 
 
 def config_of(problem: Problem) -> TransformerConfig:
-    """Llama 3 8B's shape with weights in bfloat16."""
+    """Return the config of Llama 3 8B with bfloat16 weights."""
     return llama_3_8b(problem.layers, problem.tiny, param_dtype="float32" if problem.tiny else "bfloat16")
 
 
 def prompt_of(problem: Problem, tokens: int) -> list[int]:
-    """Random ids."""
+    """Draw random ids, seeded by their number."""
     return random.Random(tokens).choices(range(config_of(problem).vocab), k=tokens)
 
 
 def prefill_flops(problem: Problem) -> tuple[float, float]:
-    """Operations of the prompt in attention, of pairs that are seen, and in products of weights, of one token the head's."""
+    """Return the operations of the prompt in attention, over visible pairs, and in products of weights.
+
+    The head multiplies one token only.
+    """
     config = config_of(problem)
     pairs = problem.tokens * (problem.tokens + 1) / 2
     attention = 4 * pairs * config.heads * config.head_dim * config.depth
@@ -40,7 +43,7 @@ def prefill_flops(problem: Problem) -> tuple[float, float]:
 
 
 def step_bytes(problem: Problem, gpus: int) -> tuple[int, int]:
-    """Bytes that a GPU reads for one new token: of its part of the cache (keys, values, positions), and of the weights."""
+    """Return the bytes that a GPU reads for one new token: its shard of the cache (keys, values, positions), and the weights."""
     config = config_of(problem)
     itemsize = 4 if problem.tiny else 2
     cache = problem.tokens // gpus * config.depth * (2 * config.kv_heads * config.head_dim * itemsize + 4)

@@ -1,4 +1,4 @@
-"""What one GPU does of the work alone: the copy bandwidth, attention's forward and a product of weights."""
+"""The rates of one GPU: copy bandwidth, attention's forward, and a product of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .problem import Problem, config_of
 
 
 def rates(problem: Problem) -> dict[str, float]:
-    """Bytes a second, read and written, and operations a second, of attention among the tokens of two chunks and of the MLP."""
+    """Return the rates of one GPU.
+
+    Keys: "copy" in bytes/s, read and written; "attention" over two chunks and "product" of the MLP in operations/s.
+    """
     config, tokens = config_of(problem), min(problem.tokens, 2 * problem.chunk)
     made = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     q, k, v = (made(1, tokens, heads, config.head_dim) for heads in (config.heads, config.kv_heads, config.kv_heads))

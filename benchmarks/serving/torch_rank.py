@@ -1,4 +1,4 @@
-"""One rank that generates in PyTorch."""
+"""Generation in PyTorch: one process per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .watch import Watch
 
 
 def made(problem: Problem, device: torch.device) -> RingTransformer:
-    """The model with random weights, the same on every rank."""
+    """Build the model with random weights, the same on each rank."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config_of(problem))
     model.to_empty(device=device)
@@ -29,7 +29,7 @@ def made(problem: Problem, device: torch.device) -> RingTransformer:
 def run(problem: Problem, device: torch.device) -> dict[str, Any]:
     model = made(problem, device)
     warm = min(problem.tokens, 2 * problem.chunk)
-    model.generate([prompt_of(problem, warm)], 4, chunk=problem.chunk)  # compiles and loads what the call below runs
+    model.generate([prompt_of(problem, warm)], 4, chunk=problem.chunk)  # compile and load the kernels of the call below
     prompt = prompt_of(problem, problem.tokens)
     watch = Watch()
     tokens = model.generate([prompt], problem.new, chunk=problem.chunk, on_token=watch.on_token, progress=watch.progress)

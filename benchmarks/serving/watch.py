@@ -1,4 +1,4 @@
-"""When the prompt's chunks and the new tokens came."""
+"""Times of the prompt's chunks and of the new tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Watch:
-    """Given to ``generate`` as ``progress`` and ``on_token``; seconds from when this was made."""
+    """Callbacks ``progress`` and ``on_token`` for ``generate`` that record seconds since construction."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -22,7 +22,10 @@ class Watch:
         self.tokens.append(time.perf_counter() - self._began)
 
     def found(self) -> dict[str, Any]:
-        """Seconds to the first token, at every chunk's end, and of a step: the median of the later half's, and their worst."""
+        """Return the seconds to the first token, to the end of each chunk, and per step.
+
+        Keys: "step" and "worst" are the median and the largest of the later half of the steps.
+        """
         gaps = [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
         later = gaps[len(gaps) // 2 :]
         return {"first token": self.tokens[0], "chunks": self.chunks, "step": statistics.median(later), "worst": max(later)}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.steps [--dtype float64 float32] [--steps 200]
 
-A small model with every feature of the layers trains on packed, padded documents, with dropout and clipping, from the same first
-weights: in PyTorch by one process and by four in the hands of nobody, FSDP2, DDP and tensor parallelism, in JAX on four devices.
-Compared with one process are the loss of every step and the norm of its gradient before it is clipped. SGD's model has a tied
-head, AdamW's has not. What results/steps.json holds of another dtype stays. Some 15 minutes on 2 idle cores.
+A small model with every feature of the layers trains on packed, padded documents, with dropout and clipping, from the same
+initial weights: in PyTorch by one process and by four with a plain ring, FSDP2, DDP and tensor parallelism, in JAX on four
+devices. The loss of each step and its gradient norm before clipping are compared with those of one process. SGD's model has a
+tied head, AdamW's does not. Entries of results/steps.json for other dtypes are kept. Takes about 15 minutes on 2 idle cores.
 
 Legend:
   losses, norms: the largest relative difference from one process over all steps; bars: 1e-9 in float64, 1e-5 for SGD in float32,
@@ -33,7 +33,7 @@ ULP = "PyTorch, one process, first weights one ulp off: most of 4 draws"
 
 
 def compared(recipe: Recipe) -> dict[str, Any]:
-    """All ways beside one process, and the bars."""
+    """Compare all ways of training with one process and with the bars."""
     truth = steps(ONE, recipe)
     against = lambda found: {kind: float(f"{apart(found[kind], truth[kind]):.3g}") for kind in KINDS}
     ways, bar = {}, BARS.get((recipe.dtype, recipe.optimizer))

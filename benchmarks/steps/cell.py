@@ -1,4 +1,4 @@
-"""One run of the steps, or the way of weights to the other framework and back, in processes of its own."""
+"""One run of the steps, or the transfer of weights to the other framework and back, in fresh processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFOR
 
 
 def steps(way: str, recipe: Recipe) -> dict[str, list[float]]:
-    """The losses and norms of all steps."""
+    """Return the losses and gradient norms of all steps."""
     processes = 1 if way == ONE or way.startswith("JAX") else 4
     return run_fresh(__name__, {"way": way, "recipe": asdict(recipe)}, processes, DEVICES)[0]
 
 
 def moved(recipe: Recipe) -> dict[str, Any]:
-    """How far JAX's logits are from PyTorch's with weights that PyTorch has trained, and whether they come back unchanged."""
+    """Return the relative difference of JAX's logits from PyTorch's with PyTorch's trained weights, moved to JAX.
+
+    Also return whether the weights, moved back to PyTorch, give the same logits bitwise.
+    """
     return run_fresh(__name__, {"way": "moved", "recipe": asdict(recipe)}, environment=DEVICES)[0]
 
 
@@ -50,7 +53,7 @@ def in_jax(way: str, recipe: Recipe) -> dict[str, list[float]]:
 
 
 def logits_of(model: Any, ids: Any) -> Any:
-    """PyTorch's, in natural order."""
+    """Return PyTorch's logits in natural order."""
     import torch
 
     import ring_attn_torch

@@ -1,4 +1,4 @@
-"""The steps in JAX: one program on four devices of a mesh."""
+"""The steps in JAX: one program on a mesh of four devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ring_attn_jax import RingTransformer, from_numpy, loss, shard_batch, to_num
 from .recipe import BETAS, CHUNK, CLIP, DECAY, EPS, LEARNING_RATE, LENGTH, Recipe, batch
 
 WAYS = {"JAX, a ring of 4": (1, 4), "JAX, FSDP over 2 x a ring of 2": (2, 2)}
-"""Devices over the batch, which have parts of the weights too, and over the sequence."""
+"""Mesh sizes (fsdp, seq): fsdp shards the batch and the weights, seq the sequence."""
 
 
 def mesh_of(way: str) -> Mesh:
@@ -24,14 +24,14 @@ def mesh_of(way: str) -> Mesh:
 
 
 def made(recipe: Recipe, mesh: Mesh) -> RingTransformer:
-    """The model with its first weights, matrices sharded over fsdp."""
+    """Build the model with its initial weights, matrices sharded over fsdp."""
     model = RingTransformer.from_config(recipe.config, mesh=mesh, batch_axes="fsdp", rngs=nnx.Rngs(0))
     nnx.update(model, jax.tree.map(partial(_placed, mesh=mesh), nnx.state(model, nnx.Param)))
     return from_numpy(model, recipe.weights(to_numpy(model)))
 
 
 def train(recipe: Recipe, model: RingTransformer, mesh: Mesh) -> dict[str, list[float]]:
-    """The loss of every step, and the norm of its gradient before it is clipped."""
+    """Train and return the loss of each step and its gradient norm before clipping."""
     optimizer = nnx.Optimizer(model, optimizer_of(recipe), wrt=nnx.Param)
     nnx.update(optimizer, jax.tree.map(partial(_placed, mesh=mesh), nnx.state(optimizer)))
     found: dict[str, list[float]] = {"losses": [], "norms": []}
@@ -50,7 +50,7 @@ def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def sharded(step: int, mesh: Mesh) -> dict[str, jax.Array]:
-    """The arrays of ``shard_batch`` by name, in layout order on the devices."""
+    """Return the arrays of ``shard_batch`` by name, in layout order on the devices."""
     whole: dict[str, Any] = {name: jnp.asarray(x) for name, x in batch(step).items()}
     shards = shard_batch(layout="zigzag", ranks=mesh.shape["seq"], **whole)._asdict()
     there = NamedSharding(mesh, PartitionSpec("fsdp", "seq"))
@@ -67,11 +67,11 @@ def _step(model: RingTransformer, optimizer: nnx.Optimizer, data: dict[str, jax.
 
     value, gradients = nnx.value_and_grad(objective)(model)
     norm = optax.tree.norm(gradients)
-    share = jnp.minimum(CLIP / (norm + 1e-6), 1.0)  # as torch's clip_grad_norm_ has it
+    share = jnp.minimum(CLIP / (norm + 1e-6), 1.0)  # as in torch's clip_grad_norm_
     optimizer.update(model, jax.tree.map(lambda gradient: gradient * share, gradients))
     return value, norm
 
 
 def _placed(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """A matrix in parts over fsdp, all else on every device."""
+    """Shard matrices over fsdp and replicate everything else."""
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim > 1 else PartitionSpec()))

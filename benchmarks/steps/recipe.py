@@ -1,4 +1,4 @@
-"""What every way of training gets: a model with every feature of the layers, first weights, and a batch for every step."""
+"""The common inputs of all ways of training: a model with every feature of the layers, initial weights, and batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ Arrays = dict[str, np.ndarray]
 
 LENGTH, ROWS, VOCAB = 61, 4, 32
 CLIP = 1.0
-"""The norm to which gradients are clipped."""
+"""The global norm at which gradients are clipped."""
 CHUNK = 24
-"""Tokens whose logits exist at a time, where a way of training gives the loss hidden states."""
+"""Tokens whose logits exist at a time, if the loss takes hidden states."""
 LEARNING_RATE = {"sgd": 0.1, "adamw": 3e-3}
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """So many steps of an optimizer, "sgd" or "adamw", in a dtype; ``moved``: a draw of first weights one ulp up or down."""
+    """The settings of one run. ``optimizer``: "sgd" or "adamw".
+
+    ``moved``: 0, or the seed of a draw that moves each initial weight one ulp up or down.
+    """
 
     dtype: str
     optimizer: str
@@ -32,7 +35,7 @@ class Recipe:
 
     @property
     def config(self) -> TransformerConfig:
-        """A model that has everything; SGD's is tied."""
+        """Return the config of a model with every feature; SGD's has a tied head."""
         return TransformerConfig(
             vocab=VOCAB,
             dim=16,
@@ -56,7 +59,7 @@ class Recipe:
         )
 
     def weights(self, like: Arrays) -> Arrays:
-        """First weights, of the names and shapes of ``like``; biases and sinks are no zeros, for all of an array to be alive."""
+        """Draw initial weights with the names and shapes of ``like``; biases and sinks are nonzero, so that all have effect."""
         rng = np.random.default_rng(1)
         drawn = first_weights({name: x.astype(np.float64) for name, x in sorted(like.items())}, seed=0)
         drawn = {name: (x + 0.1 * rng.standard_normal(x.shape)).astype(self.dtype) for name, x in drawn.items()}
@@ -68,9 +71,9 @@ class Recipe:
 
 
 def batch(step: int) -> Arrays:
-    """What ``shard_batch`` takes, [ROWS, LENGTH] in natural order: texts in which a token follows from the one before, or nearly.
+    """Draw the arguments of ``shard_batch``, [ROWS, LENGTH] in natural order: each token is the one before plus 1 to 3.
 
-    Rows have documents, padding and labels of their own; some keys are hidden, in one document all of them.
+    Each row has its own documents, and the last row ends in padding. Some keys are masked, in one document all of them.
     """
     rng = np.random.default_rng([2, step])
     ids = (rng.integers(1, 4, (ROWS, LENGTH)).cumsum(1) % VOCAB).astype(np.int32)
@@ -82,6 +85,6 @@ def batch(step: int) -> Arrays:
 
 
 def apart(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two runs at the same step."""
+    """Return the largest relative difference of two runs at the same step."""
     a, b = np.array(ours, np.float64), np.array(theirs, np.float64)
     return float(np.max(np.abs(a - b) / np.abs(b)))

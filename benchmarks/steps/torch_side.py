@@ -1,4 +1,4 @@
-"""The steps in PyTorch: by one process, or by one of four in the hands of the frameworks' own parallelism."""
+"""The steps in PyTorch: one process, or one of four under PyTorch's own parallelism."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Losses = dict[str, list[float]]
 
 
 class Hands(NamedTuple):
-    """A model in the hands of others: what is called, what is done after backward, by what its loss is multiplied.
+    """A model under one kind of parallelism.
 
-    ``chunked``: the loss gets hidden states and the head, which must be whole there, not logits.
+    ``module``: the module to call. ``settle``: a function to call after backward. ``scale``: the factor of the loss. ``chunked``:
+    the loss takes hidden states and the whole head instead of logits.
     """
 
     module: nn.Module
@@ -30,12 +31,12 @@ class Hands(NamedTuple):
 
 
 def summed(model: RingTransformer, mesh: DeviceMesh) -> Hands:
-    """Nobody's hands: the ranks' gradients are summed by this library."""
+    """Return the plain ring: this library's ``sum_gradients`` sums the ranks' gradients."""
     return Hands(model, lambda: sum_gradients(model, tokens_of(mesh)), chunked=True)
 
 
 def fsdp2(model: RingTransformer, mesh: DeviceMesh) -> Hands:
-    """Weights, gradients and the optimizer's state are sharded over all ranks."""
+    """Shard weights, gradients and optimizer state over all ranks with FSDP2."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for module in (*model.blocks, model):
@@ -48,12 +49,12 @@ def fsdp2(model: RingTransformer, mesh: DeviceMesh) -> Hands:
 
 
 def ddp(model: RingTransformer, mesh: DeviceMesh) -> Hands:
-    """Every rank has all weights, and DDP makes the mean of their gradients."""
+    """Replicate the weights with DDP, which averages the gradients."""
     return Hands(nn.parallel.DistributedDataParallel(model, process_group=tokens_of(mesh).get_group()), scale=RANKS)
 
 
 def tensor(model: RingTransformer, mesh: DeviceMesh) -> Hands:
-    """Heads and the MLP's features are split over two ranks, the sequence over two rings."""
+    """Shard heads and MLP features over the tensor axis, and the sequence over rings of the other ranks."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     parallelize_module(model, mesh["tensor"], tensor_plan(model))
@@ -61,7 +62,7 @@ def tensor(model: RingTransformer, mesh: DeviceMesh) -> Hands:
 
 
 class Way(NamedTuple):
-    """Ranks over the batch, the sequence and the heads, and whose hands the model is in."""
+    """A way of training: mesh sizes (data, seq, tensor), and the function that applies its parallelism."""
 
     shape: tuple[int, int, int]
     hands: Callable[[RingTransformer, DeviceMesh], Hands]
@@ -76,7 +77,7 @@ WAYS = {
 
 
 def mesh_of(way: Way) -> DeviceMesh:
-    """Over the first four ranks. All ranks that there are must call it."""
+    """Build the mesh over the first four ranks. All ranks must call it."""
     mesh = DeviceMesh("cpu", torch.arange(RANKS).view(way.shape), mesh_dim_names=("data", "seq", "tensor"))
     if mesh.shape[0] > 1:
         mesh["data", "seq"]._flatten("tokens")
@@ -84,18 +85,18 @@ def mesh_of(way: Way) -> DeviceMesh:
 
 
 def tokens_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold different tokens."""
+    """Return the mesh of the ranks that hold different tokens."""
     return mesh["tokens"] if mesh.shape[0] > 1 else mesh["seq"]
 
 
 def made(recipe: Recipe, mesh: DeviceMesh | None = None) -> RingTransformer:
-    """The model with its first weights."""
+    """Build the model with its initial weights."""
     model = RingTransformer.from_config(recipe.config, group=None if mesh is None else mesh["seq"])
     return from_numpy(model, recipe.weights(to_numpy(model)))
 
 
 def train(recipe: Recipe, model: RingTransformer, way: Way | None = None, mesh: DeviceMesh | None = None) -> Losses:
-    """The loss of every step, and the norm of its gradient before it is clipped; without a way on one process alone."""
+    """Train and return the loss of each step and its gradient norm before clipping; on one process if ``way`` is None."""
     together = None if mesh is None else tokens_of(mesh)
     hands = Hands(model, chunked=True) if way is None or mesh is None else way.hands(model, mesh)
     optimizer = optimizer_of(recipe, hands.module)
@@ -120,7 +121,7 @@ def optimizer_of(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(hands: Hands, step: int, mesh: DeviceMesh | None, together: DeviceMesh | None) -> Tensor:
-    """The mean over everybody's labels, of which this rank's tokens make a part."""
+    """Return the mean loss over all ranks' labels."""
     place = lambda axis: (1, 0) if mesh is None else (mesh[axis].size(), mesh.get_local_rank(axis))
     (parts, part), (ranks, rank) = place("data"), place("seq")
     rows = slice(part * ROWS // parts, (part + 1) * ROWS // parts)

@@ -4,26 +4,26 @@
 
 One sequence over all GPUs of this host, causal, zigzag; weights, gradients and AdamW's moments in float32, sharded over the same
 GPUs (FSDP2 in PyTorch, an Explicit mesh in JAX); blocks in bfloat16, the loss in chunks, gradients clipped by their global norm.
-``tokens`` is a GPU's. Random ids; a step after one that warms up, median of several. Model TFLOP/s count a token as ``6 N + 3.5 x
-2 x length x heads x head_dim x layers``, nothing for what is computed again.
+``tokens`` counts tokens per GPU. Random ids; the median of several steps after a warm-up step. Model TFLOP/s count a token as
+``6 N + 3.5 x 2 x length x heads x head_dim x layers``, without recomputation.
 
-Prediction (2 H200, 65,536 tokens a GPU, 32 layers, a GPU):
-  Time. 1.1e16 operations in products of weights, of which the forward's third is computed once more: 9.0e15 + 3.0e15 at 650
+Prediction (2 H200, 65,536 tokens per GPU, 32 layers; all numbers per GPU):
+  Time. 1.1e16 operations in products of weights, of which the forward's third is recomputed once: 9.0e15 + 3.0e15 at 650
   TFLOP/s, 16 s (6 N counts 6.3e15); attention, 7.9e15 at 600 forward and 520 backward, 14.4 s; norms, rotary, SwiGLU and the
-  casts of weights, each some 20 passes over T d or T f numbers, 1 s; AdamW moves 5 x 16 GB, 0.02 s. In all 24 s, 480 of the
-  14.3e15 operations that count.
-  Memory. Weights, gradients, two moments 16 GB each, 64; two blocks' inputs, out and lse 2.2; a block that is computed again 11;
-  a block's weights twice 1.7; 4 of reserve: 83 GB. The host: 32 x 1.1 = 35 GB a GPU.
+  casts of weights, each about 20 passes over T d or T f numbers, 1 s; AdamW moves 5 x 16 GB, 0.02 s. In all 24 s, 480 TFLOP/s of
+  the 14.3e15 operations that count.
+  Memory. Weights, gradients and two moments take 16 GB each, 64; inputs, out and lse of two blocks 2.2; a recomputed block 11;
+  a block's weights twice 1.7; a reserve of 4: 83 GB. The host: 32 x 1.1 = 35 GB per GPU.
 
 Measured (results/training-h200-x2.json; torch 2.11, jax 0.11.2, Triton 3.6):
-  PyTorch, 32 layers: 21.6 s, 511 TFLOP/s a GPU, 87.8 GB (the formula of ring_attn_core.model.memory says 95.2 with its reserve of
-  4.3). The first step takes 53 s, most of which is the host's memory being pinned.
-  JAX, 32 layers: 21.7 s, 508 TFLOP/s, 77.7 GB, without XLA's latency-hiding scheduler, which sends arrays to the host only when
-  they are wanted back: 32 layers do not fit with it. 4 layers take 2.96 s with it and 3.02 without. Two more things held memory:
-  XLA made the zeros that dq is added to, 1.07 GB a layer, for all layers at once (99 GB; ring_attn_jax/attend/kernels.py), and an
-  optimization_barrier that ties the fetch to the cotangent makes that scheduler send even later (60 GB for 8 layers; not taken).
-  One H200, 2 layers, 655,360 tokens (results/long-h200.json): 50 s, 609 TFLOP/s, 103.5 GB; the formula, with its
-  reserve, 124.8.
+  PyTorch, 32 layers: 21.6 s, 511 TFLOP/s per GPU, 87.8 GB (the formula of ring_attn_core.model.memory gives 95.2 with its reserve
+  of 4.3). The first step takes 53 s, mostly for pinning the host's memory.
+  JAX, 32 layers: 21.7 s, 508 TFLOP/s, 77.7 GB, without XLA's latency-hiding scheduler. That scheduler sends arrays to the host
+  only when they are needed back, and 32 layers do not fit with it; 4 layers take 2.96 s with it and 3.02 without. Two more causes
+  held memory: XLA made the zeros that dq is added to, 1.07 GB per layer, for all layers at once (99 GB;
+  ring_attn_jax/attend/kernels.py), and an optimization_barrier that ties the fetch to the cotangent makes that scheduler send
+  even later (60 GB for 8 layers; not adopted).
+  One H200, 2 layers, 655,360 tokens (results/long-h200.json): 50 s, 609 TFLOP/s, 103.5 GB; the formula, with its reserve, 124.8.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FRAMEWORKS = {"torch": "benchmarks.training.torch_step", "jax": "benchmarks.trai
 
 
 def measure(framework: str, problem: Problem, gpus: int) -> dict[str, Any]:
-    """Seconds of the median step, what it comes to, and the most that one GPU held, in GB, beside what the formula says."""
+    """Return the seconds of the median step, its rates, the largest peak of a GPU in GB, and the formula's memory in GB."""
     config = config_of(problem)
     processes = gpus if framework == "torch" else 1
     found = run_fresh(FRAMEWORKS[framework], {**problem._asdict(), "gpus": gpus}, processes)
@@ -102,7 +102,7 @@ def main() -> None:
     for framework in frameworks:
         result["steps"].append(measure(framework, problem, gpus))
         Console(width=120).print(show(result["steps"]))
-        print(report.save(out, result))  # after each, so that a later one that fails loses nothing
+        print(report.save(out, result))  # after each, so that a later failure loses nothing
 
 
 if __name__ == "__main__":

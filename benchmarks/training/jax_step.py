@@ -1,4 +1,4 @@
-"""The steps in JAX: one process, weights sharded over an Explicit mesh of all GPUs, which are the ring too."""
+"""The steps in JAX: one process, weights sharded over an Explicit mesh of all GPUs, which also form the ring."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..support.process import answer, argument
 from .problem import CLIP, LEARNING_RATE, Problem, config_of
 
 OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": False}
-"""With that scheduler what should wait in host memory stays on the device: docs/checkpointing.md."""
+"""With that scheduler, offloaded activations stay on the device: docs/checkpointing.md."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _drawn(shape: tuple[int, ...], sharding: NamedSharding, seed: jax.Array) -> jax.Array:
-    """A weight, every device its own part."""
+    """Draw a weight, with each device drawing its own shard."""
     drawn = jnp.ones(shape) if len(shape) == 1 else 0.02 * jax.random.normal(jax.random.key(seed), shape)
     return jax.sharding.reshard(drawn, sharding)
 
 
 def made(problem: Problem, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
-    """The model's structure and its weights, a matrix sharded by its rows, a vector by its numbers."""
+    """Return the model's structure and its weights, each sharded along its first dimension."""
     model = lambda: RingTransformer.from_config(config_of(problem), mesh=mesh, activations=problem.activations, rngs=nnx.Rngs(0))
     graph, state = nnx.split(nnx.eval_shape(model))
     leaves, structure = jax.tree.flatten(state)

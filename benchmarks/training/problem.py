@@ -1,4 +1,4 @@
-"""What is trained."""
+"""The trained model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ CLIP, LEARNING_RATE = 1.0, 1e-5
 
 
 class Problem(NamedTuple):
-    """``tokens`` of a GPU, ``steps`` after the one that warms up; chunks in tokens, None for all at once."""
+    """The settings of the training.
+
+    ``tokens``: per GPU. ``steps``: timed steps after the warm-up step. ``mlp_chunk``, ``loss_chunk``: tokens, None for all.
+    """
 
     layers: int
     tokens: int
@@ -24,5 +27,5 @@ class Problem(NamedTuple):
 
 
 def config_of(problem: Problem) -> TransformerConfig:
-    """Llama 3 8B's shape, with as many layers as the problem says."""
+    """Return the config of Llama 3 8B with the problem's number of layers."""
     return llama_3_8b(problem.layers, problem.tiny, mlp_chunk=problem.mlp_chunk)

@@ -1,4 +1,4 @@
-"""One rank of the steps in PyTorch: FSDP2 over all GPUs, which are the ring too."""
+"""The steps of one rank in PyTorch: FSDP2 over all GPUs, which also form the ring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .problem import CLIP, LEARNING_RATE, Problem, config_of
 
 
 def made(problem: Problem, device: torch.device) -> RingTransformer:
-    """The model, every weight sharded before it gets memory."""
+    """Build the model, with the weights sharded before they are allocated."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("seq",))
     with torch.device("meta"):
         model = RingTransformer.from_config(config_of(problem), group=mesh["seq"], activations=problem.activations)

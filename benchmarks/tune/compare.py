@@ -1,4 +1,4 @@
-"""The tiles to try for each kernel, compiled side by side, checked against each other and timed in turns."""
+"""The tile candidates of each kernel, compiled in parallel, checked against each other and timed in turns."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ BLOCKS = {
     "dq": [(128, 64, 8), (64, 64, 4), (128, 128, 8), (64, 128, 4)],
     "dkv": [(64, 64, 4), (32, 64, 4), (64, 128, 8), (32, 128, 8), (128, 64, 4), (32, 128, 4)],
 }
-"""block_q, block_k and warps to try, each with every number of STAGES."""
+"""Candidates for block_q, block_k and warps, each with every number of STAGES."""
 STAGES = 2, 3
 SAME = 1e-2
-"""Relative difference of two results in bfloat16 below which they are the same."""
+"""Largest relative difference of two bfloat16 results that count as the same."""
 
 
 def candidates(kernel: str) -> list[TileConfig]:
@@ -45,7 +45,7 @@ def _obstacle(at: int, of: Launch) -> str | None:
 
 
 def compare(kernel: str, call: Call, inputs: Mapping[str, Tensor], rounds: int) -> list[dict[str, Any]]:
-    """A row a candidate, the fastest first: its tiles and ms, or why it was left out."""
+    """Return one row per candidate, the fastest first: its tiles and ms, or why it was left out."""
     launches = {tiles: built(kernel, call, tiles) for tiles in candidates(kernel)}
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         obstacles = dict(zip(launches, pool.map(partial(_obstacle, call.capability), launches.values()), strict=True))

@@ -2,16 +2,16 @@
 
     python -m benchmarks.variants [--steps 400] [--tokens 256] [--ranks 2] [--image docs/variants.png]
 
-Three models of bytes, alike but for their attention, learn Python's standard library over a ring, in both frameworks, from the
-same first weights and on the same stretches of text. The image has the six curves, each point the mean over 20 steps. The two
-frameworks compute the same up to rounding, so their curves lie on each other until training has made the roundings grow.
+Three byte-level models that differ only in their attention train on Python's standard library over a ring, in both frameworks,
+from the same initial weights and on the same stretches of text. The image has the six curves, each point the mean over 20 steps.
+Both frameworks compute the same up to rounding, so their curves coincide until training amplifies the rounding errors.
 
-Prediction: exact attention learns best; summary attention comes close, for the next byte is foretold by the last ones and a
-window of 32 is exact; dilated attention comes last, for a token at the beginning of a segment of 32 sees little that is near.
+Prediction: exact attention learns best. Summary attention comes close, because the next byte depends mostly on the last ones and
+a window of 32 is exact. Dilated attention comes last, because a token at the start of a segment of 32 sees few near tokens.
 
 Measured (results/variants.json, 400 steps): the prediction is wrong. Losses of the last 50 steps are 2.54 for exact, 2.47 for
-summary and 2.41 for dilated attention: at this size and after so few steps, seeing less but near is learned sooner. It says
-nothing of long training. JAX and PyTorch are at most 1e-4 apart at any step.
+summary and 2.41 for dilated attention: at this size and after so few steps, attention to fewer but near tokens is learned sooner.
+This says nothing about long training. JAX and PyTorch differ by at most 1e-4 at any step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..support.process import run_fresh
 from .recipe import DEPTH, DIM, HEADS, VARIANTS, Recipe
 
 SMOOTHED = 20
-"""Steps whose losses are one point of a curve."""
+"""Number of steps whose losses are averaged into one point of a curve."""
 
 COLOURS = {"exact": "#4C78A8", "dilated": "#F58518", "summary": "#54A24B"}
 
 
 def measure(framework: str, recipe: Recipe) -> dict[str, Any]:
-    """The losses of every step, and the seconds of all."""
+    """Return the loss of each step and the seconds of the whole training."""
     module = {"torch": "torch_rank", "jax": "jax_process"}[framework]
     processes = recipe.ranks if framework == "torch" else 1
     found = run_fresh(f"benchmarks.variants.{module}", recipe._asdict(), processes, {"OMP_NUM_THREADS": "1"})[0]
@@ -45,7 +45,7 @@ def measure(framework: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]]) -> Figure:
-    """The curves: PyTorch's as a line, JAX's as dots on it."""
+    """Draw the curves: PyTorch's as lines, JAX's as dots."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for run in runs:
@@ -93,7 +93,7 @@ def main() -> None:
         for framework in ("torch", "jax"):
             result["runs"].append(measure(framework, Recipe(variant, options.steps, options.tokens, options.ranks)))
             Console(width=120).print(show(result["runs"]))
-            report.save(options.out, result)  # after each, so that a later one that fails loses nothing
+            report.save(options.out, result)  # after each, so that a later failure loses nothing
     draw(result["runs"]).savefig(options.image, dpi=120)
 
 

@@ -1,4 +1,4 @@
-"""The training in JAX: one process, every rank a device of the host."""
+"""The training in JAX: one process, each rank a CPU device of the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = {"exact": RingAttention, "dilated": DilatedRingAttention, "summary": Su
 
 
 class Block(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))`` with any of the three."""
+    """A block ``x += attention(norm(x)); x += mlp(norm(x))`` with one of the three attentions."""
 
     def __init__(self, variant: str, rngs: nnx.Rngs) -> None:
         given: dict[str, Any] = {"layout": "contiguous"} if variant == "exact" else recipe.VARIANTS[variant]
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Bytes [b s] -> logits [b s 256], the head tied to the embedding."""
+    """A language model, bytes [b s] -> logits [b s 256], with the head tied to the embedding."""
 
     def __init__(self, variant: str) -> None:
         rngs = nnx.Rngs(0)

@@ -1,4 +1,4 @@
-"""What is trained: one small language model of bytes, the same but for its attention."""
+"""The trained models: small byte-level language models that differ only in their attention."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from ring_attn_cli.demo.text import standard_library
 
 DIM, DEPTH, HEADS, KV_HEADS, HIDDEN = 64, 2, 4, 2, 192
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 1e-8, 0.01
-"""Of AdamW in both frameworks."""
+"""The hyperparameters of AdamW in both frameworks."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},
     "dilated": {"segments": (32, 64, 128, 256), "dilations": (1, 2, 4, 8)},
     "summary": {"block": 16, "summaries": 2, "window": 32},
 }
-"""The arguments of each variant's layer besides those that all have. Of 256 tokens one has 128 pairs on the average in exact
-attention, 31 in dilated, and some 50 in summary attention, 12 of them with summaries."""
+"""The variant-specific arguments of each attention layer.
+
+With 256 tokens, a token has on average 128 pairs in exact attention, 31 in dilated, and about 50 in summary attention, 12 of them
+with summaries.
+"""
 
 
 class Recipe(NamedTuple):
-    """``tokens`` of a context, which the ring shares, one context a step."""
+    """The settings of one run. ``tokens``: of the one sequence of a step, which the ring shares."""
 
     variant: str
     steps: int
@@ -32,7 +35,7 @@ class Recipe(NamedTuple):
 
 
 def batch(step: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """ids and labels int32 [1, tokens]: a stretch of Python's standard library, somewhere else at every step."""
+    """Return ids and labels, int32 [1, tokens]: a random stretch of Python's standard library for each step."""
     text = np.frombuffer(standard_library(4_000_000), np.uint8)
     start = int(np.random.default_rng(step).integers(len(text) - tokens - 1))
     stretch = text[start : start + tokens + 1].astype(np.int32)
@@ -40,7 +43,7 @@ def batch(step: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def first_weights(like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """First weights in the shapes of ``like``, drawn from a seed of their name: what variants have in common starts the same."""
+    """Draw initial weights in the shapes of ``like``, seeded by their names, so that common weights are equal in all variants."""
 
     def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if len(shape) == 1:

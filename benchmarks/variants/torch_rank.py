@@ -1,4 +1,4 @@
-"""One rank of the training in PyTorch."""
+"""The training in PyTorch: one process per rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = {"exact": RingAttention, "dilated": DilatedRingAttention, "summary": Su
 
 
 class Block(nn.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))`` with any of the three."""
+    """A block ``x += attention(norm(x)); x += mlp(norm(x))`` with one of the three attentions."""
 
     def __init__(self, variant: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes [b s] -> logits [b s 256], the head tied to the embedding."""
+    """A language model, bytes [b s] -> logits [b s 256], with the head tied to the embedding."""
 
     def __init__(self, variant: str) -> None:
         super().__init__()
