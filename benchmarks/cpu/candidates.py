@@ -84,9 +84,6 @@ def shards(case: Case, layout: str, ranks: int, rank: int | None) -> tuple[list[
     return positions, [np.pad(x, padding)[:, positions] for x in case.inputs()]
 
 
-# --- PyTorch ------------------------------------------------------------------------------------------------------------
-
-
 def torch_rank(attention: Callable[..., Any], ranks: int, layout: str, case: Case, rank: int, store: str) -> Prepared:
     """Prepare ``attention(q, k, v, case)`` on tensors [1, tokens, heads, dim], with the cores shared among the ranks."""
     import torch
@@ -134,9 +131,6 @@ def ring_attention_pytorch(q: Any, k: Any, v: Any, case: Case, ring: bool) -> An
     if not ring:
         return ring_flash_attn(q, k, v, causal=causal)
     return ring_flash_attn(q, k, v, causal=causal, bucket_size=q.shape[1], ring_reduce_col=True, striped_ring_attn=causal)
-
-
-# --- JAX ----------------------------------------------------------------------------------------------------------------
 
 
 def jax_devices(attention: Callable[..., Any], ranks: int, layout: str, case: Case, rank: int, store: str) -> Prepared:

@@ -110,9 +110,6 @@ def _number(check: Check) -> str:
     return f"{check.value:.1e}" if check.passed else f"[red]{check.value:.1e}[/]"
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
-
-
 def write(out: Path, settings: Settings, gathered: Gathered, seconds: float) -> list[Path]:
     """Write losses.png, plan.png and demo.json into the folder ``out`` and return their paths."""
     paths = [out / "losses.png", out / "plan.png", out / "demo.json"]
