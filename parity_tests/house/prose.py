@@ -65,15 +65,16 @@ def docstrings(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(tree, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(tree)):
         yield prefix or "module", text
     for node, following in zip(body, [*body[1:], None], strict=False):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_text(following):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and (text := _text(following)):
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            yield ".".join(filter(None, (prefix, ast.unparse(target)))), following.value.value
+            yield ".".join(filter(None, (prefix, ast.unparse(target)))), text
         elif isinstance(getattr(node, "body", None), list):
             yield from docstrings(node, ".".join(filter(None, (prefix, getattr(node, "name", "")))))
 
 
-def _is_text(node: Any) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _text(node: Any) -> str | None:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return node.value.value if is_text else None
 
 
 def judged(text: str) -> Iterator[str]:
@@ -93,10 +94,10 @@ def judged(text: str) -> Iterator[str]:
 
 def _of_page(file: Path) -> Iterator[tuple[str, str]]:
     in_code = False
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for line in file.read_text(encoding="utf-8").splitlines():
         in_code ^= line.startswith("```")
         if len(line) > CHARACTERS_OF_A_LINE and not in_code and not line.lstrip().startswith("|"):
-            yield f"line {number}", f"has more than {CHARACTERS_OF_A_LINE} characters"
+            yield " ".join(line.split()[:5]), f"the line has more than {CHARACTERS_OF_A_LINE} characters"
     if file.name == "CHANGELOG.md":
         for bullet in re.findall(r"^- (.+(?:\n  .+)*)", file.read_text(encoding="utf-8"), re.MULTILINE):
             if len(bullet.split()) > WORDS_OF_A_BULLET:
