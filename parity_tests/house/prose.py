@@ -73,8 +73,9 @@ def docstrings(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(node: Any) -> str | None:
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return node.value.value if is_text else None
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return node.value.value
+    return None
 
 
 def judged(text: str) -> Iterator[str]:
