@@ -1,22 +1,22 @@
-"""Which attention probabilities dropout keeps: a pure function of (seed, batch, head, q_pos, k_pos), all of them global.
+"""The dropout mask of the attention probabilities: a pure function of the global (seed, batch, head, q_pos, k_pos).
 
-The counter-based generators Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3), so that
-nothing is stored, and the kept set is the same for every layout, ring, framework and backend:
+The mask comes from the counter-based generators Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
+section 3.3). Nothing is stored, and the mask is the same for every layout, ring, framework and backend:
 
     stream = philox4x32(counter = (0, 0, head, batch), key = seed)[0]              one for every batch row and head
     words  = philox2x32(counter = (of_q, of_k), key = stream)                      of_q, which = place_of_query(q_pos)
     n      = the upper 16 bits of words[which], rotated left by turn bytes         of_k, turn  = place_of_key(k_pos)
-    kept where n >= rate 2^16
+    kept if n >= rate 2^16
 
-So the rate is rounded to a multiple of 2^-16, and what is kept is scaled up by ``rescale``, which belongs to that. One counter
-serves queries q and q + 8 with keys k, k + 1, k + 8 and k + 9: the eight probabilities of 16 x 16 that one thread of a GPU holds
-in the result of a matrix product of which queries are the rows. Four numbers of 16 bits come from a word of 32: the lower byte of
-one is the upper byte of the next, so that every one is as likely as it should be, and two of a word are correlated by at most
-1/256 (where the rate is a multiple of 1/256, not at all). It shows where the rate itself is that small: below 1/256, where one of
-a word is dropped, the next is with a probability of 1/256. Seven rounds are the fewest that pass BigCrush (table 2 of the paper).
-A stream is one word: of n batch rows and heads some two share theirs with a chance of n^2 / 2^33.
+The rate is rounded to a multiple of 2^-16, and ``rescale`` returns the factor of the kept probabilities for the rounded rate.
+One counter serves queries q and q + 8 with keys k, k + 1, k + 8 and k + 9. These are the eight probabilities that one thread of a
+GPU holds of a 16 x 16 tile of a matrix product whose rows are queries. A 32-bit word gives four 16-bit numbers; the lower byte of
+one is the upper byte of the next. Each number is uniform. Two numbers of a word are correlated by at most 1/256, and not at all
+if the rate is a multiple of 1/256. The correlation matters only at rates below 1/256: if one number of a word is dropped, the
+next is dropped with a probability of 1/256. Seven rounds are the fewest that pass BigCrush (table 2 of the paper).
+A stream is one word, so among n (batch row, head) pairs some two share a stream with a probability of n^2 / 2^33.
 
-One function of ``+ & | ^ << >>`` works on numpy, torch and jnp; only the 64-bit product differs, so it is passed in.
+The functions use only ``+ & | ^ << >>``, so they work on numpy, torch and jnp; the 64-bit product differs and is passed in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Positions from a multiple of it on share counters with each other and with no others."""
+"""Number of positions, from a multiple of it on, that share counters; positions of different spans share none."""
 
 ROUNDS = 7
 STREAM_ROUNDS = 10
@@ -42,10 +42,10 @@ Multiply = Callable[[Any, int], tuple[Any, Any]]
 def philox4x32(
     counter: Words, key: Words, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = STREAM_ROUNDS
 ) -> Words:
-    """The four 32-bit words of a counter of four and a key of two, elementwise.
+    """Return the four 32-bit words that a four-word counter and a two-word key give, elementwise.
 
-    ``multiply(a, constant)`` gives the (upper, lower) 32 bits of the product. Words are below 2^32 in whatever integers the
-    caller has, wider or uint32; ``word`` makes one of a constant.
+    ``multiply(a, constant)`` returns the (upper, lower) 32 bits of the product. Words are integers below 2^32, of dtype uint32 or
+    wider; ``word`` converts a constant to the caller's integer type.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -58,7 +58,7 @@ def philox4x32(
 
 
 def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = ROUNDS) -> Words:
-    """The two words of a counter of two and a key of one; otherwise like ``philox4x32``."""
+    """Return the two 32-bit words that a two-word counter and a one-word key give; arguments as in ``philox4x32``."""
     c0, c1 = counter
     for _ in range(rounds):
         high, low = multiply(c0, MULTIPLIER_OF_2)
@@ -68,37 +68,37 @@ def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int
 
 
 def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callable[[int], Any] = int) -> Any:
-    """The key by which the probabilities of a batch row and head are drawn; ``seed``: its two words."""
+    """Return the Philox key of a batch row and head; ``seed`` is the pair of its 32-bit words."""
     return philox4x32((head * 0, head * 0, head, batch), seed, multiply, word)[0]
 
 
 def place_of_query(pos: Any) -> tuple[Any, Any]:
-    """A query's word of the counter, and which of the two words drawn is for it, 0 or 1."""
+    """Return a query's counter word, and the index, 0 or 1, of its word in the output of Philox."""
     return pos // 16 * 8 + pos % 8, pos // 8 % 2
 
 
 def place_of_key(pos: Any) -> tuple[Any, Any]:
-    """A key's word of the counter, and by how many bytes what is drawn turns for it, 0 to 3."""
+    """Return a key's counter word, and the number of bytes, 0 to 3, by which the output word is rotated for it."""
     return pos // 16 * 4 + pos % 8 // 2, pos // 8 % 2 * 2 + pos % 2
 
 
 def number(word: Any, turn: Any) -> Any:
-    """The upper 16 bits of a word rotated left by ``turn`` bytes."""
+    """Return the upper 16 bits of a word rotated left by ``turn`` bytes."""
     return (word << turn * 8 | word >> (32 - turn * 8) % 32) >> 16 & HALF
 
 
 def threshold(rate: float) -> int:
-    """The least number of 16 bits that is kept: a share ``rate`` of them is below it."""
+    """Return the 16-bit threshold of the dropout mask: numbers below it are dropped."""
     return min(round(rate * 2**16), HALF)
 
 
 def rescale(rate: float) -> float:
-    """What kept probabilities are multiplied by: 1 over the share of numbers that are kept."""
+    """Return the factor of the kept probabilities: 1 over the probability that a number is kept."""
     return 2**16 / (2**16 - threshold(rate))
 
 
 def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
-    """ValueError for ints that are too wide: a seed beyond int64, an index that is negative or beyond 32 bits."""
+    """Raise ValueError if ``seed`` is an int outside of int64 or an index is an int outside of 0 to 2^32 - 1."""
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")
     for name, x in (("first batch row", first_batch), ("first head", first_head)):
@@ -107,14 +107,14 @@ def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
 
 
 def seed_words(seed: Any) -> tuple[Any, Any]:
-    """The lower and the upper 32 bits of a seed, an int or a wide integer array; they make the key."""
+    """Return the lower and upper 32 bits of a seed, an int or a 64-bit integer array."""
     return seed & WORD, (seed >> 32) & WORD
 
 
 def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
-    """bool [batch, heads, queries, keys] in numpy, the truth for all others.
+    """Return the dropout mask, bool [batch, heads, queries, keys] in numpy, True for kept; the reference of every backend.
 
-    ``q_pos`` [queries] and ``k_pos`` [keys]: global positions; ``offset``: global index of the first batch row and head.
+    ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` is the global index of the first batch row and head.
     """
     import numpy as np
 

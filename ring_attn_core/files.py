@@ -1,4 +1,7 @@
-"""Reading files that may be damaged, replaced or no files at all: what is wrong is a ValueError that names the file."""
+"""Readers of files that may be damaged, replaced or not regular files; their ValueErrors name the file.
+
+Files are checked by ``stat``, opened without blocking, and checked again by ``fstat``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 SAMPLES, BLOCK = 16, 4096
-"""How many blocks of a large file ``sample`` reads by itself, and how many bytes each has."""
+"""Number of blocks of a large file that ``sample`` reads by default, and the bytes of a block."""
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -22,33 +25,33 @@ KINDS = {
 
 
 class Identity(NamedTuple):
-    """What tells whether a file is still the one that was opened, with unchanged content."""
+    """Fields of ``stat`` that change if a file is replaced or modified."""
 
     device: int
     inode: int
     size: int
     modified: int
-    """In nanoseconds; a program can set it back."""
+    """Time of the last modification in nanoseconds; a program can set it back."""
     changed: int
-    """In nanoseconds, by the clock of the file system: no program can set it back, but a rename, link or chmod moves it too."""
+    """Time of the last change of the inode in nanoseconds. No program can set it back; rename, link and chmod move it too."""
 
 
 def identity(place: str | Path | int) -> Identity:
-    """Return the identity of the file at a path or of an open file's number."""
+    """Return the identity of the file at a path or of an open file descriptor."""
     now = os.stat(place)
     return Identity(now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading, unbuffered, without ever waiting for a writer of a FIFO.
+    """Open a regular file for reading, unbuffered, without waiting for a writer of a FIFO.
 
-    Raises ValueError, naming the path, for a folder, a FIFO, a socket, a device and a loop of symbolic links, and OSError as
-    ``open`` does where the file is missing or may not be read.
+    Raise ValueError, naming the path, if it is a folder, FIFO, socket, device or loop of symbolic links. Raise OSError as
+    ``open`` does if the file is missing or not readable.
     """
     check_regular(path)
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     try:
-        _check_mode(path, os.fstat(number).st_mode)  # it may have been replaced since
+        _check_mode(path, os.fstat(number).st_mode)  # the file may have been replaced after check_regular
         return os.fdopen(number, "rb", buffering=0)
     except BaseException:
         os.close(number)
@@ -56,7 +59,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise ValueError, naming the path, if it is there and is no regular file."""
+    """Raise ValueError, naming the path, if it exists and is not a regular file."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -82,12 +85,15 @@ class Open(Protocol):
     """An open file."""
 
     def fileno(self) -> int:
-        """Return its number."""
+        """Return the file descriptor."""
         ...
 
 
 def read_at(file: Open, offset: int, count: int) -> bytes:
-    """Return ``count`` bytes from ``offset``, fewer only where the file ends; threads and forks may share ``file``."""
+    """Return ``count`` bytes from ``offset``, or fewer at the end of the file.
+
+    Threads and forked processes may share ``file``, except on Windows, because ``pread`` does not move the file offset.
+    """
     parts = []
     while count > 0:
         if hasattr(os, "pread"):
@@ -105,7 +111,7 @@ def read_at(file: Open, offset: int, count: int) -> bytes:
 def sample(file: Open, samples: int = SAMPLES) -> str:
     """Return a digest of a file's size and of ``samples`` blocks, evenly spread from its first to its last byte.
 
-    Of a file that has no more bytes than these blocks it is a digest of the whole content.
+    A file that is not larger than these blocks is digested whole.
     """
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)
@@ -117,7 +123,7 @@ def sample(file: Open, samples: int = SAMPLES) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds; ValueError for what is no JSON, and for arrays and objects nested too deeply to be read."""
+    """Parse a JSON text. Raise ValueError if it is not JSON, or if it is nested too deeply for the parser."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -125,9 +131,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file, in UTF-8.
+    """Return the object in a UTF-8 JSON file.
 
-    Raises ValueError that names the file where it is missing, is no regular file, or holds no JSON object.
+    Raise ValueError, naming the file, if it is missing, is not a regular file, or does not hold a JSON object.
     """
     try:
         found = parse_json(read_bytes(path).decode("utf-8"))

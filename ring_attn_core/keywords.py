@@ -1,4 +1,4 @@
-"""Unknown keywords of public functions: the error names the function and the keyword that was probably meant."""
+"""A decorator for public functions: its TypeError for an unknown keyword names the function and the closest known keyword."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ELSEWHERE = {
     "softmax_scale": "scale",
     "logits_soft_cap": "softcap",
 }
-"""What other attention functions call something, and how it is said here."""
+"""Keywords of other attention functions, each with its equivalent here."""
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Have ``function`` raise TypeError for an unknown keyword, with the nearest one that it takes."""
+    """Make ``function`` raise TypeError for an unknown keyword, with the closest one that it takes."""
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -46,7 +46,7 @@ def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _instead(name: str, known: list[str]) -> str:
-    """Return what to pass in place of an unknown keyword, in words; empty if nothing is near."""
+    """Return the hint for an unknown keyword, or an empty string if no known keyword is close."""
     meant = ELSEWHERE.get(name, "")
     if meant and meant.partition("=")[0].split(",")[0] in known:
         return f": pass {meant}"

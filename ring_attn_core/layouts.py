@@ -1,12 +1,12 @@
-"""Sequence layouts: which token positions each rank holds, as a few equal runs.
+"""Sequence layouts: the token positions that each rank holds, as a few runs of equal length.
 
-16 tokens over 4 ranks:
+With 16 tokens over 4 ranks:
 
     contiguous   rank 0:  0  1  2  3    rank 1:  4  5  6  7    rank 2:  8  9 10 11    rank 3: 12 13 14 15
     striped      rank 0:  0  4  8 12    rank 1:  1  5  9 13    rank 2:  2  6 10 14    rank 3:  3  7 11 15
     zigzag       rank 0:  0  1 14 15    rank 1:  2  3 12 13    rank 2:  4  5 10 11    rank 3:  6  7  8  9
 
-Under a causal mask contiguous gives the last rank twice the mean work; striped and zigzag share it equally. Striped is
+Under a causal mask contiguous gives the last rank twice the mean work; striped and zigzag balance it. Striped is
 from Brandon et al., "Striped Attention" (arXiv:2311.09431); zigzag is the order of Llama 3 training (arXiv:2407.21783,
 section 3.3.2).
 """
@@ -39,12 +39,12 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 
 def slots(layout: str) -> int:
-    """How many runs a rank holds; its shard is cut into as many equal slots."""
+    """Return the number of runs of a rank, which is the number of equal slots of its shard."""
     return len(named(layout)(0, 1, 0))
 
 
 def padded_local(layout: str, ranks: int, length: int) -> int:
-    """The least number of tokens a rank must hold so that ``ranks`` equal shards hold ``length`` tokens."""
+    """Return the smallest shard size in tokens, padding included, at which ``ranks`` equal shards hold ``length`` tokens."""
     runs = slots(layout)
     check_ranks(ranks)
     check_length(length)
@@ -52,7 +52,7 @@ def padded_local(layout: str, ranks: int, length: int) -> int:
 
 
 def check_ranks(ranks: object) -> None:
-    """ValueError for what does not count the members of a ring."""
+    """Raise ValueError if ``ranks`` is not an integer of at least 1."""
     if not is_integer(ranks):
         raise ValueError(f"ranks must be an int, how many members the ring has, got {in_words(ranks)}")
     if ranks < 1:  # type: ignore[operator]
@@ -60,7 +60,7 @@ def check_ranks(ranks: object) -> None:
 
 
 def check_length(length: object) -> None:
-    """ValueError for what counts no tokens."""
+    """Raise ValueError if ``length`` is not an integer of at least 0."""
     if not is_integer(length) or length < 0:  # type: ignore[operator]
         raise ValueError(
             "length is the true global number of tokens, an int of at least 0 (static under jit), got " + in_words(length)
@@ -68,7 +68,7 @@ def check_length(length: object) -> None:
 
 
 def check_rank(rank: object, ranks: int) -> None:
-    """ValueError for what is no rank; of a traced rank only the type can be checked."""
+    """Raise ValueError if ``rank`` is not an integer from 0 to ``ranks - 1``; only the type of a traced rank is checked."""
     check_ranks(ranks)
     if not is_integer(rank):
         raise ValueError(f"rank must be an int, 0 to {ranks - 1}, got {in_words(rank)}")
@@ -77,16 +77,16 @@ def check_rank(rank: object, ranks: int) -> None:
 
 
 def named(layout: str) -> Layout:
-    """The layout of that name; ValueError if there is none."""
+    """Return the layout of that name. Raise ValueError if it is not in LAYOUTS."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[layout]
 
 
 def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: object) -> int:
-    """How many tokens ``ranks`` shards [batch, tokens, ...] hold: ``length``, or all where it is None.
+    """Return the number of tokens in ``ranks`` shards [batch, tokens, ...]: ``length``, or all of them if it is None.
 
-    ValueError for another shape, and for shards that are not as long as the layout makes them of ``length`` tokens.
+    Raise ValueError if ``shape`` has fewer than 2 dimensions, or if the layout pads ``length`` to another shard size.
     """
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
@@ -101,7 +101,10 @@ def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: obj
 
 
 def token_position(position: object, length: int) -> int:
-    """Where a token stands that is counted from the start or, below 0, from the end; ValueError outside of the sequence."""
+    """Return the position, from 0, of a token that is counted from the start or, if negative, from the end.
+
+    Raise ValueError if ``position`` is not an integer from ``-length`` to ``length - 1``.
+    """
     if not is_integer(position) or not -length <= position < length:  # type: ignore[operator]
         raise ValueError(
             f"position must be an int from {-length} to {length - 1}, or integers [batch], one for each row, got "

@@ -1,6 +1,6 @@
-"""Masks that are bands in the lag ``q_pos - k_pos``.
+"""Masks as bands in the lag ``q_pos - k_pos``.
 
-With 6 tokens (rows are queries, columns keys, # may be attended):
+With 6 tokens (rows are queries, columns keys, # is visible):
 
     full()      causal()    sliding_window(2)   sliding_window(1, after=1)
     ######      #.....      #.....              ##....
@@ -10,8 +10,8 @@ With 6 tokens (rows are queries, columns keys, # may be attended):
     ######      #####.      ..###.              ...###
     ######      ######      ...###              ....##
 
-What is no band comes beside the mask: packed documents and a prefix (this one with ``full()``) as ``extents=``, made by
-``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages; padding among the keys as ``key_mask=``.
+Other masks are arguments beside the band: packed documents and a prefix (the latter with ``full()``) are ``extents=``, made by
+``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages; padding among the keys is ``key_mask=``.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from .runs import Band
 
 
 def full() -> Band:
-    """Every query sees every key."""
+    """Return the mask in which every query sees every key."""
     return Band()
 
 
 def causal(offset: int = 0) -> Band:
-    """A query sees the keys at or before ``q_pos + offset``.
+    """Return the mask in which a query sees the keys at or before ``q_pos + offset``.
 
-    ``offset`` counts token positions; for queries that stand at the end of longer keys (bottom-right alignment) it is
+    ``offset`` counts token positions; for queries at the end of longer keys (bottom-right alignment) it is
     ``kv_length - length``.
     """
     return Band(lo=-_integer("offset", offset))
 
 
 def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
-    """A query at ``q_pos`` sees keys from ``q_pos + offset - before`` to ``q_pos + offset + after``: before + after + 1 keys.
+    """Return the mask in which a query sees keys ``q_pos + offset - before`` to ``q_pos + offset + after``.
 
-    All in token positions. A Hugging Face window of ``w`` is ``before = w - 1``. Raises ValueError for a negative side.
+    All three count token positions; a query sees ``before + after + 1`` keys. A Hugging Face window of ``w`` is
+    ``before = w - 1``. Raise ValueError if ``before`` or ``after`` is negative.
     """
     before, after, offset = _integer("before", before), _integer("after", after), _integer("offset", offset)
     if before < 0 or after < 0:
@@ -56,7 +57,7 @@ MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "slidin
 
 
 def check_mask(mask: Any) -> None:
-    """ValueError for what is no band. Of an array the message gives type and shape, and where it belongs."""
+    """Raise ValueError if ``mask`` is not a ``Band``; for an array the message gives type, shape and the right argument."""
     if isinstance(mask, Band):
         return
     raise ValueError(
@@ -73,7 +74,7 @@ def with_numbers(band: Band) -> Band:
 
 
 def parse(text: str) -> Band:
-    """A mask from a command line: ``full``, ``causal``, ``causal:OFFSET``, ``sliding_window:BEFORE[:AFTER[:OFFSET]]``."""
+    """Parse a mask from a command line: ``full``, ``causal[:OFFSET]`` or ``sliding_window:BEFORE[:AFTER[:OFFSET]]``."""
     name, *numbers = text.split(":")
     try:
         return MASKS[name](*map(int, numbers))

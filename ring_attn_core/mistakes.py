@@ -1,4 +1,4 @@
-"""What the checks of arguments share: whether something counts tokens or ranks, as a Python number, and in words."""
+"""Helpers of argument checks: tests for integers and traced arrays, Python numbers from NumPy's, and values as error text."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ STATIC = (
     ". Its value must be known when the program is traced: name it in static_argnums or static_argnames of jax.jit, or bind it "
     "with functools.partial before jit; what changes from call to call is said by arrays, such as extents"
 )
-"""What to do about a traced array in place of a Python number."""
+"""Hint of an error about a traced array in place of a Python number."""
 
 
 def is_integer(x: Any) -> bool:
-    """Whether ``x`` is one integer: an int, a 0-d integer array, or what a framework traces in place of one; no bool."""
+    """Return whether ``x`` is one integer: an int, a 0-d integer array or its traced counterpart, but not a bool."""
     if isinstance(x, bool | int):
         return not isinstance(x, bool)
     return hasattr(x, "__index__") and not getattr(x, "shape", ()) and "int" in str(getattr(x, "dtype", "int")).lower()
 
 
 def is_traced(x: Any) -> bool:
-    """Return whether ``x`` is an array that JAX traces, whose value is not known."""
-    if x is None or isinstance(x, bool | int | float):  # which torch.compile follows, and not what comes after
+    """Return whether ``x`` is an array that JAX traces, with an unknown value."""
+    if x is None or isinstance(x, bool | int | float):  # torch.compile traces this line, but not the next
         return False
     return any(kind.__name__ == "Tracer" for kind in type(x).__mro__)
 
 
 def as_number(x: Any) -> Any:
-    """Return the Python number that a NumPy scalar or a 0-d NumPy array holds, anything else as it is."""
+    """Convert a NumPy scalar or 0-d NumPy array to a Python number; return anything else unchanged."""
     if x is None or isinstance(x, bool) or type(x) in (int, float):
         return x
     if getattr(x, "shape", None) == () and type(x).__module__.partition(".")[0] == "numpy":
@@ -39,17 +39,17 @@ def as_number(x: Any) -> Any:
 
 
 def hold_numbers(record: Any, names: Iterable[str]) -> None:
-    """Replace NumPy scalars in these fields of a frozen record by Python numbers: records are compared, hashed and written."""
+    """Replace NumPy scalars in these fields of a frozen record by Python numbers, for comparison, hashing and output."""
     for name in names:
         value = getattr(record, name)
-        if value is None or isinstance(value, int | str):  # before type(), which torch.compile does not follow for every int
+        if value is None or isinstance(value, int | str):  # before type(), which torch.compile does not trace for every int
             continue
         if type(value) is not float:
             object.__setattr__(record, name, as_number(value))
 
 
 def in_words(x: Any) -> str:
-    """Return what ``x`` is in a few words: type and shape of an array, a number, text or class itself, else the type."""
+    """Describe ``x`` in a few words: an array by type and shape, a number, string or class by itself, else by its type."""
     if isinstance(x, str | int | float | None):
         return repr(x)
     if isinstance(x, type):
@@ -61,12 +61,12 @@ def in_words(x: Any) -> str:
 
 
 def number_in_words(x: Any) -> str:
-    """Return ``in_words(x)`` and, if ``x`` is traced, how to pass a Python number instead."""
+    """Return ``in_words(x)`` and, if ``x`` is traced, the hint ``STATIC``."""
     return in_words(x) + (STATIC if is_traced(x) else "")
 
 
 def counts_of(name: str, values: Any) -> tuple[int, ...]:
-    """Return the counts of tokens as ints. Raise ValueError if ``values`` is not a list of integers."""
+    """Return the token counts as ints. Raise ValueError if ``values`` is not a tuple or list of integers."""
     counts = tuple(map(as_number, values)) if isinstance(values, tuple | list) else None
     if counts is None or not all(isinstance(x, int) and not isinstance(x, bool) for x in counts):
         got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"

@@ -1,3 +1,3 @@
-"""Where ``alibi_slopes`` may be imported from besides its own place, ``model/alibi.py``."""
+"""A second import path of ``alibi_slopes``, which is defined in ``model/alibi.py``."""
 
 from .model.alibi import alibi_slopes as alibi_slopes

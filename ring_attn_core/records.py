@@ -1,4 +1,4 @@
-"""Records that are looked up at every call."""
+"""Decorators that cache records and their hashes, because every call looks them up."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HASH = "_hash"
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Have equal arguments of equal types give the record that was made of them before.
+    """Cache the records that ``make`` returns, by arguments and their types (an LRU cache of 4096 records).
 
-    Of arguments that cannot be hashed one is made every time, for it is the record's to say what is wrong with them.
+    Arguments that cannot be hashed go to ``make`` itself, so that the record's own checks raise the error.
     """
     known = lru_cache(maxsize=4096, typed=True)(make)
 
@@ -29,7 +29,7 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def hashed_once(record: type[T]) -> type[T]:
-    """Have a frozen dataclass compute its hash when it is first asked for, and keep it with the instance, but not in a pickle."""
+    """Make a frozen dataclass cache its hash on the instance at first use, and leave it out of pickles."""
     of_fields = record.__hash__
 
     def __hash__(self: T) -> int:
@@ -39,7 +39,7 @@ def hashed_once(record: type[T]) -> type[T]:
         return known
 
     def __getstate__(self: T) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != HASH}  # strings hash otherwise elsewhere
+        return {name: value for name, value in self.__dict__.items() if name != HASH}  # each process hashes strings differently
 
     record.__hash__, record.__getstate__ = __hash__, __getstate__  # type: ignore[method-assign, attr-defined]
     return record

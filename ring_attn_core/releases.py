@@ -1,4 +1,4 @@
-"""Releases of other packages that the tests were run with, and the warning for any other."""
+"""Releases of other packages that passed the tests, and the warning for all others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TRIED = {
     "transformers": ((5, 13), (5, 23), (5, 24)),
     "triton": ((3, 6), (3, 7), (3, 9)),
 }
-"""By package the releases, major and minor number, in ascending order. Tests pass with each: add one after a run with it."""
+"""Releases (major, minor) of each package that pass the tests, in ascending order. Add one after a run with it."""
 
 
 _looked_at: set[str] = set()
 
 
 def warn_if_untried(package: str, first_rank: bool = True) -> None:
-    """Warn if the installed release of ``package`` is not in TRIED, at the first call of a process that is ``first_rank``."""
+    """Warn once per process if the installed release of ``package`` is not in TRIED, if ``first_rank`` is True."""
     if not first_rank or package in _looked_at:
         return
     _looked_at.add(package)
@@ -34,7 +34,7 @@ def warn_if_untried(package: str, first_rank: bool = True) -> None:
 
 
 def untried(package: str, installed: str) -> str | None:
-    """Return a sentence that names a release which is not in TRIED, else None."""
+    """Return a warning about a release that is not in TRIED, else None."""
     number = re.match(r"(\d+)\.(\d+)", installed)
     if number is not None and (int(number[1]), int(number[2])) in TRIED[package]:
         return None

@@ -1,8 +1,7 @@
-"""Runs and bands: the two shapes everything else is made of.
+"""Runs, bands and rows: the token positions of a rank, a mask, and the integers that a kernel reads of both.
 
 A *run* is an arithmetic progression of token positions. A *band* is a mask that depends only on the lag
-``q_pos - k_pos``. Between two runs of equal stride a band stays a band in local indices, which is why no
-kernel has to know a layout.
+``q_pos - k_pos``. Between two runs of equal stride a band stays a band in local indices, so kernels do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Run:
         return range(self.start, self.start + self.stride * self.length, self.stride)
 
     def before(self, end: int) -> Run:
-        """The part of this run whose positions are below ``end``."""
+        """Return the part of this run at positions below ``end``."""
         visible = -(-(end - self.start) // self.stride)
         return Run(self.start, min(max(visible, 0), self.length), self.stride)
 
@@ -44,9 +43,10 @@ class Band:
         return (self.lo is None or lag >= self.lo) and (self.hi is None or lag <= self.hi)
 
     def onto(self, q: Run, k: Run) -> Band:
-        """This band in local indices: which ``i - j`` query ``i`` of run ``q`` and key ``j`` of run ``k`` may have.
+        """Return this band in local indices: the visible ``i - j`` of query ``i`` of run ``q`` and key ``j`` of run ``k``.
 
         With ``d = q.start - k.start`` and the common stride ``s``: ``ceil((lo - d) / s) <= i - j <= floor((hi - d) / s)``.
+        Raise ValueError if the strides differ.
         """
         if q.stride != k.stride:
             raise ValueError(f"a band between runs needs equal strides, got {q.stride} for queries and {k.stride} for keys")
@@ -56,18 +56,18 @@ class Band:
         return Band(lo, hi)
 
     def within(self, window: int) -> Band:
-        """The part of this band whose lags are at most ``window`` tokens, in either direction; it may be empty (lo > hi)."""
+        """Return the part of this band with lags from ``-window`` to ``window``; it may be empty (lo > hi)."""
         lo = -window if self.lo is None else max(self.lo, -window)
         hi = window if self.hi is None else min(self.hi, window)
         return Band(lo, hi)
 
     def clamped(self, farthest: int) -> Band:
-        """This band with no side beyond ``farthest``, which no lag is: the same mask, in integers that fit int32."""
+        """Return this band with both sides clamped to ``farthest``, a bound of all lags: the same mask in int32."""
         side = lambda x: None if x is None else min(max(x, -farthest), farthest)
         return Band(side(self.lo), side(self.hi))
 
     def area(self, queries: int, keys: int) -> int:
-        """How many pairs ``(i, j)`` with ``i < queries`` and ``j < keys`` this band lets through."""
+        """Return the number of visible pairs ``(i, j)`` with ``i < queries`` and ``j < keys``."""
         above = queries * keys if self.hi is None else _pairs_up_to(self.hi, queries, keys)
         below = 0 if self.lo is None else _pairs_up_to(self.lo - 1, queries, keys)
         return max(above - below, 0)
@@ -79,7 +79,7 @@ class Band:
 
 
 def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
-    """Pairs with ``i - j <= lag``: rows up to ``lag`` see all keys, each later row one key fewer."""
+    """Return the number of pairs with ``i - j <= lag``: queries up to ``lag`` see all keys, each later one a key fewer."""
     whole = min(max(lag + 1, 0), queries)
     first = max(lag + 1, 0)
     last = min(queries, lag + keys)
@@ -89,12 +89,12 @@ def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
 
 
 class Row(NamedTuple):
-    """What a kernel reads about one pair of runs; each field an int, or an array of any framework.
+    """The integers that a kernel reads of one (query run, key run) pair; each field is an int or an array.
 
-    ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing to see).
-    ``q_base``, ``q_len``, ``q_start``: where the query run begins in its shard, how many of its tokens are no padding,
-    the position of its first; ``k_base``, ``k_len``, ``k_start`` likewise. ``stride``: step in positions of both.
-    ``shard``: which of the shards that the given k/v array holds; 0 where it holds one.
+    ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing is visible).
+    ``q_base``, ``q_len``, ``q_start``: offset of the query run in its shard, its tokens without padding, its first position;
+    ``k_base``, ``k_len``, ``k_start`` likewise. ``stride``: step in positions of both runs. ``shard``: index of the shard within
+    the k/v array; 0 if it holds one.
     """
 
     lo: Any
@@ -110,10 +110,10 @@ class Row(NamedTuple):
 
 
 def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int = 0) -> Row:
-    """The :class:`Row` of two runs ``(base, length, start, stride)``.
+    """Return the :class:`Row` of two runs ``(base, length, start, stride)``.
 
-    Plain arithmetic, so the four numbers of a run may be Python ints or arrays that broadcast (numpy, jnp, torch):
-    in JAX the rank, and with it every field, is traced.
+    The numbers of a run may be Python ints or arrays that broadcast (numpy, jnp, torch): in JAX the rank, and therefore every
+    field, is traced.
     """
     q_base, q_len, q_start, stride = q_run
     k_base, k_len, k_start, _ = k_run
@@ -125,11 +125,14 @@ def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int
 
 
 def clamp(x: Any, low: int, high: int) -> Any:
-    """``min(max(x, low), high)`` in operators that ints and arrays share."""
+    """Return ``min(max(x, low), high)``, computed with operators that ints and arrays share."""
     x = x + only_where(x < low, low - x)
     return x + only_where(x > high, high - x)
 
 
 def only_where(condition: Any, x: Any) -> Any:
-    """``x`` where ``condition`` is true, else 0, of ints and arrays: JAX's strict promotion multiplies no bool by an integer."""
+    """Return ``x`` where ``condition`` is true, else 0, for ints and arrays.
+
+    A bool array is cast to ``x.dtype`` first, because JAX's strict promotion refuses bool times integer.
+    """
     return x * (condition.astype(x.dtype) if hasattr(condition, "astype") and hasattr(x, "dtype") else condition)

@@ -1,12 +1,13 @@
-"""How the next token is drawn from its logits: the most probable one, or one at random, the same wherever it is drawn.
+"""Sampling of the next token: parameters, checks, and the random bits of the Gumbel-max trick.
 
     score_i = (logit_i - max logit) / temperature
     kept    = the top_k highest scores; of these the fewest, from the highest on, whose probabilities sum to top_p at least
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
-gumbel_i is a pure function of (seed, request, position, token), by the counter-based generators of :mod:`ring_attn_core.dropout`:
-all ranks and both frameworks draw the same token, and a request draws the same ones whatever else is in the batch. Of equal
-logits the lower token id counts as the higher one.
+The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the generators of
+:mod:`ring_attn_core.dropout`.
+All ranks and both frameworks draw the same token, and the tokens of a request do not depend on the rest of the batch. Between
+equal logits the lower token id wins.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
 from .mistakes import hold_numbers, in_words, is_integer
 
 DOMAIN = 1
-"""A word of the counter that is 0 for dropout: with the same seed these are other numbers."""
+"""Counter word that separates sampling from dropout, whose word is 0, under the same seed."""
 
 
 LEAST = 2.0**-126
-"""The least normal number of float32: a smaller one may count as 0, which nothing can be divided by."""
+"""The smallest normal number of float32; a smaller divisor may be flushed to 0."""
 
 
 class Choice(NamedTuple):
-    """What sampling computes with, a number each, None where it does not apply: ``temperature`` None takes the highest logit."""
+    """Sampling parameters as a framework computes with them, None if unused; ``temperature`` None is greedy decoding."""
 
     temperature: Any
     top_k: Any
@@ -39,9 +40,10 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """``temperature`` 0: the most probable token. ``top_k``, ``top_p``: only the most probable ones; None: all of them.
+    """Sampling options of a user: temperature, top-k, top-p and the seed.
 
-    Raises ValueError for numbers outside their range, and for ``top_k`` and ``top_p`` where nothing is drawn.
+    ``temperature`` 0 takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable tokens; None
+    allows all. Raise ValueError if a number is out of range, or if ``top_k`` or ``top_p`` is set at ``temperature`` 0.
     """
 
     temperature: float = 0.0
@@ -69,7 +71,7 @@ class Sampling:
 
     @property
     def choice(self) -> Choice:
-        """Return the numbers that a framework computes with, such that float32 and int32 hold them."""
+        """Return the sampling parameters, clamped to the ranges of float32 and int32."""
         low, high = seed_words(int(self.seed))
         if not self.temperature:
             return Choice(None, None, None, low, high)
@@ -79,7 +81,10 @@ class Sampling:
 
 
 def check_drawn(logits: Any, choice: Choice, requests: Any, positions: Any) -> None:
-    """ValueError for logits that are no floats [batch, vocab], and for requests or positions that are no integers [batch]."""
+    """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
+
+    Raise it also if ``positions`` is missing at a temperature above 0.
+    """
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
     if len(shape) != 2 or not shape[1] or "float" not in dtype:
         raise ValueError(
@@ -98,15 +103,15 @@ def check_drawn(logits: Any, choice: Choice, requests: Any, positions: Any) -> N
 
 
 def number_words(numbers: Any) -> Any:
-    """Requests or positions that are a list as what counts of them, their low 32 bits; an array as it is."""
+    """Reduce a list of requests or positions to their low 32 bits; return an array unchanged."""
     return [int(x) & WORD for x in numbers] if isinstance(numbers, list | tuple) else numbers
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
-    """32 random bits for each token that may stand at a position of a request; ``philox``: what multiplies, and makes words.
+    """Return 32 random bits for each (request, position, token); ``philox`` holds ``multiply`` and ``word`` of ``philox4x32``.
 
-    Integers that broadcast, below 2^32. A request and position draw by one word: of n such pairs some two share theirs with a
-    chance of n^2 / 2^33.
+    The arguments are integers below 2^32 that broadcast. The key of a (request, position) pair is one word, so among n pairs some
+    two share a key with a probability of n^2 / 2^33.
     """
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]
