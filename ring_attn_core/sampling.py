@@ -4,10 +4,9 @@
     kept    = the top_k highest scores; of these the fewest, from the highest on, whose probabilities sum to top_p at least
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
-The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the generators of
-:mod:`ring_attn_core.dropout`.
-All ranks and both frameworks draw the same token, and the tokens of a request do not depend on the rest of the batch. Between
-equal logits the lower token id wins.
+The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the counter-based generators of
+:mod:`ring_attn_core.dropout`. All ranks and both frameworks draw the same token, and the tokens of a request do not depend on the
+rest of the batch. Between equal logits the lower token id wins.
 """
 
 from __future__ import annotations

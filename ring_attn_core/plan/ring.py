@@ -1,8 +1,8 @@
-"""The plan of one ring: who holds which positions, who sees what at each step, and where things travel.
+"""The plan of one ring: the positions that each rank holds, what is visible at each step, and the hops of keys and gradients.
 
-Pure arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on
-rank ``r - s``. A shift at which no rank sees anything is left out (shift 0 always stays), so a window pays only for the
-hops it needs. A query that sees no key is *blank* (out 0, lse -inf), and so is a key that no query sees.
+The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on
+rank ``r - s``. A shift at which no rank sees a key is left out (shift 0 always stays), so a window pays only for the
+hops it needs. A fully masked query has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..runs import Band, Row, Run, row
 
 
 def check_steps(steps: Any) -> None:
-    """ValueError for what is no tuple of shifts that begins with 0 and increases."""
+    """Raise ValueError if ``steps`` is not a tuple of increasing shifts that begins with 0."""
     counts = isinstance(steps, tuple) and all(isinstance(shift, int) and not isinstance(shift, bool) for shift in steps)
     if not counts or steps[:1] != (0,) or any(b <= a for a, b in pairwise(steps)):
         raise ValueError(f"steps must be None or a tuple of increasing shifts that begins with 0, such as (0, 1), got {steps!r}")
@@ -28,24 +28,24 @@ def check_steps(steps: Any) -> None:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Frozen and hashable: two equal plans run the same program.
+    """The plan of one ring, frozen and hashable: equal plans run the same program.
 
     ``layout``: a name in LAYOUTS. ``mask``: a Band in global positions. ``ranks``: members of the ring. ``seq_local``,
     ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true global
-    lengths in tokens; what the shards hold beyond them is padding, never seen as a key, out 0 and lse -inf as a query.
+    lengths in tokens; the rest of the shards is padding, masked as keys, out 0 and lse -inf as queries.
 
-    ``steps``: the shifts of the steps that there shall be, 0 first, for whoever hides by extents or a key mask what the ring
-    then leaves out; None: every shift at which the mask lets some rank see something.
+    ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that sets
+    ``steps`` has masked the keys of all other shifts by extents or a key mask.
 
-    Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` where both shards are
-    equally long, else ``kv_local * ranks``. Raises ValueError where these do not fit together.
+    Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` if both shards are
+    equally long, else ``kv_local * ranks``. Raise ValueError if these do not fit together.
     """
 
     layout: str
     mask: Band
     ranks: int
     seq_local: int
-    kv_local: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    kv_local: int = None  # type: ignore[assignment]  # set by __post_init__, an int from then on
     length: int = None  # type: ignore[assignment]
     kv_length: int = None  # type: ignore[assignment]
     steps: tuple[int, ...] | None = None
@@ -95,11 +95,11 @@ class RingPlan:
                 f"pass every rank a shard of at least {layouts.padded_local(self.layout, self.ranks, length)} tokens"
             )
 
-    # --- who holds what ---------------------------------------------------------------------------------------------
+    # --- positions of each rank -------------------------------------------------------------------------------------
 
     @cached_property
     def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """``[ranks][runs]`` of ``(base, length, start, stride)``: offset in the shard, tokens that are no padding, position."""
+        """Return ``[ranks][runs]`` of ``(base, length, start, stride)``: offset in the shard, true tokens, position, step."""
         return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
 
     @cached_property
@@ -112,33 +112,33 @@ class RingPlan:
         return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
 
     def positions(self, rank: int) -> list[int]:
-        """The global position of every query slot of a rank, in shard order; padding has positions >= length."""
+        """Return the global position of every query slot of a rank, in shard order; padding has positions >= length."""
         slots = layouts.named(self.layout)(rank, self.ranks, self.seq_local)
         return [position for slot in slots for position in slot.positions()]
 
     @property
     def order(self) -> str:
-        """The layout, or for one rank, where all are the same, the one with the fewest runs."""
+        """Return the layout, or "contiguous" for one rank: all layouts are then the same, and it has the fewest runs."""
         return self.layout if self.ranks > 1 else "contiguous"
 
     @property
     def q_slot(self) -> int:
-        """Tokens in one query slot."""
+        """Return the number of tokens in one query slot."""
         return self.seq_local // layouts.slots(self.order)
 
     @property
     def k_slot(self) -> int:
         return self.kv_local // layouts.slots(self.order)
 
-    # --- who sees what ----------------------------------------------------------------------------------------------
+    # --- visible keys -----------------------------------------------------------------------------------------------
 
     @cached_property
     def band(self) -> Band:
-        """The mask with no side beyond any lag there is, so that its arithmetic fits int32 where the rank is traced."""
+        """Return the mask, clamped to the largest possible lag so that its arithmetic fits int32 if the rank is traced."""
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     def rows(self, rank: int, shift: int) -> tuple[tuple[Row, ...], ...]:
-        """``[q_runs][k_runs]`` rows of what ``rank`` may see of the keys that started on ``rank - shift``."""
+        """Return the ``[q_runs][k_runs]`` rows of ``rank``'s queries and the keys that started on ``rank - shift``."""
         known = self._rows.get((rank, shift))
         if known is None:
             keys = self.k_runs[(rank - shift) % self.ranks]
@@ -151,7 +151,7 @@ class RingPlan:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """How many (query, key) pairs ``rank`` computes at ``shift``."""
+        """Return the number of (query, key) pairs that ``rank`` computes at ``shift``."""
         return sum(
             self.mask.onto(Run(q_start, q_len, stride), Run(k_start, k_len, stride)).area(q_len, k_len)
             for _, q_len, q_start, stride in self.q_runs[rank]
@@ -159,25 +159,25 @@ class RingPlan:
         )
 
     def work(self, rank: int) -> int:
-        """How many (query, key) pairs ``rank`` computes in all."""
+        """Return the number of (query, key) pairs that ``rank`` computes in all steps."""
         return sum(self.area(rank, shift) for shift in self.shifts)
 
     @property
     def balance(self) -> float:
-        """Most work of a rank over the mean: 1 is perfect, and the ring's time grows with it."""
+        """Return the largest work of a rank over the mean work: 1 is perfect, and the ring's time grows with it."""
         work = [self.work(rank) for rank in range(self.ranks)]
         return max(work) * self.ranks / sum(work) if sum(work) else 1.0
 
     @cached_property
     def blanks(self) -> bool:
-        """Whether some query, padding included, sees nothing."""
+        """Return whether some query, padding included, is fully masked."""
         if self.steps is not None:
-            return True  # the steps that are left out may have been all that it sees
+            return True  # a query may see keys only at the shifts that are left out
         return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
 
     @cached_property
     def blank_keys(self) -> bool:
-        """Whether some key, padding included, is seen by no query."""
+        """Return whether some key, padding included, is unused: visible to no query."""
         of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
         if self.steps is not None:
             return True
@@ -185,19 +185,19 @@ class RingPlan:
 
     @staticmethod
     def _all_meet(band: Band, tokens: int, others: int) -> bool:
-        """Whether every one of ``tokens`` positions has one of ``others`` positions within the band: the first and last do."""
+        """Return whether each of ``tokens`` positions has one of ``others`` positions in the band; first and last decide."""
         return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
 
     @cached_property
     def by_counter(self) -> bool:
-        """Whether every run is consecutive from where counters of dropout begin, so that one serves eight probabilities."""
+        """Return whether each run is consecutive from a multiple of SPAN, so that one dropout counter serves 8 probabilities."""
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
     # --- what travels -----------------------------------------------------------------------------------------------
 
     @cached_property
     def shifts(self) -> tuple[int, ...]:
-        """How far k/v have travelled at each step."""
+        """Return the number of ranks that k/v have travelled at each step."""
         if self.steps is not None:
             return self.steps
         seen = (s for s in range(1, self.ranks) if any(self.area(rank, s) for rank in range(self.ranks)))
@@ -205,10 +205,10 @@ class RingPlan:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """How many ranks k/v advance between one step and the next; one fewer than there are steps."""
+        """Return the number of ranks that k/v advance between consecutive steps; one fewer than there are steps."""
         return tuple(b - a for a, b in zip(self.shifts, self.shifts[1:], strict=False))
 
     @property
     def home(self) -> int:
-        """The last hop of the gradients, from where their k/v ended to the rank that owns them; 0 where they are there."""
+        """Return the last hop of the gradients, from the rank where k/v ended to their owner; 0 if they are there."""
         return -self.shifts[-1] % self.ranks
