@@ -1,4 +1,4 @@
-"""Every refusal in words: what is checked of a call, an array or a block before anything is computed or sent."""
+"""Checks of the arguments of a call, an array or a block, made before anything is computed or sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
 
 
 LARGEST_SCALE = 1e18
-"""Beyond these a score divided by the cap may leave the normal numbers of float32."""
+"""Bounds of softcap and scale; beyond them a score divided by the cap may leave the normal numbers of float32."""
 
 
 def check_scale(scale: Any) -> None:
@@ -43,7 +43,7 @@ def check_dropout_rate(rate: Any) -> None:
 
 
 def rate_of(rate: float | None, seed: Any) -> float:
-    """Return the rate of dropout, 0.0 where it was left out; raise ValueError if a ``seed`` came without a rate."""
+    """Return the dropout rate, 0.0 if it was left out. Raise ValueError if there is a ``seed`` but no rate."""
     if rate is None and seed is not None:
         raise ValueError(
             "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate=, 0.0 to drop nothing "
@@ -61,7 +61,7 @@ INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
 
 
 class Given(NamedTuple):
-    """An optional array of a call: the argument's name, its shape and the name of its dtype."""
+    """An optional array of a call: name of the argument, shape, and name of the dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Given(NamedTuple):
 
 
 def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
-    """ValueError for an optional array of another shape or kind than goes with q and k."""
+    """Raise ValueError if the shape or dtype of an optional array does not fit q and k."""
     axes, shape, dtypes = {
         "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),
         "key_mask": ("[batch, tokens of k]", tuple(k_shape[:2]), ("bool",)),
@@ -85,10 +85,10 @@ def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
 
 
 def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
-    """ValueError for an extent that is reversed or leaves the keys; those of padded queries may say anything.
+    """Raise ValueError if an extent is reversed or leaves the keys; the extents of padded queries are ignored.
 
     ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
-    Where nobody looks at the values, an extent that leaves the keys is cut, and a reversed one sees nothing.
+    If the values are not checked, an extent that leaves the keys is clipped, and a reversed one sees no key.
     """
     for base, length, start, stride in q_runs:
         first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
@@ -103,10 +103,10 @@ def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_
 
 
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
-    """The runs of a block of queries [b s h d] and of keys [b t g d], from 0 on where None.
+    """Return the runs of a query block [b s h d] and a key block [b t g d], from position 0 if None.
 
-    ValueError for what is no run, for unequal strides and, where they are ints, a negative start, an end beyond 2^30 or a length
-    that the block does not hold. Start and length may be traced.
+    Raise ValueError if an argument is not a Run or the strides differ. For ints, raise it also if the start is negative, the end
+    is beyond 2^30 or the block is shorter than the run. Start and length may be traced.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -134,19 +134,19 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
 
 def _number(name: str, field: str, x: Any) -> Any:
-    """An int where there is one, else a traced integer as it is; ValueError for what is neither."""
+    """Convert an integer to an int; return a traced integer unchanged. Raise ValueError if ``x`` is neither."""
     if isinstance(x, int):
         return x
     try:
         return operator.index(x)
-    except (TypeError, RuntimeError) as error:  # also what JAX and torch.compile raise for what they trace
+    except (TypeError, RuntimeError) as error:  # JAX and torch.compile raise these for traced integers
         if "int" in str(getattr(x, "dtype", "")):
             return x
         raise ValueError(f"the {field} of {name} must be an int, got {x!r}") from error
 
 
 def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
-    """ValueError for an ``x`` that is not ``expected``, and for a ``dim`` that it does not have."""
+    """Raise ValueError if ``x`` is not an array, which is ``expected``, or does not have dimension ``dim``."""
     if not is_array:
         raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")
     if not is_integer(dim) or not -len(x.shape) <= dim < len(x.shape):
@@ -154,15 +154,15 @@ def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
 
 
 def check_number(name: str, x: Any) -> None:
-    """ValueError for what is no number and no 0-d array."""
+    """Raise ValueError if ``x`` is neither a number nor a 0-d array."""
     if not isinstance(x, int | float | complex) and getattr(x, "shape", None) != ():
         raise ValueError(f"{name} must be one number, got {in_words(x)}")
 
 
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
-    """Return the pairs (out, lse) that ``merge`` is given: two, or without ``b`` a list of them.
+    """Return the pairs (out, lse) that ``merge`` takes: ``a`` and ``b``, or the list ``a`` if ``b`` is None.
 
-    ValueError for what are no such pairs of arrays, and for shapes that do not go together.
+    Raise ValueError if they are not pairs of arrays or their shapes do not fit together.
     """
     pairs, taken = [a, b] if b is not None else a, "merge takes two pairs (out, lse), or a list of them"
     if not isinstance(pairs, tuple | list) or not pairs or any(is_array(pair) for pair in pairs):
@@ -181,7 +181,7 @@ def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) 
 
 
 def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """ValueError for what is no pair (out, lse) of arrays; ``taken``: what is, in words."""
+    """Raise ValueError if ``pair`` is not a pair (out, lse) of arrays; ``taken`` opens the message."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{taken}, as attend_block returns them, got {in_words(pair)} for a pair")
     for name, x in zip(("out", "lse"), pair, strict=True):
@@ -190,7 +190,7 @@ def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected
 
 
 def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """ValueError for what is no pair that ``merge_ring`` can send: out [..., v_dim] and lse [...] of floats."""
+    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] in floats, as ``merge_ring`` sends them."""
     _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
     out, lse = pair
     if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):
@@ -204,7 +204,7 @@ def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) ->
 
 
 FARTHEST = 2**30
-"""Positions of blocks are below it, so that their lags fit int32 where JAX traces them."""
+"""Upper bound (exclusive) of positions in blocks; their lags then fit int32 if JAX traces them."""
 
 
 _HINTS = {

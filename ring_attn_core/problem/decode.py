@@ -1,4 +1,4 @@
-"""One call of ``tree_attention_decode`` as plain data, with every check of it."""
+"""One call of ``tree_attention_decode`` as a record of plain data, with its checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..records import hashed_once
 from .checks import DTYPES, FARTHEST, INTEGERS, Given, check_scale, check_softcap
 
 FP8 = "float8_e4m3fn"
-"""The dtype of keys and values of one byte; what is added up is of q's dtype and float32."""
+"""The dtype of one-byte keys and values; products are in q's dtype, sums in float32."""
 
 SCALES = "k_scale", "v_scale"
 
@@ -18,11 +18,12 @@ SCALES = "k_scale", "v_scale"
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """One call on one rank, framework-neutral and hashable: what is no array, and what the arrays are like.
+    """One call on one rank, framework-neutral and hashable: its options, and the shapes and dtypes of its arrays.
 
     Shapes: q ``[batch, queries, heads, head_dim]``, the same on every rank, k ``[batch, slots, kv_heads, head_dim]`` and
-    v ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache; ``dtypes`` are theirs. ``arrays``: all others that were
-    given. ``capability``: of the NVIDIA GPU, such as 90, 0 where there is none; ``multiprocessors``: how many it has.
+    v ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache; ``dtypes`` are those of q, k and v. ``arrays``: the
+    optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without one;
+    ``multiprocessors``: number of its multiprocessors.
     """
 
     q_shape: tuple[int, ...]
@@ -43,21 +44,21 @@ class Decode:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return which arrays were given besides q, k and v."""
+        """Return the names of the optional arrays of the call."""
         return frozenset(array.name for array in self.arrays)
 
     @property
     def factor(self) -> float:
-        """What q . k is multiplied by: ``scale``, by default ``head_dim ** -0.5``."""
+        """Return the factor of q . k: ``scale``, by default ``head_dim ** -0.5``."""
         return self.q_shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
     @property
     def fp8(self) -> bool:
-        """Whether keys and values are of one byte."""
+        """Return whether keys and values are in FP8."""
         return self.dtypes[1] == FP8
 
     def alike(self) -> dict[str, Any]:
-        """Return what all ranks must have in common, by name: everything but how many slots a rank has."""
+        """Return the values that all ranks must share, by name: all except a rank's number of slots."""
         arrays = tuple(
             (array.name, array.shape[:1] if array.name == "k_positions" else array.shape, array.dtype) for array in self.arrays
         )
@@ -75,7 +76,7 @@ class Decode:
         }
 
     def check(self) -> None:
-        """ValueError for what does not fit, which says what was expected, what came and what to do."""
+        """Raise ValueError if shapes, dtypes, arrays or options do not fit together."""
         self._check_shapes()
         self._check_dtypes()
         self._check_arrays()
@@ -148,13 +149,13 @@ class Decode:
 
 
 def check_positions(name: str, farthest: int) -> None:
-    """Raise ValueError if the farthest of the positions does not fit int32, in which they are compared."""
+    """Raise ValueError if the largest position does not fit int32, the dtype in which positions are compared."""
     if farthest >= 2**31:
         raise ValueError(f"{name} holds position {farthest}: positions must be below 2^31")
 
 
 def check_nodes(q_positions: list[list[int]]) -> None:
-    """ValueError unless the queries of every batch row are nodes of a tree: at positions p, p + 1, ... from some p >= 0 on."""
+    """Raise ValueError if a batch row's positions are not p, p + 1, ... for some p >= 0, as tree nodes are."""
     for row, positions in enumerate(q_positions):
         nodes = list(range(positions[0], positions[0] + len(positions))) if positions else []
         if positions != nodes or (positions and positions[0] < 0):

@@ -1,4 +1,4 @@
-"""Everything about a call that is no array, as one record: its defaults, its checks and its text."""
+"""The arguments of a call that are not arrays, as one record with defaults, checks and a text form."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .checks import check_dropout_rate, check_scale, check_softcap
 from .strategies import check_strategy
 
 NO_COUNT = 2**62
-"""What stands for None among counts. Token counts and the sides of masks stay below it, so that sums of them fit int64."""
+"""The count that stands for None. Token counts and the sides of masks stay below it, so that their sums fit int64."""
 
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user asks of one call of ``ring_attention`` or ``attend_block``, each under the name that it has there.
+    """The options of one call of ``ring_attention`` or ``attend_block``, under the names of the public arguments.
 
-    ``steps``: the only one that no user sets, see ``RingPlan``; a variant does that knows which ranks exchange nothing.
-    ``dropout_offset``: as far as ranks compare it, as PyTorch's do: the two ints, -1 for one that a device holds. Raises
-    ValueError for a value of another type or outside its range; whether the values suit the arrays, a ``Problem`` says.
+    ``steps`` is set by variants only, if some ranks exchange nothing; see ``RingPlan``. ``dropout_offset`` holds two ints, -1 for
+    one that lies on a device; ranks compare it in PyTorch only. Raise ValueError if a value has the wrong type or is out of
+    range; ``Problem`` checks the options against the arrays.
     """
 
     layout: str = "zigzag"
@@ -70,13 +70,13 @@ class Options:
 
     @property
     def counts(self) -> list[int]:
-        """Return what may be another number at every call of a compiled program: lengths, the mask's sides, dropout's offset."""
+        """Return the numbers that may change from call to call of a compiled program: lengths, mask sides, dropout offset."""
         counts = self.length, self.kv_length, self.mask.lo, self.mask.hi
         return [*(NO_COUNT if count is None else count for count in counts), *self.dropout_offset]
 
     @property
     def text(self) -> str:
-        """Return the rest as text, for the schema of an op; ``read`` takes both. torch.compile follows every step of it."""
+        """Return the other options as text, for the schema of an op; ``read`` takes both. torch.compile traces each line."""
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)
@@ -103,5 +103,5 @@ class Options:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values by name, for whoever compares two records."""
+        """Return the values by name, for the comparison of two records."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,4 +1,4 @@
-"""One call as plain data: everything that the ring and a backend are judged by."""
+"""One call of ``ring_attention`` as plain data: options, shapes, dtypes and device, with the checks that combine them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Problem:
     """One call of ``ring_attention`` on one rank, framework-neutral and hashable.
 
     Shapes are the shards': q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
-    v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes`` are the names of q's, k's and v's, ``device`` the kind that holds them.
-    ``arrays``: the optional ones that were given, in the order of the signature. ``capability``: of the NVIDIA GPU, such as 90,
-    0 where there is none. ``framework``: "jax" or "torch". ``tma``: it can launch kernels with TMA descriptors.
+    v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
+    ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
+    GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: the framework can launch kernels with TMA
+    descriptors.
     """
 
     q_shape: tuple[int, ...]
@@ -37,7 +38,7 @@ class Problem:
 
     @cached_property
     def plan(self) -> RingPlan:
-        """The plan of this problem; ValueError where lengths and layout do not fit."""
+        """Return the plan of this problem. Raise ValueError if lengths and layout do not fit together."""
         options = self.options
         lengths: Any = {"length": options.length, "kv_length": options.kv_length}  # None asks for the default
         tokens = self.q_shape[1], self.k_shape[1]
@@ -45,11 +46,11 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """What q . k is multiplied by: what the options say, by default ``head_dim ** -0.5``."""
+        """Return the factor of q . k: the option ``scale``, by default ``head_dim ** -0.5``."""
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:
-        """The plan, once every check has passed; ValueError says what was expected, what came and what to do."""
+        """Check shapes, dtypes, optional arrays and dropout, and return the plan. Raise ValueError if they do not fit."""
         self._check_shapes()
         self._check_dtypes()
         for array in self.arrays:
@@ -63,11 +64,11 @@ class Problem:
 
     @property
     def blanks(self) -> bool:
-        """Whether some query, padding included, may see nothing."""
+        """Return whether some query, padding included, may be fully masked."""
         return self.plan.blanks or any(array.name in ("extents", "key_mask") for array in self.arrays)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What every rank of a ring must have in common, by name, as JSON can carry it."""
+        """Return the values that all ranks of a ring must share, by name, ready for JSON."""
         own = asdict(self)
         options: dict[str, Any] = own.pop("options")
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}

@@ -1,4 +1,4 @@
-"""How keys may travel: the names of the strategies, and why one is refused.
+"""The names of the strategies by which keys travel, and their check.
 
 The strategies themselves are in ``ring/strategies/`` of both packages; CONTRIBUTING.md says how to add one.
 """
@@ -11,11 +11,11 @@ STRATEGIES = ("auto", "ring")
 
 
 def check_strategy(strategy: Any) -> None:
-    """ValueError for a strategy that does not exist."""
+    """Raise ValueError if the strategy is unknown."""
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
 
 
 def chosen(strategy: str) -> str:
-    """Return the strategy that "auto" takes, or the one that was asked for."""
+    """Resolve "auto" to the strategy that it stands for; return any other name unchanged."""
     return "ring" if strategy == "auto" else strategy
