@@ -1,1 +1,1 @@
-"""What a kernel needs to know, framework-neutral: the problem, the backends that may solve it, tile sizes."""
+"""Backends, tile sizes, launches and kernels, independent of the framework."""

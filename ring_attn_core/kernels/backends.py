@@ -1,4 +1,4 @@
-"""Which backends exist, in the order in which "auto" tries them; each says in words why it cannot solve a problem."""
+"""The backends, in the order in which "auto" tries them, each with its reasons in words for refusing a problem."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ OLDEST_GPU = 80
 
 @dataclass(frozen=True)
 class Candidate:
-    """``objection(problem)`` is None where the backend can solve it, else the reason in words.
+    """A backend's name with its reasons, in words, against a problem; each function returns None if it has none.
 
-    ``drawback(problem)``: why "auto" passes it over, though by name it solves the problem; else None.
-    ``leaves(problem)``: of one that can, why it leaves the backward to "triton"; else None.
+    ``objection(problem)``: reason why the backend cannot solve the problem. ``drawback(problem)``: reason why "auto" skips the
+    backend, which solves the problem if asked for by name. ``leaves(problem)``: reason why the backend, if it can solve the
+    problem, leaves the backward to "triton".
     """
 
     name: str
@@ -64,7 +65,7 @@ def _triton_tf32(problem: Problem) -> str | None:
 def _has_gluon() -> bool:
     try:
         return find_spec("triton.experimental.gluon") is not None
-    except Exception:  # whatever the import of its parents raises
+    except Exception:  # the import of the parent packages may raise anything
         return False
 
 
@@ -100,10 +101,11 @@ def _left_by_hopper(problem: Problem) -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Return why "auto" leaves a backward to the portable kernels that Hopper's would take, else None.
+    """Return why "auto" leaves a backward to the portable kernels although Hopper's take it, else None.
 
-    One H200, 2 x 8,192 tokens, causal, 16 heads of 64, milliseconds of Hopper's / of the portable backward: softcap with Triton
-    3.6 1.79 / 3.53, with 3.9 3.34 / 3.05; dropout 2.18 / 3.13 and 3.67 / 3.58. Of heads of 128 Hopper's is faster with both.
+    Measured on one H200 with 2 x 8,192 tokens, causal, 16 heads of 64, in milliseconds of Hopper's / the portable backward: with
+    softcap 1.79 / 3.53 on Triton 3.6 and 3.34 / 3.05 on 3.9; with dropout 2.18 / 3.13 and 3.67 / 3.58. At heads of 128 Hopper's
+    is faster on both releases.
     """
     softcap, dropout_rate = problem.options.softcap, problem.options.dropout_rate
     if triton_release() >= (3, 9) and problem.q_shape[-1] <= 64 and (softcap is not None or dropout_rate > 0):
@@ -113,7 +115,7 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return the objection that FlashAttention-2, FlashAttention-4 and cuDNN have in common."""
+    """Return the objection that FlashAttention-2, FlashAttention-4 and cuDNN share."""
     if problem.framework != "torch":
         return "it is there in PyTorch only"
     if problem.options.mask.hi is not None:
@@ -154,7 +156,7 @@ def _flash4(problem: Problem) -> str | None:
 
 @cache
 def _has_flash4() -> bool:
-    """Return whether there is flash_attn.cute; it is looked for without the import, which takes seconds."""
+    """Return whether flash_attn.cute is installed, by a search for its file: the import takes seconds."""
     spec = find_spec("flash_attn")
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "cute" / "interface.py").exists() for folder in folders or ())
@@ -167,7 +169,7 @@ def _cudnn(problem: Problem) -> str | None:
 
 
 def check_vendor(options: Options, differentiates_lse: bool) -> None:
-    """Raise ValueError for what a vendor's backend cannot honour of a call besides its problem."""
+    """Raise ValueError if a vendor's backend is asked for deterministic gradients or for a gradient of lse."""
     backend = options.backend
     if backend in VENDORS and options.deterministic:
         raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
@@ -188,19 +190,18 @@ BACKENDS: tuple[Candidate, ...] = (
 )
 
 VENDORS = "flash", "flash4", "cudnn"
-"""The backends that are others' kernels."""
+"""The backends that call kernels of other packages."""
 
 
 PASSES = "forward", "backward"
 
 
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> Call | None:
-    """Return the call of the backend that ``select`` takes, its kernels compiled; None for blockwise or a vendor's.
+    """Return the call of the backend that ``select`` takes, with compiled kernels; None for blockwise or a vendor's.
 
-    ``anywhere``: as of ``call.call_of``. ``passes``: those that it shall run, for each may have a backend of its own. Where its
-    kernels cannot run, or keep far more registers in memory than when they were measured, "auto" warns and takes the next
-    backend, for the forward and the backward of Hopper's kernels apart. A backend that was asked for by name raises ValueError
-    where it cannot run.
+    ``anywhere``: as in ``call.call_of``. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or spills far
+    more registers than when it was measured, "auto" warns and takes the next backend; for Hopper's kernels it decides about
+    forward and backward separately. Raise ValueError if a backend that was asked for by name cannot run.
     """
     from .call import call_of
 
@@ -221,7 +222,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         call = call_of(problem, chosen, anywhere, portable)
         found = _obstacles(call, problem, passes)
         if not found:
-            if not (automatic and _new_to_hopper(problem)):  # which has warned of it
+            if not (automatic and _new_to_hopper(problem)):  # else the warning is already given
                 warn_if_untried("triton")
             return call
         reasons = "; ".join(f"in the {name} {reason}" for name, reason in found.items())
@@ -240,7 +241,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 
 def _obstacles(call: Call, problem: Problem, passes: Collection[str]) -> dict[str, str]:
-    """Return why the kernels of a pass cannot run, by pass; nothing where they can."""
+    """Return the reasons why kernels cannot run, by pass; a pass that can run is left out."""
     from .obstacles import obstacle
 
     launches = {name: _launches(call, problem, name) for name in passes}
@@ -262,14 +263,14 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Return why "auto" passes over Hopper's kernels, where that is nothing but a Triton that is new to them."""
+    """Return why "auto" skips Hopper's kernels if an untried Triton is the only reason, else None."""
     return _untried() if _hopper(problem) is None and problem.q_shape[-1] <= 128 else None
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
-    """Return the backend that solves ``problem``: the one asked for, or the first without an objection that has not failed.
+    """Return the named backend, or for "auto" the first without objection or drawback that is not in ``failed``.
 
-    ValueError for an unknown name and for a backend that objects.
+    Raise ValueError if the name is unknown or the backend has an objection.
     """
     names = [candidate.name for candidate in BACKENDS if problem.framework == "torch" or candidate.name not in VENDORS]
     if backend != "auto" and backend not in [candidate.name for candidate in BACKENDS]:

@@ -1,4 +1,4 @@
-"""What the binary of a compiled kernel says of itself, read without CUDA's tools."""
+"""A reader of compiled kernels' binaries (ELF), which finds their stack size without CUDA's tools."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import struct
 from collections.abc import Iterator
 
 FRAME_SIZE = 0x11
-"""The attribute of `.nv.info` that holds a kernel's number and its bytes of stack (as `cuobjdump -elf` names it)."""
+"""The attribute of `.nv.info` that holds a kernel's index and its stack size in bytes (name as in `cuobjdump -elf`)."""
 WITH_SIZE = 0x04
-"""The format of attributes that are followed by as many bytes as they say."""
+"""The format of attributes that state the number of bytes that follow."""
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Return the bytes of stack of a thread, of all kernels of a binary together: where registers go that do not fit.
+    """Return the stack bytes per thread, summed over all kernels of a binary; registers spill to the stack.
 
-    ValueError for what is no binary of a GPU of 64 bits.
+    Raise ValueError if ``cubin`` is not a 64-bit ELF file.
     """
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError(f"a kernel's binary begins with {cubin[:5]!r}, which is no ELF file of 64 bits")
@@ -22,7 +22,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield every section's name and content (System V ABI, section header table)."""
+    """Yield the name and content of each section (System V ABI, section header table)."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     width, count, of_names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + width * index) for index in range(count)]

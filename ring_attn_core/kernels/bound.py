@@ -1,7 +1,6 @@
-"""A launch bound to its compiled kernel on one GPU: from then on a start of it takes pointers and nothing else.
+"""Launches bound to their compiled kernels on one GPU, started with pointers only.
 
-What a kernel's parameters are and where each lies is read off its PTX; a TMA descriptor is encoded once for every address that
-its array has.
+The kernel's parameters and their offsets are parsed from its PTX. TMA descriptors are cached by address of the array.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from .driver import TENSOR_MAP, DescriptorFormat, Memory, encode, load, start
 from .launch import Descriptor, Launch, Scalar, encodings
 
 MOST_ADDRESSES = 1024
-"""Addresses of one array whose descriptors are kept."""
+"""Largest number of addresses of one array whose descriptors are cached."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 PTX_TYPES = {"u64": ("Q", 8), "u32": ("I", 4), "f32": ("f", 4), "b64": ("Q", 8), "b32": ("I", 4)}
-"""How ``struct`` writes a parameter of that type, and its bytes, at a multiple of which it begins."""
+"""The ``struct`` code of each parameter type, and its size in bytes, which is also its alignment."""
 
 _PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?", re.MULTILINE)
 
 
 class Parameters(NamedTuple):
-    """What a kernel is given, in order: ``values`` where they are the same at every start, else 0, and what stands there instead.
+    """The parameter values of a kernel, in order, with placeholders (0 or empty bytes) for those that differ between starts.
 
-    ``arrays``: places of addresses, by the arrays' names. ``descriptors``: places of encoded descriptors likewise.
+    ``arrays``: index of each address in ``values``, and name of its array. ``descriptors``: the same for TMA descriptors, with
+    their cache.
     """
 
     values: list[Any]
@@ -38,7 +38,7 @@ class Parameters(NamedTuple):
 
 
 class Encoded(dict[int, bytes]):
-    """The TMA descriptor of one array by its address, encoded when it is first asked for."""
+    """A cache of the TMA descriptors of one array, by address; a missing one is encoded."""
 
     def __init__(self, of: DescriptorFormat) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Encoded(dict[int, bytes]):
 
 
 class Bound:
-    """A launch on one GPU. Any threads may start it at once."""
+    """A launch on one GPU; several threads may start it at once."""
 
     def __init__(self, launch: Launch, capability: int, device: int) -> None:
         kernel = compiled(launch, capability)
@@ -65,21 +65,21 @@ class Bound:
         self._grid = launch.grid
 
     def start(self, named: Mapping[str, Any], stream: int) -> None:
-        """Start it, given every array, which has a ``data_ptr()``, by its name."""
+        """Start the launch on a stream; ``named`` holds its arrays by name, each with a ``data_ptr()``."""
         values, arrays, descriptors = self._parameters
         values = values.copy()
         for place, name in arrays:
             values[place] = named[name].data_ptr()
         for place, name, encoded in descriptors:
             values[place] = encoded[named[name].data_ptr()]
-        memory = self._free.pop() if self._free else self._memory()  # another for each thread that is here at the same time
+        memory = self._free.pop() if self._free else self._memory()  # threads that start at the same time get one each
         self._layout.pack_into(memory.buffer, memory.begin, *values)
         start(self._kernel, self._grid, stream, memory)
         self._free.append(memory)
 
 
 def parameters(launch: Launch, kernel: Any) -> Parameters:
-    """Return what a compiled kernel is given for a launch, its scratch memory left out, of which ours have none."""
+    """Return the parameters of a launch's compiled kernel, without Triton's scratch memory, which our kernels do not use."""
     given, formats = dict(launch.arguments), iter(encodings(kernel))
     of = Parameters([], [], [])
     for x in (given[name] for name in kernel_function(launch.kernel).arg_names if name in given):
@@ -95,17 +95,17 @@ def parameters(launch: Launch, kernel: Any) -> Parameters:
 
 
 def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorFormat:
-    """Return what the driver is told of a descriptor, given what the compiled kernel expects of it."""
+    """Return the format of a descriptor for the driver, from the compiled kernel's ``encoding``."""
     strides = (stride * ITEM_BYTES[x.dtype] for stride in reversed(x.strides[:-1]))
     block = tuple(reversed(encoding["block_shape"]))
     return DescriptorFormat(encoding["elem_type"], encoding["swizzle"], tuple(reversed(x.shape)), tuple(strides), block)
 
 
 def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
-    """Return how a kernel's parameters are packed and where each begins, given which of them are TMA descriptors.
+    """Return the packing of a kernel's parameters and the offset of each; ``tensor_maps`` marks TMA descriptors.
 
-    As PTX declares them (PTX ISA, ".param"); the pointers to scratch memory, which come last, are 0. RuntimeError where these are
-    not the parameters of the launch.
+    The PTX declares them (PTX ISA, ".param"); the pointers to scratch memory, which come last, are 0. Raise RuntimeError if the
+    declared parameters do not match ``tensor_maps``.
     """
     entry = ptx[ptx.index(".entry") :]
     found = _PARAMETER.findall(entry[: entry.index("\n)")])

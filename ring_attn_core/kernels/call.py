@@ -1,4 +1,4 @@
-"""What the launches of one ring have in common, as plain data."""
+"""The parameters that all launches of one ring share, as plain data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from .launch import Argument, Array, Scalar
 from .tile_sizes import TileConfig, choose_tiles, padded
 
 BEYOND = 2**30
-"""A position behind every sequence. Kernels are given extents up to there, so that int32 holds what they make of them."""
+"""A position behind every sequence, to which extents are clipped so that the kernels' arithmetic fits int32."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Call:
-    """What the launches of one ring have in common. Shapes are the shards'; ``given``: which optional arrays the call has.
+    """The parameters that all launches of one ring share; shapes are the shards', ``given`` names the optional arrays.
 
-    ``packed``: k and v are one array [b t g d+e]; else two. ``aligned``: one counter of dropout serves eight probabilities.
-    ``clean``: there may be keys that no query sees, with NaN in them.
-    ``capability``: of the GPU, such as 90. ``tma``: whoever launches can pass TMA descriptors. ``hopper``: Hopper's own kernels
-    run, where one takes the call, but for the passes ("forward", "backward") that are ``portable`` nevertheless.
-    ``tiles_asked``: instead of those that ``choose_tiles`` would choose, to compare.
+    ``packed``: k and v are one array [b t g d+e], else two. ``aligned``: one dropout counter serves eight probabilities.
+    ``clean``: some keys may be unused, and these may hold NaN. ``capability``: compute capability of the GPU, such as 90.
+    ``tma``: the launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes
+    ("forward", "backward") listed in ``portable``. ``tiles_asked``: tiles that replace those of ``choose_tiles``, for comparison.
     """
 
     batch: int
@@ -53,18 +52,18 @@ class Call:
 
     @property
     def features(self) -> frozenset[str]:
-        """Return which optional arrays the call has, and "softcap" where it has one."""
+        """Return the names of the optional arrays, and "softcap" if the call has one."""
         return self.given if self.softcap is None else self.given | {"softcap"}
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return the tiles of a kernel: those asked for, or those of ``choose_tiles``."""
+        """Return the tiles of a kernel: ``tiles_asked``, or those of ``choose_tiles``."""
         if self.tiles_asked is not None:
             return self.tiles_asked
         return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return what every kernel of scores takes; ``inner`` makes of products scores in base 2, or the tanh's argument."""
+        """Return the scalars of each kernel that computes scores; ``inner`` scales q . k to base 2, or to tanh's argument."""
         cap, log2e = self.softcap, math.log2(math.e)
         return {
             "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),
@@ -76,24 +75,24 @@ class Call:
         }
 
     def q_tiles(self, block: int) -> int:
-        """Return how many tiles of queries a shard has."""
+        """Return the number of query tiles of ``block`` queries in a shard."""
         return self.q_runs * -(-(self.seq_local // self.q_runs) // block)
 
     def k_tiles(self, block: int) -> int:
-        """Return how many tiles of keys a shard has."""
+        """Return the number of key tiles of ``block`` keys in a shard."""
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
     def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
-        """An optional array, where it was given, or what goes by another name with it."""
+        """Return the optional array ``given``, or the array ``name`` derived from it; None if the call does not have it."""
         return Array(name or given, dtype) if given in self.given else None
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> Call:
-    """Return what the launches of a problem have in common. ``anywhere``: its runs may start at any position."""
+    """Return the parameters that the launches of a problem share. ``anywhere``: its runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:
-        names -= {"dropout_seed"}  # of nothing nothing is dropped
+        names -= {"dropout_seed"}  # an empty q has no probabilities to drop
     return Call(
         batch=b,
         seq_local=s,

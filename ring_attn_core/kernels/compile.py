@@ -1,4 +1,7 @@
-"""Compiling a launch, on any host, once for a process; and which Triton there is."""
+"""Compilation of launches, on any host and once per process, and the state of the installed Triton.
+
+Triton's on-disk cache holds the binaries. If it cannot be written, a temporary folder of this process takes its place.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,21 @@ from .launch import Launch
 from .ptx import changed_for_products
 
 NEWEST_TRIED = TRIED["triton"][-1]
-"""The newest release of Triton that the kernels have run with; what a newer one makes of Hopper's own, nobody has measured."""
+"""The newest release of Triton that passed the tests; Hopper's kernels are not measured with a newer one."""
 
 PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
-"""The first PTX that knows the GPU; 8.7, CUDA 12.8's, for all others. In a JAX program XLA's own assembler reads it; left alone
-Triton stamps it for its own: 3.9 for CUDA 13.4's."""
+"""The first PTX version (times 10) that supports the GPU; all others get 8.7, of CUDA 12.8. In a JAX program XLA's own assembler
+reads the PTX, and by default Triton writes the version of its own assembler: Triton 3.9 that of CUDA 13.4."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES
-"""What the system says of a folder that cannot be written."""
+"""Error numbers of the system for a folder that cannot be written."""
 
 PATIENCE = 2
-"""Seconds of compiling after which a terminal is told why nothing happens."""
+"""Seconds of compilation after which a message appears on the terminal."""
 
 _one_at_a_time = threading.RLock()
 _left: list[str] = []
-"""The cache of Triton that this process has left for one of its own."""
+"""Triton's cache folder, once this process has replaced it by a temporary one."""
 
 MODULES = {
     "forward": "portable.forward",
@@ -54,7 +57,7 @@ MODULES = {
     "hopper_backward": "hopper.backward",
     "hopper_dq": "hopper.backward_dq",
 }
-"""Where each kernel stands, by the name that a launch calls it by."""
+"""The module of each kernel, by the name that launches use."""
 
 
 def kernel_function(name: str) -> Any:
@@ -63,10 +66,10 @@ def kernel_function(name: str) -> Any:
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """Compile a launch for a GPU of compute capability ``capability``, such as 90; it needs no GPU.
+    """Compile a launch for a GPU of compute capability ``capability``, such as 90; the host needs no GPU.
 
-    Launches that differ in array sizes only share it. Raises what Triton raised, the next time too: what does not compile is not
-    compiled again, but where there was no room. Threads wait for each other.
+    Launches that differ only in array sizes share the result. Errors of Triton are cached and raised again, except OSError and
+    MemoryError, after which the next call compiles again. Threads wait for each other.
     """
     of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
     with _one_at_a_time:
@@ -78,7 +81,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 @contextmanager
 def _told(kernel: str) -> Iterator[None]:
-    """Say on the terminal, where there is one, what takes longer than ``PATIENCE``: in a line that is gone when it ends."""
+    """Print a line if compilation takes longer than ``PATIENCE`` and stderr is a terminal; erase it at the end."""
     shown = threading.Event()
 
     def tell() -> None:
@@ -106,7 +109,7 @@ def _compiled(
     stages: int,
     capability: int,
 ) -> Any:
-    """The kernel, or the error."""
+    """Return the compiled kernel, or the error."""
     try:
         source = _source(kernel, dict(signature), dict(constants), divisible)
         options = {
@@ -118,12 +121,12 @@ def _compiled(
         return _kept(source, capability, options)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # whatever Triton, LLVM or ptxas have to say
+    except Exception as error:  # Triton, LLVM and ptxas may raise anything
         return error.with_traceback(None)
 
 
 def _source(kernel: str, types: dict[str, str], values: dict[str, Any], divisible: frozenset[str]) -> Any:
-    """What Triton compiles: a kernel of given types, and values where they are known."""
+    """Return Triton's source record of a kernel, with the types of its arguments and the values of its constants."""
     from triton.compiler import ASTSource
 
     function = kernel_function(kernel)
@@ -139,7 +142,7 @@ def _source(kernel: str, types: dict[str, str], values: dict[str, Any], divisibl
 
 
 def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
-    """The compiled kernel, from Triton's cache or put there; in a folder of this process where that has no room."""
+    """Compile a source through Triton's cache, or through a temporary cache if that one cannot be written."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -157,7 +160,7 @@ def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
 
 @cache
 def _find_cache() -> None:
-    """Have Triton keep its binaries in a folder of this process, where its own cannot be written, and say so."""
+    """Test that Triton's cache folder can be written; if not, warn and use a temporary folder."""
     folder = Path(cache_folder())
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +171,7 @@ def _find_cache() -> None:
 
 
 def _leave_cache(error: OSError) -> None:
-    """Have Triton keep its binaries in a folder of this process, and say so."""
+    """Switch Triton's cache to a temporary folder, which is deleted at exit, and warn."""
     from triton import knobs
 
     folder, knobs.cache.dir = knobs.cache.dir, tempfile.mkdtemp(prefix="triton-")
@@ -182,7 +185,7 @@ def _leave_cache(error: OSError) -> None:
 
 
 def cache_folder() -> str:
-    """Return the folder in which Triton keeps what it has compiled."""
+    """Return Triton's cache folder."""
     from triton import knobs
 
     return knobs.cache.dir
@@ -190,27 +193,27 @@ def cache_folder() -> str:
 
 @cache
 def broken_triton() -> str | None:
-    """Return why Triton cannot be used here at all, None where it can."""
+    """Return why Triton cannot be used on this host, or None if it can."""
     try:
         if find_spec("triton") is None:
             return "the package triton is not installed: pip install triton"
         interpreted()
         cache_folder()
-    except Exception as error:  # whatever the import of a broken installation raises
+    except Exception as error:  # the import of a broken installation may raise anything
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         return f"the package triton does not start ({said}): install it anew, pip install 'triton>=3.6'"
     return None
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return major and minor number of the installed Triton: (0, 0) where there is none, a number above all where it has none."""
+    """Return the major and minor version of Triton: (0, 0) if it is missing, ``sys.maxsize`` if the version has no number."""
     version = triton_version()
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)
 
 
 def triton_version() -> str:
-    """Return the version of the Triton that is imported, or would be; "" where there is none under that name."""
+    """Return the version of the imported or installed Triton, or an empty string if it is missing."""
     if (triton := sys.modules.get("triton")) is not None and hasattr(triton, "__version__"):
         return triton.__version__
     try:
@@ -221,7 +224,7 @@ def triton_version() -> str:
 
 @cache
 def interpreted() -> bool:
-    """Return whether Triton runs kernels in its interpreter, on a CPU: TRITON_INTERPRET=1 was set when it was first imported."""
+    """Return whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set at its first import."""
     from triton import knobs
 
     return knobs.runtime.interpret

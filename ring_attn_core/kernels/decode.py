@@ -1,4 +1,4 @@
-"""Decoding on GPUs: what the launches of a call have in common, into how many splits its slots are cut, and with which tiles."""
+"""Decoding on GPUs: the parameters that the launches of a call share, the number of splits, and the tiles."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..records import hashed_once
 from .tile_sizes import TileConfig, padded, shared_memory
 
 NATIVE_FP8 = 89
-"""From this compute capability on a GPU converts float8_e4m3fn by itself."""
+"""The first compute capability with instructions that convert float8_e4m3fn."""
 
 LEAST_SLOTS = 256
-"""A split has at least so many slots: the loads of fewer do not cover the time that starting a program takes."""
+"""Smallest number of slots of a split; fewer loads do not cover the time that starting a program takes."""
 
 MOST_ROWS = 64
-"""Rows of a tile of queries at most."""
+"""Largest number of rows of a query tile."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class DecodeCall:
-    """What the launches of one call have in common. ``given``: its optional arrays; ``fp8``: keys and values are of one byte."""
+    """The parameters that the launches of one call share; ``given`` names its optional arrays, ``fp8`` means one-byte k and v."""
 
     batch: int
     queries: int
@@ -44,24 +44,24 @@ class DecodeCall:
 
     @property
     def rows(self) -> int:
-        """Return how many rows of queries the keys of a kv head meet."""
+        """Return the number of query rows per kv head: queries times query heads per kv head."""
         return self.queries * (self.heads // self.kv_heads)
 
     @property
     def tiles(self) -> TileConfig:
-        """Return the tiles: those asked for, to compare, or those of ``decode_tiles``."""
+        """Return the tiles: ``tiles_asked``, for comparison, or those of ``decode_tiles``."""
         if self.tiles_asked is not None:
             return self.tiles_asked
         return decode_tiles(self.rows, max(padded(self.head_dim), padded(self.v_dim)), self.dtype, self.fp8, self.capability)
 
     @property
     def row_tiles(self) -> int:
-        """Return how many tiles the rows of a kv head are."""
+        """Return the number of tiles of the query rows of a kv head."""
         return -(-self.rows // self.tiles.block_q)
 
     @property
     def splits(self) -> int:
-        """Return into how many splits the slots are cut: as asked for, or as ``count_splits`` says."""
+        """Return the number of splits: ``splits_asked``, or that of ``count_splits``."""
         if self.splits_asked is not None:
             return self.splits_asked
         programs = self.batch * self.kv_heads * self.row_tiles
@@ -70,14 +70,14 @@ class DecodeCall:
 
 
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
-    """Return the tiles of ``decode`` for so many rows and padded heads of ``width``.
+    """Return the tiles of ``decode`` for ``rows`` query rows and heads padded to ``width``.
 
-    A tile has 16 rows where they suffice, the least that a product takes. What counts is how many bytes are on their way, for a
-    GPU must read some 50 KB ahead on every multiprocessor (4.2 TB/s x 1.5 us / 132) to read at full speed: 64 slots of k and v of
-    128 in two bytes are 32 KiB. Triton loads positions one turn of the loop before k and v, which depend on them, so that 4
-    stages keep one tile on its way, and 6 two. Of those that reach this the fastest on an H200 (``benchmarks.decode --part
-    tiles``) are four programs of 16 rows with one tile each, 3 % ahead of three with two. Of one byte, they are faster by a third
-    with two warps than with four. More rows leave registers for two programs, which need two tiles each, or larger ones.
+    A tile has 16 rows if they suffice, the fewest that a product takes. The bytes in flight decide the speed: to read at full
+    speed a GPU must have some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132), and 64 slots of two-byte k and v
+    of 128 are 32 KiB. Triton loads positions one loop iteration before k and v, which depend on them, so 4 stages keep one tile
+    in flight, and 6 stages two. Among the choices with enough bytes in flight, the fastest on an H200 (``benchmarks.decode --part
+    tiles``) is four programs of 16 rows with one tile each, 3 % ahead of three with two. In FP8 two warps are faster than four by
+    a third. More rows leave registers for two programs, which need two tiles each, or larger ones.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":
@@ -91,8 +91,10 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 
 
 def residents(call: DecodeCall) -> int:
-    """Return how many programs share a multiprocessor: as many as its memory holds the tiles of that are on their way, and as its
-    registers suffice for: 4 at most, of more than 16 rows 2."""
+    """Return the occupancy: programs per multiprocessor, limited by shared memory and registers.
+
+    Shared memory must hold the tiles in flight; registers suffice for 4 programs, or for 2 with more than 16 rows.
+    """
     itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
     tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
     held = tile * max((call.tiles.stages - 1) // 2, 1) + 8 * 1024
@@ -100,11 +102,11 @@ def residents(call: DecodeCall) -> int:
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
-    """Return into how many splits of at least ``least`` tiles the slots are cut.
+    """Return the number of splits, of at least ``least`` tiles each, that takes the least time.
 
-    ``programs``: of a split; ``at_once``: how many a GPU runs at the same time. All programs read equally much at an equal rate,
-    so the time is that of the waves in which they run, each as long as its tiles, and 4 more for what begins and ends a program,
-    some 10 us of 3 a tile. Of equal times the fewest splits are taken, for they are merged afterwards.
+    ``programs``: programs per split; ``at_once``: programs that the GPU runs at the same time. All programs read the same amount
+    at the same rate, so they run in waves. A wave takes the time of its tiles, about 3 us each, plus that of 4 tiles, about
+    10 us, to start and end its programs. Among equal times the fewest splits win, because splits are merged afterwards.
     """
     if programs == 0:
         return 1
@@ -114,7 +116,7 @@ def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
 
 
 def call_of_decode(problem: Decode) -> DecodeCall:
-    """Return what the launches of a problem have in common."""
+    """Return the parameters that the launches of a problem share."""
     (b, n, h, d), (_, t, g, _) = problem.q_shape, problem.k_shape
     return DecodeCall(
         batch=b,

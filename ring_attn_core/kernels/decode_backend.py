@@ -1,4 +1,4 @@
-"""Who computes a call of decoding: the kernels where they can, else plain jnp or torch, in words why."""
+"""The choice of the backend for decoding: the kernels if they can run, else plain jnp or torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .decode import DecodeCall, call_of_decode
 from .hopper.supports import WIDEST
 
 BACKENDS = "triton", "blockwise"
-"""In the order in which "auto" tries them."""
+"""The backends of decoding, in the order in which "auto" tries them."""
 
 
 def objection(problem: Decode) -> str | None:
-    """Return why the kernels cannot compute a problem, in words; None where they can."""
+    """Return why the kernels cannot compute a problem, in words; None if they can."""
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -33,10 +33,10 @@ def objection(problem: Decode) -> str | None:
 
 @lru_cache(maxsize=4096)
 def runnable_decode(problem: Decode) -> DecodeCall | None:
-    """Return the call of the kernels for a problem that was checked, compiled; None where "blockwise" computes it.
+    """Compile the kernels of a checked problem and return their call, or None if "blockwise" computes it.
 
-    "auto" takes the kernels where they can, and warns where they do not compile. ValueError for a backend that was asked for by
-    name and cannot, and for an unknown name.
+    The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's name is unknown,
+    or if "triton" was asked for and cannot run.
     """
     backend = problem.backend
     if backend not in ("auto", *BACKENDS):

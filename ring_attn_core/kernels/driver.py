@@ -1,8 +1,8 @@
-"""CUDA's driver, as far as a kernel needs it: load a binary, encode a TMA descriptor, start a program.
+"""Bindings of the CUDA driver for kernels: load a binary, encode a TMA descriptor, start a launch.
 
-Names are those of the CUDA driver API. Triton's own launcher, which a C compiler has to build first, asks the driver about every
-pointer and encodes every descriptor at every launch. On PyTorch a launch comes here from ``attend/launch.py`` by way of
-``bound.py``, which keeps the encoded descriptors.
+The bindings use ctypes and the names of the CUDA driver API. Triton's own launcher needs a C compiler to be built, queries the
+driver about each pointer and encodes each descriptor at each launch. In PyTorch ``attend/launch.py`` starts launches through
+``bound.py``, which caches the encoded descriptors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 NO_CONTEXT = 201, 400
-"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE: this thread has not used the GPU yet, or used another one last."""
+"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE: this thread has not used the GPU yet, or last used another one."""
 
 PREFER_SHARED = 1
 """CU_FUNC_CACHE_PREFER_SHARED."""
@@ -22,7 +22,7 @@ MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 SHARED_UNASKED = 48 * 2**10
-"""Bytes of shared memory that a kernel gets without asking for more."""
+"""Bytes of shared memory that a kernel gets by default."""
 
 TENSOR_MAP = 128
 """Bytes of an encoded TMA descriptor (CUtensorMap)."""
@@ -34,7 +34,7 @@ L2_PROMOTION_128B = 2
 
 
 class Kernel(NamedTuple):
-    """A kernel of a GPU. ``threads``: of a program; ``shared``: its bytes of shared memory."""
+    """A kernel loaded onto a GPU. ``threads``: threads of a program; ``shared``: its bytes of shared memory."""
 
     device: int
     function: int
@@ -43,9 +43,9 @@ class Kernel(NamedTuple):
 
 
 class DescriptorFormat(NamedTuple):
-    """A TMA descriptor but for its address; ``shape``, ``strides`` in bytes and ``block`` from the last dimension on.
+    """A TMA descriptor without its address; ``shape``, ``strides`` and ``block`` list the last dimension first.
 
-    ``element`` and ``swizzle``: CUtensorMapDataType and CUtensorMapSwizzle. ``strides``: all but the last dimension's.
+    ``element`` and ``swizzle``: CUtensorMapDataType and CUtensorMapSwizzle. ``strides``: in bytes, without the last dimension's.
     """
 
     element: int
@@ -56,9 +56,9 @@ class DescriptorFormat(NamedTuple):
 
 
 class Memory:
-    """Where a kernel's parameters are written before a start of it, and where each begins; free again when the start returns.
+    """A buffer for the parameters of one start of a kernel, with a pointer to each; it is free again when the start returns.
 
-    (The driver takes all of them as one buffer too, without a list of where they begin, but then no TMA descriptors.)
+    The driver also takes one buffer without pointers, but then no TMA descriptors.
     """
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class Memory:
 
 
 def load(binary: bytes, name: str, device: int, threads: int, shared: int) -> Kernel:
-    """Load the kernel of that name onto a GPU. RuntimeError where the driver refuses."""
+    """Load the kernel of that name onto a GPU. Raise RuntimeError if the driver refuses."""
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     use(device)
     check(driver.cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
@@ -83,7 +83,7 @@ def load(binary: bytes, name: str, device: int, threads: int, shared: int) -> Ke
 
 
 def start(kernel: Kernel, grid: int, stream: int, parameters: Memory) -> None:
-    """Start ``grid`` programs on a stream of the kernel's GPU. RuntimeError where the driver refuses."""
+    """Start ``grid`` programs on a stream of the kernel's GPU. Raise RuntimeError if the driver refuses."""
     launch, (device, function, threads, shared) = _driver().cuLaunchKernel, kernel
     status = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters.pointers, None)
     if status in NO_CONTEXT:
@@ -93,7 +93,7 @@ def start(kernel: Kernel, grid: int, stream: int, parameters: Memory) -> None:
 
 
 def encode(address: int, of: DescriptorFormat) -> bytes:
-    """Encode the TMA descriptor of the array at ``address``; what lies outside of it is read as 0."""
+    """Encode the TMA descriptor of the array at ``address``; elements outside of the array are read as 0."""
     memory = ctypes.create_string_buffer(TENSOR_MAP + TENSOR_MAP_ALIGNMENT)
     begin = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
     rank = len(of.shape)
@@ -118,14 +118,14 @@ def encode(address: int, of: DescriptorFormat) -> bytes:
 
 
 def use(device: int) -> None:
-    """Give this thread the context of the GPU that all libraries of the process share."""
+    """Make the GPU's primary context, which all libraries of the process share, current in this thread."""
     driver, context = _driver(), ctypes.c_void_p()
     check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
     check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 def check(status: int, name: str) -> None:
-    """RuntimeError, in the driver's words, unless ``status`` is CUDA_SUCCESS."""
+    """Raise RuntimeError, with the driver's message, if ``status`` is not CUDA_SUCCESS."""
     if status:
         words = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(words))

@@ -1,4 +1,4 @@
-"""A kernel launch as data, the same for both frameworks: which kernel, how many programs, which arguments."""
+"""Kernel launches as plain data, the same for both frameworks: kernel, grid, arguments, constants and outputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Array:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A host TMA descriptor of blocks ``block`` of a contiguous array of that shape; what lies outside of it is read as 0.
+    """A host TMA descriptor of blocks ``block`` of a contiguous array; elements outside of the array are read as 0.
 
-    ``pitch``: elements from one row of the last dimension to the next, where the array has more columns than ``shape`` says.
-    ``gluon``: for a Gluon kernel, whose type of it says how blocks lie in shared memory, ``swizzled`` or row after row.
+    ``pitch``: elements from one row of the last dimension to the next, if the array has more columns than ``shape`` says.
+    ``gluon``: the kernel is in Gluon, whose descriptor type includes the shared-memory layout: ``swizzled`` or row-major.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Descriptor:
 
     @property
     def layout(self) -> Any:
-        """Return how blocks lie in shared memory, for a Gluon kernel."""
+        """Return the layout of blocks in shared memory, for a Gluon kernel."""
         from .hopper.gluon import shared_layout
 
         return shared_layout(self.block, TRITON_TYPES[self.dtype], self.swizzled)
@@ -70,7 +70,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that the compiled kernel does not depend on, but, where it is ``divided``, for whether 16 divides it."""
+    """A number that is not compiled into the kernel; if ``divided``, the kernel is specialized on whether 16 divides it."""
 
     value: int | float
     type: str
@@ -82,7 +82,7 @@ Argument = Array | Descriptor | Scalar
 
 @dataclass(frozen=True)
 class Output:
-    """What a launch returns: an array of its own, or the given array ``over``, overwritten in place."""
+    """An output array of a launch: a new array, or the input ``over``, overwritten in place."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,10 +93,10 @@ class Output:
 @hashed_once
 @dataclass(frozen=True)
 class Launch:
-    """``arguments`` and ``constants`` by the kernel's parameters; one that is in neither is None in the kernel.
+    """A launch of ``grid`` programs, with ``arguments`` and ``constants`` by parameter; a parameter in neither is None.
 
-    Arrays that are outputs come last among the kernel's arrays, in the order of ``outputs``; behind them ``scratch``, which is
-    overwritten like an output, over an input of zeros that whoever launches it makes, and which nobody sees afterwards.
+    Outputs come last among the kernel's arrays, in the order of ``outputs``, followed by ``scratch``. A scratch array overwrites
+    an input of zeros that the launcher allocates, and is discarded after the launch.
     """
 
     kernel: str
@@ -110,33 +110,33 @@ class Launch:
 
     @property
     def written(self) -> tuple[Output, ...]:
-        """Return outputs and scratch, in the order of the kernel's parameters."""
+        """Return the outputs and scratch arrays, in the order of the kernel's parameters."""
         return self.outputs + self.scratch
 
     @cached_property
     def zeros(self) -> dict[str, Output]:
-        """Return what the inputs of zeros become, by their names."""
+        """Return the scratch arrays by the names of the inputs of zeros that they overwrite."""
         return {x.over: x for x in self.scratch if x.over}
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the arrays that go in, in the order of the kernel's parameters; one may come twice."""
+        """Return the names of the input arrays, in the order of the kernel's parameters; a name may occur twice."""
         made = {output.name for output in self.written}
         return tuple(x.name for _, x in self.arguments if not isinstance(x, Scalar) and x.name not in made)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:
-        """Return the names of the outputs."""
+        """Return the names of the outputs, in order."""
         return tuple(output.name for output in self.outputs)
 
     @cached_property
     def signature(self) -> tuple[tuple[str, str], ...]:
-        """Return the type of every argument by its parameter."""
+        """Return (parameter, type) of each argument."""
         return tuple((parameter, argument.type) for parameter, argument in self.arguments)
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """Return the parameters that 16 divides: arrays by contract, integers by their value."""
+        """Return the parameters that are divisible by 16: arrays by contract, integers by their value."""
         return frozenset(
             parameter
             for parameter, x in self.arguments
@@ -145,14 +145,14 @@ class Launch:
 
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:
-    """Return what Triton's interpreter takes for a Descriptor of ``array``."""
+    """Return the TensorDescriptor that Triton's interpreter takes for a Descriptor of ``array``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))
 
 
 def encodings(kernel: Any) -> list[dict[str, Any]]:
-    """Return how the driver is to encode each TMA descriptor of a compiled kernel: elem_type, swizzle and block_shape."""
+    """Return the driver's encoding of each TMA descriptor of a compiled kernel: elem_type, swizzle and block_shape."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     return [

@@ -1,4 +1,4 @@
-"""Why a launch cannot run where it should, in words, found before it is started: "auto" then goes on with the next backend."""
+"""Reasons, in words, why launches cannot run on a GPU, found by compilation before any start; "auto" then moves on."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .launch import Launch
 from .tile_sizes import shared_memory
 
 MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600}
-"""Bytes of stack for registers that do not fit, above which "auto" passes over a kernel: more than any release that was tried
-needs with every feature at once (432 and 568; parity_tests/core/hopper_launches.json)."""
+"""Largest stack, in bytes of spilled registers, at which "auto" takes a kernel. The tried releases need at most 432 and 568
+with all features at once (parity_tests/core/hopper_launches.json)."""
 
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, None where all can.
+    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, None if all can.
 
-    ``spilling``: a kernel may keep more registers in memory than when it was measured, and be slow for it.
+    ``spilling``: accept a kernel that spills more registers than when it was measured, and is slow for that reason.
     """
     if interpreted():
         return None
     for launch in launches:
         try:
             kernel = compiled(launch, capability)
-        except Exception as error:  # whatever Triton, LLVM or ptxas have to say
+        except Exception as error:  # Triton, LLVM and ptxas may raise anything
             return f"its kernel {launch.kernel} does not compile with Triton {triton_version()}: {cause_of(error)}"
         reason = _of_kernel(launch, kernel, capability, spilling)
         if reason is not None:
@@ -36,13 +36,13 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
 
 
 def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
-    """Return why a kernel that was compiled cannot run."""
+    """Return why a compiled kernel cannot run, None if it can."""
     its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
     if kernel.metadata.shared > most:
         return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"
     try:
         stack = stack_bytes(kernel.asm["cubin"])
-    except Exception as error:  # whatever stands there
+    except Exception as error:  # a damaged binary may raise anything
         return f"the binary of {its} is damaged ({cause_of(error)}): delete {cache_folder()}, where Triton keeps it"
     bound = MOST_STACK.get(launch.kernel)
     if not spilling and bound is not None and stack > bound:
@@ -50,13 +50,13 @@ def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> 
     try:
         values = parameters(launch, kernel).values
         layout(kernel.asm["ptx"], [isinstance(value, bytes) for value in values])
-    except Exception as error:  # names of Triton that have changed, or parameters
+    except Exception as error:  # Triton's attributes or the parameters may have changed
         return f"{its} cannot be started as {triton} compiles it: {cause_of(error)}"
     return None
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one line what an error of Triton, LLVM or ptxas says, the same for equal causes."""
+    """Summarize an error of Triton, LLVM or ptxas in one line, the same for equal causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [re.sub(r"\S*\.ptx\b", "its PTX", line.strip()) for line in str(error).splitlines()]

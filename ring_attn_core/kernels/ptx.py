@@ -1,24 +1,24 @@
-"""What is changed between Triton and the GPU: what products are given in PTX, and which assembler reads it.
+"""Changes to the PTX of Hopper's kernels for newer releases of Triton, and the choice of their assembler.
 
-A product of Hopper's tensor cores (wgmma) finds its second factor, and mostly its first, in shared memory, by a descriptor of 64
-bits whose low ones hold the address. A tile of 128 x 128 is multiplied in eight parts, whose descriptors differ by constants.
-Three things have changed:
+A product of Hopper's tensor cores (wgmma) reads its second factor, and mostly its first, from shared memory by a 64-bit
+descriptor that holds the address in its low bits. A tile of 128 x 128 is multiplied in eight parts; their descriptors differ by
+constants. Three changes of Triton cost speed:
 
-    3.8   What a first factor in registers is copied to others before its product. ``as_before`` takes the copies out
-    3.9   The constants are added to the address, in 32 bits, and every descriptor is put together of two words. LLVM does all
-          eight far ahead, and they lie in 16 registers of every thread, or in memory. Before, a constant was added to the
-          descriptor: in uniform registers, right before the product. ``as_before`` computes it there again
-    3.9   Hopper's kernels are read by CUDA 13.4's assembler, not by that of CUDA 12.9, which lies beside it. Ours go to that one
+    3.8   A first factor in registers is copied to other registers before its product. ``as_before`` removes the copies
+    3.9   The constants are added to the 32-bit address, and every descriptor is assembled from two words. LLVM computes all
+          eight early, so they occupy 16 registers of every thread, or memory. Before 3.9 the constant was added to the
+          descriptor, in uniform registers, right before the product. ``as_before`` restores that
+    3.9   Triton assembles for Hopper with CUDA 13.4's ptxas instead of CUDA 12.9's, which it still ships. Ours use 12.9's
 
-No value changes. With Triton 3.9, registers reloaded in a step without a mask (some 395 and 465 instructions), and TFLOP/s of one
-H200 (causal, 16,384 tokens, 16 heads of 128), over 3.6's in the same run:
+No value changes. The table gives, for Triton 3.9, the registers reloaded in a step without a mask (some 395 and 465
+instructions), and TFLOP/s over those of Triton 3.6 in the same run (one H200, causal, 16,384 tokens, 16 heads of 128):
 
                                       backward                forward
     as Triton compiles it             33 reloads, 0.71        40 reloads
     as_before                          0 reloads, 1.01         0 reloads, 0.99
     as_before, by 12.9                 0 reloads, 1.01         0 reloads, 1.00 (4 x 4,096 tokens 1.00, by 13.4 0.98)
 
-The backward needs ``register_layouts.here`` and ``gluon.wait_for_products`` besides, the forward ``forward_softmax.row_maximum``.
+The backward also needs ``register_layouts.here`` and ``gluon.wait_for_products``, the forward ``forward_softmax.row_maximum``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ FIRST = 3, 8
 """The first release of Triton whose PTX is changed."""
 
 ADDRESS = {"bfe.u32": "15", "and.b32": "32767"}
-"""How an address is cut to its 15 bits, in units of 16 bytes (PTX ISA, matrix-descriptor format), and the last operand then."""
+"""Instructions that cut an address to 15 bits, in units of 16 bytes (PTX ISA, matrix-descriptor format), by last operand."""
 
 OLDER_GPU = 80
-"""A GPU for which Triton 3.9 still takes the older of its assemblers."""
+"""A compute capability for which Triton 3.9 still uses the older of its two assemblers."""
 
 _REGISTER = re.compile(r"%\w+")
 _PRODUCT = re.compile(r"^.*\bwgmma\.mma_async\b.*$", re.MULTILINE)
@@ -49,18 +49,18 @@ _WRITTEN = re.compile(r"(?:^|[;{}])\s*(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%
 _DEFINITION = re.compile(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;{}]*);$", re.MULTILINE)
 
 Definitions = dict[str, tuple[str, list[str]]]
-"""By register, for those that are written once: the operation and its operands."""
+"""The operation and operands that define a register, for each register that is written once."""
 
 _lock = threading.Lock()
 _threads: list[int] = []
-"""The threads that compile a kernel of ours, one as often as it does."""
+"""Identifiers of the threads that compile our kernels, one entry for each compilation."""
 _before: Callable[..., Any] | None = None
 
 
 def as_before(ptx: str) -> str:
-    """Return PTX of the same values, whose products are given registers and descriptors as Triton 3.7 gives them.
+    """Rewrite PTX so that products get registers and descriptors as from Triton 3.7; all values stay the same.
 
-    What does not have exactly the form of 3.8 or 3.9 is left alone.
+    Instructions that do not match the patterns of 3.8 and 3.9 exactly are left unchanged.
     """
     written = Counter(register for registers in _WRITTEN.findall(ptx) for register in _REGISTER.findall(registers))
     found = ((match[2], (match[1], match[3].split(", "))) for match in _DEFINITION.finditer(ptx))
@@ -81,7 +81,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Return the registers that only products read, with the register that each is a copy of."""
+    """Return the copied registers that only products read, each with its source register."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {
@@ -92,7 +92,7 @@ def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[s
 
 
 def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | None:
-    """Return the address's register and the constant of which a descriptor is the sum; None where it is made in another way."""
+    """Return the address register and the constant whose sum is a descriptor; None if it is computed in another way."""
     operation, operands = definitions.get(register, ("", []))
     if operation != "or.b64" or not operands[1].isdecimal() or int(operands[1]) % 2**32:
         return None
@@ -112,7 +112,10 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Pass what Triton of that release compiles meanwhile in this thread through ``as_before``; others' kernels stay theirs."""
+    """Apply ``as_before`` to the kernels that this thread compiles in the block, if the release of Triton needs it.
+
+    Kernels of other threads are not changed.
+    """
     from triton import knobs
 
     global _before
@@ -135,7 +138,7 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
-    """Answer Triton, which asks for a key of its cache, by no arguments, then for the stages (backend, stages, options, ...)."""
+    """Serve as Triton's hook: without arguments return a cache key, else change the stages (backend, stages, options, ...)."""
     if threading.get_ident() not in _threads:
         return _before(*of) if _before else None if of else ("", "")
     older = older_assembler()
@@ -156,7 +159,7 @@ def _add_stage(*of: Any) -> tuple[str, str] | None:
 
 
 def older_assembler() -> str | None:
-    """Return the version of the assembler that Triton has for GPUs before Hopper; None where it has none."""
+    """Return the version of Triton's assembler for GPUs before Hopper, or None if Triton has none."""
     from triton import knobs
 
     try:

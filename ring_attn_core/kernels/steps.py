@@ -1,4 +1,4 @@
-"""Which launches a step of the ring is made of: Hopper's kernels where they take a call, else the portable ones."""
+"""The launches of a step of the ring: Hopper's kernels if they take a call, else the portable ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .portable import launches as portable
 
 
 def of_forward(call: Call, steps: int) -> Iterator[Launch]:
-    """Return every launch of the forward of a ring of so many steps."""
+    """Yield each different launch of the forward of a ring of ``steps`` steps."""
     if "key_mask" in call.given:
         yield portable.unpack_key_mask(call.batch, call.kv_local)
     if "dropout_seed" in call.given:
@@ -23,7 +23,7 @@ def of_forward(call: Call, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: Call, steps: int) -> Iterator[Launch]:
-    """Return every launch of the backward that is not of the forward too."""
+    """Yield each different launch of the backward that the forward does not have."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.given:
         yield extent_bounds(call)
@@ -37,13 +37,13 @@ def of_backward(call: Call, steps: int) -> Iterator[Launch]:
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
-    """Return whether a step is a ring's first and its last: all pairs that come up."""
+    """Return the pairs (is first step, is last step) that occur in a ring of ``steps`` steps."""
     return sorted({(step == 0, step == steps - 1) for step in range(steps)})
 
 
 @lru_cache(maxsize=4096)
 def in_one_pass(call: Call) -> bool:
-    """Return whether one launch, ``hopper.backward``, makes all the gradients of a step; else it takes ``dq`` and ``dkv``."""
+    """Return whether one launch, ``hopper.backward``, computes all gradients of a step, in place of ``dq`` and ``dkv``."""
     return call.hopper and "backward" not in call.portable and refusal_of_backward(call) is None
 
 
@@ -57,5 +57,5 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: Call) -> Launch:
-    """Return the launch that reads off what every tile of queries of the backward may see by its extents."""
+    """Return the launch that computes the extent bounds of the backward's query tiles."""
     return portable.extent_bounds(call, hopper.queries(call) if in_one_pass(call) else call.tiles("dkv").block_q)

@@ -1,8 +1,8 @@
-"""Tile sizes and tile ranges: pure functions, tested without a device, the measured reason beside each number.
+"""Tile sizes and tile ranges as pure functions, tested without a device, with the measured reason beside each number.
 
-The portable kernels' are chosen by ``choose_tiles`` (asked by call.py), those of Hopper's forward by ``hopper_tiles`` (asked by
-hopper/launches.py), the plain backends' by ``blockwise_tiles`` (asked by attend/tiles.py of both packages). Hopper's backward has
-``HOPPER_BACKWARD_KEYS`` keys a tile; how many queries, ``queries`` in hopper/launches.py says.
+``choose_tiles`` serves the portable kernels (called by call.py), ``hopper_tiles`` Hopper's forward (called by
+hopper/launches.py), ``blockwise_tiles`` the plain backends (called by attend/tiles.py of both packages). Hopper's backward has
+``HOPPER_BACKWARD_KEYS`` keys per tile, and the queries per tile that ``queries`` in hopper/launches.py returns.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from ..runs import clamp, only_where
 
 MASK_BLOCK = 1024
-"""Keys of which a program unpacks the key mask."""
+"""Number of keys whose mask one program unpacks."""
 MASK_SPAN = 64
-"""Keys of a span, of which it is noted whether the key mask hides any."""
+"""Number of keys of a span; one flag per span records whether the key mask hides any of them."""
 
 HOPPER_BACKWARD_KEYS = 128
-"""Keys of a program of the Hopper backward: 64 of each of its two warpgroups."""
+"""Number of keys of a program of the Hopper backward: 64 for each of its two warpgroups."""
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles of ``block_q`` queries and ``block_k`` keys, worked on by ``warps`` warps, ``stages`` tiles in flight.
+    """Tiles of ``block_q`` queries and ``block_k`` keys, ``warps`` warps per program, ``stages`` tiles in flight.
 
-    ``tma``: tiles are read by TMA where the arrays allow it.
+    ``tma``: tiles are read by TMA if the arrays allow it.
     """
 
     block_q: int
@@ -36,15 +36,15 @@ class TileConfig:
 
 
 def shared_memory(capability: int) -> int:
-    """Return the bytes of shared memory of a block of a GPU, such as 90 (CUDA C++ Programming Guide, tech. specifications)."""
+    """Return the bytes of shared memory per block at a compute capability (CUDA C++ Programming Guide, tech. specifications)."""
     return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}.get(capability, 101376)
 
 
 def padded(width: int) -> int:
     """Return the padded head dimension of a tile that holds ``width``: a power of two, of at least 64.
 
-    A product would take 16, but Triton 3.6 gives wrong numbers on Hopper where a tile of 16-bit rows shorter than 128 bytes goes
-    from registers to shared memory and is read there as the second factor (v of a tile in which something is hidden).
+    A product takes 16 columns, but Triton 3.6 computes wrong numbers on Hopper if a tile with 16-bit rows shorter than 128 bytes
+    goes from registers to shared memory and is the second factor of a product there (v of a masked tile).
     """
     return max(64, 1 << (width - 1).bit_length())
 
@@ -52,11 +52,11 @@ def padded(width: int) -> int:
 def choose_tiles(
     kernel: str, dtype: str, head_dim: int, v_dim: int, capability: int, features: frozenset[str] = frozenset()
 ) -> TileConfig:
-    """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head sizes on a GPU, such as 90.
+    """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions at a compute capability.
 
-    ``features``: those of "softcap" and "dropout_seed" (dropout) that the call has: each takes registers.
-    Measured on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64; ms, the runner-up in brackets. TMA by whoever
-    has it; products in float32 are unrolled, and larger tiles take minutes to compile.
+    ``features``: optional arrays of the call and "softcap"; "softcap" and "dropout_seed" (dropout) take registers. Times are in
+    ms on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, with the runner-up in brackets. GPUs with TMA use
+    it. Products in float32 are unrolled, and larger tiles take minutes to compile.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90
@@ -64,7 +64,7 @@ def choose_tiles(
         return TileConfig(32 if width > 128 else 64, 0, 4, 1)
     if dtype == "float32":
         return TileConfig(16, 16, 4, 1) if width > 128 else TileConfig(32, 32, 4, 1)
-    if shared_memory(capability) < 128 * 1024:  # workstation GPUs: what fits, measured on none
+    if shared_memory(capability) < 128 * 1024:  # workstation GPUs: tiles that fit, not measured
         if width > 128:
             return TileConfig(64, 64, 4, 1) if kernel == "forward" else TileConfig(32, 32, 4, 1)
         return TileConfig(32, 64, 4, 2) if kernel == "dkv" else TileConfig(64, 64, 4, 2)
@@ -82,11 +82,11 @@ def choose_tiles(
 
 
 def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int]:
-    """Return block_q, block_k, warps and stages for heads of 65 to 128."""
+    """Return block_q, block_k, warps and stages for head dimensions of 65 to 128."""
     if kernel == "forward":
         if capability == 90:
             return 128, 128, 8, 3  # 2.18 (128 x 64 2.34)
-        return (128, 128, 8, 2) if capability > 90 else (128, 64, 8, 3)  # what shared memory holds
+        return (128, 128, 8, 2) if capability > 90 else (128, 64, 8, 3)  # limited by shared memory
     if kernel == "dq":
         return 128, 64, 8, 3  # 2.67 (64 x 64 2.82)
     if "softcap" in features:
@@ -98,10 +98,10 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Tiles of ``block_q`` queries, 64 to a warpgroup, and ``block_k`` keys, ``stages`` of these in flight.
+    """Tiles of ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys, ``stages`` key tiles in flight.
 
-    ``q_in_registers``: else every product reads q from shared memory. ``registers`` of a consumer's thread and
-    ``producer_registers``: a warpgroup's together 65536 / 128.
+    ``q_in_registers``: products take q from registers, else from shared memory. ``registers``, ``producer_registers``: registers
+    of a consumer's and a producer's thread; over all warpgroups these sum up to at most 65536 / 128.
     """
 
     block_q: int
@@ -113,28 +113,29 @@ class HopperConfig:
 
 
 def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
-    """Return the tiles of the Hopper forward for heads of 64, 128 or 256 columns; ``features`` as in ``choose_tiles``.
+    """Return the tiles of the Hopper forward for padded heads of 64, 128 or 256; ``features`` as in ``choose_tiles``.
 
-    TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, in brackets what lost in the same run.
+    Numbers are TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, with losers of the same run in
+    brackets.
     """
     if max(head_dim, v_dim) > 128:
-        return HopperConfig(128, 64, 2, q_in_registers=False)  # what registers hold, measured on none
+        return HopperConfig(128, 64, 2, q_in_registers=False)  # limited by registers, not measured
     if head_dim == 64:
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
-    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout want its registers: 2.05 ms (2.11), 2.08
-    # (2.22, both as it was made then) and 2.56 (4.10).
+    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout need q's registers: 2.05 ms without q in
+    # registers (2.11 with it), 2.08 (2.22; these two from an earlier version of the kernel) and 2.56 (4.10).
     return HopperConfig(128, 128, 2, q_in_registers=not features & {"key_mask", "alibi_slopes", "dropout_seed"})
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
-    """Return (block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores held at once per (i, j).
+    """Return (block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores per pair (i, j).
 
-    The scores of a tile should stay in the caches between the passes over them. Forward and backward, ms of one AMD EPYC core at
-    4,096 tokens, causal, dim 64, float32, with tiles of 128 / 256 / 512: 8 heads 785 / 785 / 867 in PyTorch, 769 / 753 / 1048 in
-    JAX; 32 heads 3308 / 3444 / 5063 and 3347 / 3775 / 4576; 2 heads 227 / 198 / 217 and 149 / 151 / 209. Very many heads get
-    shorter query tiles, so that the scores in flight stay below 16 Mi elements.
+    The scores of a tile should stay in the caches between the passes over them. Forward and backward take, in ms on one AMD EPYC
+    core at 4,096 tokens, causal, head_dim 64, float32, with tiles of 128 / 256 / 512: 8 heads 785 / 785 / 867 in PyTorch, 769 /
+    753 / 1048 in JAX; 32 heads 3308 / 3444 / 5063 and 3347 / 3775 / 4576; 2 heads 227 / 198 / 217 and 149 / 151 / 209. Very many
+    heads get shorter query tiles, so that the scores of a tile stay at or below 16 Mi elements.
     """
-    known = isinstance(score_rows, int)  # not under a symbolic batch of jax.export, which may be of any size
+    known = isinstance(score_rows, int)  # False for a symbolic batch of jax.export, which may be of any size
     block = 256 if known and score_rows <= 16 else 128
     block_k = min(block, max(k_slot, 1))
     block_q = min(block, max(q_slot, 1))
@@ -144,10 +145,10 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
 
 
 def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, block_k: int) -> tuple[Any, Any]:
-    """Return first and end (exclusive) of the key tiles that queries ``m0 .. m1 - 1`` of a run meet; ints or traced ints.
+    """Return first and end (exclusive) of the key tiles visible to queries ``m0 .. m1 - 1`` of a run; ints or traced ints.
 
     ``lo <= i - j <= hi`` is the band in local indices; ``begin .. end - 1`` are the keys of the run that an extent, or the run's
-    length, leaves to them. First >= end where the queries see nothing.
+    length, allows. First >= end if the queries see no key.
     """
     first = clamp(m0 - hi, begin, end) // block_k
     last = -(-clamp(m1 - lo, begin, end) // block_k)

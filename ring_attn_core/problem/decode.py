@@ -10,7 +10,7 @@ from ..records import hashed_once
 from .checks import DTYPES, FARTHEST, INTEGERS, Given, check_scale, check_softcap
 
 FP8 = "float8_e4m3fn"
-"""The dtype of one-byte keys and values; products are in q's dtype, sums in float32."""
+"""The dtype of one-byte keys and values; they are converted to a wider dtype for the products, and sums are in float32."""
 
 SCALES = "k_scale", "v_scale"
 
