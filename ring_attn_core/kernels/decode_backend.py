@@ -35,8 +35,8 @@ def objection(problem: Decode) -> str | None:
 def runnable_decode(problem: Decode) -> DecodeCall | None:
     """Compile the kernels of a checked problem and return their call, or None if "blockwise" computes it.
 
-    The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's name is unknown,
-    or if "triton" was asked for and cannot run.
+    The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's
+    name is unknown, or if "triton" was asked for and cannot run.
     """
     backend = problem.backend
     if backend not in ("auto", *BACKENDS):

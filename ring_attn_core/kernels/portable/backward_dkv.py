@@ -3,14 +3,14 @@
     dv_j = sum_i z_ij p_ij dout_i                                  p, dp, ds, z as in backward_dq.py
     dk_j = scale sum_i ds_ij q_i
 
-One pass over the queries that see a tile of keys, of every query head of the group (FlashAttention-2, arXiv:2307.08691,
+One pass over the queries that see a tile of keys, for each query head of the group (FlashAttention-2, arXiv:2307.08691,
 algorithm 2).
 
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
            other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
 Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
-Q tiles    those that the band touches, and with extents by their bounds; those that see all of the k tile need no mask
-State      FIRST: no gradients have come yet; else dk_in and dv_in f32, which dk and dv may overwrite in place
+Q tiles    those that meet the band, and with extents the k tile by their bounds; those that see all of the k tile need no mask
+State      FIRST: dk and dv start at 0; else dk_in and dv_in f32, which dk and dv may overwrite in place
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
 
@@ -41,7 +41,7 @@ from .rows import (
 from .scores import scores
 
 SCAN = tl.constexpr(64)
-"""Tiles of queries whose bounds are read at a time."""
+"""Number of query tiles whose bounds are read at a time."""
 
 
 class Queries(NamedTuple):
@@ -96,7 +96,7 @@ def dkv(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv of a tile of keys."""
+    """Compute dk and dv of a tile of keys."""
     sizes: tl.constexpr = Sizes(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
@@ -164,7 +164,7 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Return dk and dv with the part of the queries of one tile, from query ``m0`` of the run on."""
+    """Add the contribution of one query tile, from query ``m0`` of the run on, to dk and dv, and return them."""
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
@@ -185,7 +185,7 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
     dropped = p
     if args.dropout is not None:
         keep = kept_of_tile(args, tile.batch, head, row, i, j, m0, tile.n0, sizes, True)
-        dropped, p = tl.where(keep, p, 0.0), tl.where(keep, p, -p)  # its sign goes on saying what is kept
+        dropped, p = tl.where(keep, p, 0.0), tl.where(keep, p, -p)  # from here on the sign of p is the dropout mask
     dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, args.S, sizes.PRECISION)
     dp = tl.dot(tile.v, tl.trans(dout_tile), input_precision=sizes.PRECISION)
     if args.dropout is not None:
@@ -202,10 +202,10 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Return those of the query tiles in which some query may see the keys at k_first .. k_last, and in which all see all.
+    """Restrict query ``Tiles`` to those that may see keys k_first .. k_last by their extents; k_first and k_last are positions.
 
-    ``bounds`` are those of ``extent_bounds``; k_first and k_last are token positions. Where the whole tiles have gaps between
-    them, all are taken for partly seen.
+    The ``bounds`` are those of ``extent_bounds``. Tiles in which every query sees all these keys need no mask, unless there are
+    gaps between such tiles: then all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

@@ -5,13 +5,13 @@
     ds_ij = p_ij (dp_ij - delta_i) (1 - t_ij^2)                    t_ij: the tanh of softcap; without it the last factor is 1
     dq_i  = scale sum_j ds_ij k_j                                  delta_i = out_i . dout_i - dlse_i
 
-One pass over the keys that a tile of queries sees, with probabilities computed again from lse (FlashAttention-2,
+One pass over the keys that a tile of queries sees, with probabilities recomputed from lse (FlashAttention-2,
 arXiv:2307.08691, algorithm 2).
 
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32 (backward_sums.py), the other arrays as in forward.py
            -> dq_BSHD
 Program    one (q tile, query head, batch row), as in forward.py
-State      FIRST: no part of dq is there yet; else dq_in f32, which dq may overwrite in place. A q tile that sees nothing here
+State      FIRST: dq starts at 0; else dq_in f32, which dq may overwrite in place. A q tile that sees no key here
            writes only at the first step and at the LAST, where dq gets the input's dtype
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
 """
@@ -34,7 +34,7 @@ from .scores import scores
 
 
 class Loaded(NamedTuple):
-    """What a tile of queries needs at every tile of keys: q, dout, and of each query ``lse2`` and ``delta``."""
+    """The values of a query tile that each key tile needs: q, dout, and ``lse2`` and ``delta`` of each query."""
 
     q: Any
     dout: Any
@@ -85,7 +85,7 @@ def dq(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq of a tile of queries."""
+    """Compute dq of a tile of queries."""
     sizes: tl.constexpr = Sizes(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
@@ -142,7 +142,7 @@ def dq(
 
 @triton.jit
 def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Return acc with the part of the keys of one tile, from key ``n0`` of the run on."""
+    """Add the contribution of one key tile, from key ``n0`` of the run on, to acc, and return it."""
     ACCURATE: tl.constexpr = loaded.q.dtype == tl.float32
     row = run.row
     j = n0 + tl.arange(0, sizes.BLOCK_K)

@@ -1,7 +1,7 @@
-"""What the backward needs of every query, and of the extents of every tile of queries, in Triton.
+"""Inputs of the backward: lse2 and delta of each query, and bounds of the extents of each query tile, in Triton.
 
-    lse2_i  = log2(e) lse_i                     +inf where the query sees nothing: its probabilities become 0
-    delta_i = out_i . dout_i - dlse_i           0 where the query sees nothing
+    lse2_i  = log2(e) lse_i                     +inf if the query is fully masked: its probabilities become 0
+    delta_i = out_i . dout_i - dlse_i           0 if the query is fully masked
     bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
 
 Shapes     out_BSHE, lse_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS f32; extents int32 [B, S, 2],
@@ -36,7 +36,7 @@ def delta(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Store lse in base 2 and delta of a tile of tokens."""
+    """Compute and store lse in base 2 and delta for a tile of tokens."""
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
     head = program // tiles % H
@@ -58,7 +58,10 @@ def delta(
 
 @triton.jit
 def extent_bounds(extents_ptr, rows_ptr, bounds_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Store the bounds of a tile of queries. An empty extent counts as one that begins behind all keys and ends before them."""
+    """Compute and store the extent bounds of a query tile.
+
+    An empty extent counts as one that begins behind all keys and ends before them.
+    """
     q_slot = S // Q_RUNS
     tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0)

@@ -1,29 +1,28 @@
 """Attention of a few queries over a cache that is cut into splits, and the merge of the splits, in Triton (sm_80 and later).
 
-    s_ij  = softcap tanh(scale q_i . k_j / softcap) - slope lag_ij        where query i may see the token in slot j, else -inf
-    lse_i = log sum_j exp(s_ij)           natural log; -inf where the query sees nothing
-    out_i = sum_j exp(s_ij - lse_i) v_j   0 where the query sees nothing
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) - slope lag_ij        if query i sees the token in slot j, else -inf
+    lse_i = log sum_j exp(s_ij)           natural log; -inf if the query sees no token
+    out_i = sum_j exp(s_ij - lse_i) v_j   0 if the query sees no token
 
-One query gives a GPU one row of work a head, and a cache of a million slots takes a millisecond to read: so the slots are cut
-into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, of all queries, are the rows of one
-tile, and k and v are read once for them. ``merge_pairs`` then merges the splits, or what ranks have found, in their order: two
+One query gives a GPU one row of work per head, and a cache of a million slots takes a millisecond to read. Therefore the slots
+are cut into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, for all queries, are the
+rows of one tile, so k and v are read once. ``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two
 runs give the same bits.
 
-A slot is seen by what its position says, which is loaded with the keys. A slot that no query of the tile may see is not read at
-all: it may be empty and hold NaN. Where splits begin or end with such slots, the program looks for the first that is seen, SCAN
-slots at a time.
+The position of a slot, loaded with the keys, decides about its visibility. A slot that no query of the tile sees is not read,
+because it may be empty and hold NaN. If a split begins or ends with such slots, the program skips them, SCAN slots at a time.
 
 Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [B, T], tree_mask uint8 [B, N, N], depths int32
-           [B, N] (where the nodes of a tree stand in the sequence that each would continue), alibi_slopes f32 [H], k_scale,
+           [B, N] (the position of each node of a tree in the sequence that it continues), alibi_slopes f32 [H], k_scale,
            v_scale f32 [G] -> pairs f32 [SPLITS, B, N, H, E + 1], the last column the lse
            B batch, N queries, T slots, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads fastest: those that read neighbouring memory run
            together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
            of ``merge_pairs`` one row of [B, N, H]
-Precision  products in q's dtype, sums and softmax in f32, in base 2. Keys and values of one byte become float16, which holds them
-           exactly and a GPU makes of them in one instruction (of bfloat16 in four), and so do queries of bfloat16, divided by
-           a power of two for each row; their scales are applied to scores and sums. Probabilities in
-           float16 are lifted, or the many small ones of a long cache would become 0
+Precision  products in q's dtype, sums and softmax in f32, in base 2. One-byte keys and values become float16, which holds them
+           exactly and takes one instruction (bfloat16 takes four). Queries in bfloat16 become float16 too, divided by a power
+           of two for each row. The scales are applied to scores and sums. Probabilities in float16 are multiplied by LIFT, or
+           the many small ones of a long cache would become 0
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -40,12 +39,12 @@ from .loads import add_product
 from .scores import LN2, LOG2E, tanh
 
 LIFT = tl.constexpr(2.0**15)
-"""Probabilities in float16 are so many times what they are, so that those down to 2^-39 count."""
+"""Factor of probabilities in float16, so that probabilities down to 2^-39 do not become 0."""
 LOWER = tl.constexpr(2.0**-15)
 
 
 class Sizes(NamedTuple):
-    """The constants of ``decode`` that its helpers read. FP8: 0 none, 1 converted by the GPU, 2 by bits (sm_80)."""
+    """The constants of ``decode`` that its helpers read; FP8: 0 none, 1 converted by an instruction, 2 by bits (sm_80)."""
 
     G: Any
     BLOCK_K: Any
@@ -54,7 +53,10 @@ class Sizes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the rows of a program see: positions ``lowest .. highest`` at most, and ``first`` that of the first node of a tree."""
+    """The visibility of the rows of a program: positions from ``lowest`` to ``highest``, window and tree mask.
+
+    ``first``: position of the first node of a tree.
+    """
 
     q_position: Any
     lowest: Any
@@ -138,7 +140,7 @@ def decode(
         tree_rows = tree_mask_BNN + (batch * N + query) * N
         depths = depths_BN + batch * N
     lowest = 0
-    if window is not None:  # a padded query is at -1, and may only widen what is read
+    if window is not None:  # a padded query has position -1, which can only lower ``lowest``
         lowest = tl.maximum(tl.min(tl.where(valid, q_position, 2147483647)) - window, 0)
     seen = Seen(q_position, lowest, highest, first_node, tree_rows, depths, window, N)
     positions = k_positions_BT + batch * T
@@ -190,7 +192,7 @@ def decode(
 
 @triton.jit
 def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sizes: tl.constexpr):
-    """Return the tile [BLOCK_K, COLUMNS] of k or v from a slot of all batch rows on: 0 in slots that are not ``read``."""
+    """Load the tile [BLOCK_K, COLUMNS] of k or v from ``slot``, counted over all batch rows, on; slots not in ``read`` are 0."""
     j = tl.arange(0, sizes.BLOCK_K)
     column = tl.arange(0, COLUMNS)
     at = source + (slot * sizes.G + group) * WIDTH + j[:, None] * (sizes.G * WIDTH) + column[None, :]
@@ -207,9 +209,12 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_half(q_tile):
-    """Return a tile of queries in float16, its greatest in every row 1 to 2, and the powers of two f32 that it was divided by."""
+    """Divide each row of a query tile by a power of two, to a maximum of 1 to 2.
+
+    Return the tile in float16 and the powers in f32.
+    """
     wide = q_tile.to(tl.float32)
-    exponent = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, 1)  # of |q|; those of 0 and inf are brought within bounds
+    exponent = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, 1)  # of the largest |q|, clamped next for 0 and inf
     exponent = tl.minimum(tl.maximum(exponent, 7 << 23), 247 << 23)  # 2^-120 to 2^120: both have an inverse
     inverse = (254 << 23) - exponent
     return (wide * inverse.to(tl.float32, bitcast=True)[:, None]).to(tl.float16), exponent.to(tl.float32, bitcast=True)
@@ -217,7 +222,7 @@ def in_half(q_tile):
 
 @triton.jit
 def from_bits(tile):
-    """Return float8_e4m3fn as float16: its exponent has 8 less in it, and the byte of all ones but the sign is NaN."""
+    """Convert float8_e4m3fn bytes to float16: the exponent bias is 8 less, and 0x7F in the lower 7 bits is NaN."""
     bits = tile.to(tl.int16)
     moved = ((bits & 128) << 8) | ((bits & 127) << 7)
     return tl.where((bits & 127) == 127, float("nan"), moved.to(tl.float16, bitcast=True) * 256.0)
@@ -225,7 +230,7 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return bool [BLOCK_M, BLOCK_K] which rows see which slots, and int32 lags, which count along a tree where there is one."""
+    """Return the visibility, bool [BLOCK_M, BLOCK_K], and the int32 lags; with a tree mask lags count depths of nodes."""
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]
         visible = read[None, :] & (lag >= 0)
@@ -243,7 +248,7 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return where the slots that are seen begin, or without FORWARD end, in steps of SCAN slots: what lies outside is unseen."""
+    """Return the begin of the visible slots, or without FORWARD their end, to the granularity of SCAN slots."""
     at = first if FORWARD else last
     unseen = first < last
     while unseen:
@@ -272,7 +277,7 @@ def merge_pairs(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Merge S pairs of every row of [B, N, H], and the row's sink; into ``out`` and ``lse``, or into a pair ``merged`` again."""
+    """Merge S pairs of a row of [B, N, H] and the row's sink into ``out`` and ``lse``, or into one pair ``merged``."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_E)

@@ -1,13 +1,13 @@
-"""Which probabilities dropout keeps, drawn with Philox from global positions (ring_attn_core.dropout has the formulas).
+"""The dropout mask, drawn with Philox from global positions (formulas in ring_attn_core.dropout).
 
     dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     the stream of a batch row and head, global indices
     words            = philox2x32((of_q, of_k), stream)             one counter serves eight probabilities
-    kept where a word's 16 bits >= threshold                        the share ``dropout_rate`` of them is below it
+    kept if a word's 16 bits >= threshold                           a share ``dropout_rate`` of all numbers is below it
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
 Program    of ``dropout_streams``: BLOCK batch rows and heads
-Units      positions are token positions of the whole sequence; ``threshold`` stands in the upper half of a word
+Units      positions are token positions of the global sequence; ``threshold`` is in the upper half of a word
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -27,7 +27,7 @@ WEYL = tl.constexpr(dropout.WEYL[0])
 
 @triton.jit
 def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
-    """Store the stream by which dropout draws for every batch row and head."""
+    """Store the dropout stream of every batch row and head."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(dropout_seed_ptr).to(tl.uint64) | (tl.load(dropout_seed_ptr + 1).to(tl.uint64) << 32)
     batch = (tl.load(dropout_seed_ptr + 2) + at // H).to(tl.uint32)
@@ -38,7 +38,7 @@ def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def kept_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return which probabilities of queries ``i`` from ``m0`` on and keys ``j`` from ``n0`` on dropout keeps."""
+    """Return the dropout mask, True for kept, of queries ``i`` from ``m0`` on and keys ``j`` from ``n0`` on."""
     q_pos, k_pos = row.q_start + row.stride * i, row.k_start + row.stride * j
     q_first, k_first = row.q_start + row.stride * m0, row.k_start + row.stride * n0
     stream = tl.load(args.dropout + batch * sizes.H + head)
@@ -60,11 +60,11 @@ def kept(
     ALIGNED: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """Return bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS: which probabilities dropout keeps.
+    """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS, True for kept.
 
-    Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], the first ones ``q_first`` and ``k_first``. ALIGNED says that they are
-    consecutive from multiples of 16 on, so that one counter serves the probabilities that a thread has side by side: eight, or
-    four of the eight BY_KEYS. Else each probability pays for a counter.
+    Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``. ALIGNED states that they are
+    consecutive from multiples of 16 on. One counter then serves the adjacent probabilities of a thread: eight, or BY_KEYS four of
+    the eight. Otherwise each probability takes a counter of its own.
     """
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
@@ -88,7 +88,7 @@ def kept(
 
 @triton.jit
 def philox2x32(of_q, of_k, stream):
-    """Return the two uint32 words of counters of int32 words, broadcast against each other; the key of Philox is the stream."""
+    """Return the two uint32 words for counters of two int32 words that broadcast, with the stream as Philox key."""
     a, b = tl.broadcast(of_q.to(tl.uint32), of_k.to(tl.uint32))
     for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
         product = a.to(tl.uint64) * MULTIPLIER
@@ -106,11 +106,14 @@ def turned(word, turn):
 
 @triton.jit
 def halves_kept(word, threshold):
-    """Return bool [..., 2] of words turned by 0 and by 2 bytes."""
+    """Return the mask, bool [..., 2], of words rotated by 0 and by 2 bytes."""
     return tl.join(word >= threshold, (word << 16) >= threshold)
 
 
 @triton.jit
 def quarters_kept(word, threshold):
-    """Return bool [..., 2, 2] of words turned by 0 and 2 bytes, and by 1 and 3: for keys k and k + 8, k + 1 and k + 9."""
+    """Return the mask, bool [..., 2, 2], of words rotated by 0 and 2 bytes, and by 1 and 3.
+
+    The four numbers belong to keys k and k + 8, k + 1 and k + 9.
+    """
     return tl.join(halves_kept(word, threshold), halves_kept((word << 8) | (word >> 24), threshold))

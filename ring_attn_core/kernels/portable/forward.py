@@ -1,22 +1,21 @@
 """Forward attention of one rank's queries over one k/v shard, in Triton (sm_80 and later).
 
-    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)     where query i may see key j, else -inf
-    lse_i = log sum_j exp(s_ij)           natural log; -inf where the query sees no key, its sink where it has one
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)     if query i sees key j, else -inf
+    lse_i = log sum_j exp(s_ij)           natural log; if the query sees no key its sink, or -inf without sinks
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                    z_ij = kept / (1 - dropout_rate)
 
-One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithm 1). The result is merged, in the
-epilogue, with the (out, lse) of the keys seen so far: with weights exp(lse - lse_both) it is exactly what one softmax over all of
-them would give.
+One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithm 1). The epilogue merges the result
+with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys.
 
 Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_mask_BT f32
            (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
            heaviest; a q tile lies within one run
-K tiles    every query sees one interval of every run (rows.keys_seen); tiles outside all of them are not visited, and
-           those inside all of them need no mask
-State      FIRST: nothing has been seen; else out_in f32 and lse_in, which out and lse may overwrite in place. A q tile that
-           sees nothing here writes only at the first step and at the LAST, where out gets the input's dtype
+K tiles    every query sees one interval of every run (rows.keys_seen); tiles outside all intervals are not visited, and
+           tiles inside all intervals need no mask
+State      FIRST: no keys have been seen yet; else out_in f32 and lse_in, which out and lse may overwrite in place. A q tile
+           that sees no key here writes only at the first step and at the LAST, where out gets the input's dtype
 Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype
 """
 
@@ -156,14 +155,14 @@ def forward(
 
 @triton.jit
 def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Return acc, m (in base 2) and l with the keys of one tile, from key ``n0`` of the run on."""
+    """Apply online softmax to the key tile from ``n0`` on; return acc, row max m (base 2) and row sum l."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
     row = run.row
     j = n0 + tl.arange(0, sizes.BLOCK_K)
     group = tile.head // (sizes.H // sizes.G)
     k_tile = load_tile(args.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K, sizes.BLOCK_K, MASKED)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=sizes.PRECISION)
-    # A positive scale goes into the exponential's multiply-add where nothing else needs the scores.
+    # A positive scale goes into the exponential's multiply-add if nothing else needs the scores.
     if sizes.FOLDED and args.softcap is None and tile.slope is None:
         s, factor = products, args.inner
     else:
@@ -183,7 +182,7 @@ def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASK
     p = tl.exp2(s * factor - shift[:, None])
     decay = tl.exp2(m - shift)
     l = l * decay + tl.sum(p, 1)
-    # Not before the product, though it knows nothing of the scores: booleans would be packed until here, by 250 instructions.
+    # The mask does not depend on the scores, but before the product its bools would be packed until here, by 250 instructions.
     if args.dropout is not None:
         p = tl.where(kept_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False), p, 0.0)
     v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)

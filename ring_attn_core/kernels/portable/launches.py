@@ -1,4 +1,4 @@
-"""The launches of the portable kernels: pure functions from what a call is to ``Launch``."""
+"""The launches of the portable kernels: pure functions from ``Call`` or ``DecodeCall`` to ``Launch``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 
 LEAST_FOLDED = 1e-20
-"""A scale above it goes into the exponential's multiply-add: what is added to scores may be divided by it, in float32."""
+"""Lower bound (exclusive) of a scale that is folded into the exponential's multiply-add; float32 can divide by such a scale."""
 
 SCAN = 2048
-"""Slots of a cache at which a program of ``decode`` looks at once, for the first that is seen."""
+"""Number of slots of a cache that a program of ``decode`` tests at once when it skips slots that no query sees."""
 
 MERGED_AT_ONCE = 32
-"""Pairs that a program of ``merge_pairs`` holds at once."""
+"""Number of pairs that a program of ``merge_pairs`` holds at once."""
 
 
 @lru_cache(maxsize=4096)
 def forward(call: Call, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys: outputs ``out``, ``lse``, over ``out_in``, ``lse_in`` where in float32."""
+    """Return the launch that merges one shard of keys into ``out`` and ``lse``.
+
+    After the first step the outputs overwrite ``out_in``, if out is float32, and ``lse_in``.
+    """
     tiles = call.tiles("forward")
     out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
     lse = Output("lse", (call.batch, call.seq_local, call.heads), "float32")
@@ -59,7 +62,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def delta(call: Call, out_dtype: str) -> Launch:
-    """Return the launch of what the backward needs of a query: outputs ``lse2`` and ``delta`` [b h s], from out in a dtype."""
+    """Return the launch that computes the outputs ``lse2`` and ``delta`` [b h s] for the backward, from out in ``out_dtype``."""
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
     arguments = {
@@ -79,7 +82,7 @@ def delta(call: Call, out_dtype: str) -> Launch:
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: Call, block_q: int) -> Launch:
-    """Return the launch of what tiles of ``block_q`` queries may see by extents: output ``bounds`` int32 [b, q tiles, 4]."""
+    """Return the launch that computes the extent bounds of tiles of ``block_q`` queries: ``bounds`` int32 [b, q tiles, 4]."""
     arguments = {
         "extents_ptr": Array("extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
@@ -110,7 +113,7 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dropout_streams(batch: int, heads: int) -> Launch:
-    """Return the launch of the streams that dropout draws by: output ``dropout`` [b h], from ``dropout_seed``."""
+    """Return the launch that computes the dropout streams from ``dropout_seed``: output ``dropout`` [b h]."""
     arguments = {
         "dropout_seed_ptr": Array("dropout_seed", "uint32"),
         "dropout_BH": Array("dropout", "uint32"),
@@ -123,7 +126,7 @@ def dropout_streams(batch: int, heads: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dq(call: Call, first: bool, last: bool) -> Launch:
-    """Return the launch that adds one shard of keys to dq: output ``dq``, over ``dq_in`` where it stays in float32."""
+    """Return the launch that adds one shard of keys to ``dq``, which overwrites ``dq_in`` if it stays in float32."""
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
     if not first and out.dtype == "float32":
@@ -144,10 +147,10 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: Call, first: bool, last: bool) -> Launch:
-    """Return the launch of the gradients of one shard of keys: ``dkv`` packed like k/v, else ``dk`` and ``dv``.
+    """Return the launch of the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
 
-    They are added to ``dkv_in``, or ``dk_in`` and ``dv_in``, and overwrite these. ``last``: nothing will be added to them, so
-    they come in the input's dtype.
+    Except at the ``first`` step they are added to ``dkv_in``, or ``dk_in`` and ``dv_in``, and overwrite these if in float32.
+    ``last``: the gradients are complete and get the input's dtype.
     """
     tiles = call.tiles("dkv")
     dtype = call.dtype if last else "float32"
@@ -180,7 +183,10 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """Return q, and dout, by tiles of queries, k and v by tiles of keys. ``own``: "q" or "kv", what a program has one tile of."""
+    """Return the arrays q, and dout, in query tiles, and k and v in key tiles, as pointers or TMA descriptors.
+
+    ``own``: "q" or "kv", the arrays of which a program loads a single tile.
+    """
     together = call.head_dim + call.v_dim
     by_tma = tiles.tma and tma_fits(call)
 
@@ -211,7 +217,7 @@ def of_decode(call: DecodeCall) -> Iterator[Launch]:
 
 @lru_cache(maxsize=4096)
 def decode(call: DecodeCall) -> Launch:
-    """Return the launch of attention over the splits of a cache: output ``pairs`` [splits, b, n, h, e + 1], out and lse."""
+    """Return the launch of attention over the splits of a cache; output ``pairs`` [splits, b, n, h, e + 1] holds out and lse."""
     tiles, given, log2e = call.tiles, call.given, math.log2(math.e)
     optional = lambda name, dtype="float32": Array(name, dtype) if name in given else None
     of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
@@ -255,7 +261,7 @@ def decode(call: DecodeCall) -> Launch:
 
 @lru_cache(maxsize=4096)
 def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
-    """Return the launch that merges ``pairs`` [s, b, n, h, e + 1] of all splits, or of so many ``ranks``.
+    """Return the launch that merges ``pairs`` [s, b, n, h, e + 1] of all splits, or of ``ranks`` ranks.
 
     ``final``: outputs ``out`` [b n h e] in q's dtype and ``lse`` [b n h], the sinks merged in; else one pair, ``merged``.
     """
@@ -277,12 +283,12 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
 
 
 def _count(value: int) -> Scalar:
-    """A number that differs from step to step of a growing cache, for which nothing is compiled anew."""
+    """Return a scalar on which the kernel is not specialized, because it changes at each step of a growing cache."""
     return Scalar(value, "i32", divided=False)
 
 
 def tma_fits(call: Call) -> bool:
-    """Return whether the arrays can be read by TMA: whole powers of two of columns, rows of whole 16 bytes."""
+    """Return whether TMA can read the arrays: columns need no padding, rows are multiples of 16 bytes, none is empty."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
@@ -324,7 +330,7 @@ def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _clean(call: Call) -> int:
-    """Return whether kernels look for keys that nobody sees: 0 not, 1 by truth values, 2 by bits (loads.keep_seen)."""
+    """Return the method by which kernels zero unused keys: 0 none, 1 by bools, 2 by bits (loads.keep_seen)."""
     return 0 if not call.clean else 1 if call.capability >= 90 else 2
 
 

@@ -1,7 +1,7 @@
-"""Tiles of q, k, v and dout: how they are loaded and multiplied, and how keys that nobody may see are hidden.
+"""Loads and products of tiles of q, k, v and dout, the key mask, and the zeroing of unused keys.
 
-    key_mask_BT[b, t]       +inf where the key mask lets key t be seen, else -inf: the most that a score may be
-    key_mask_spans[b, n]    1 where some of the keys 64 n .. 64 n + 63 are hidden, else 0
+    key_mask_BT[b, t]       +inf if the key mask leaves key t visible, else -inf: the upper bound of its scores
+    key_mask_spans[b, n]    1 if the key mask hides some of the keys 64 n .. 64 n + 63, else 0
 
 Shapes     a tile [rows, columns] of an array [batch, tokens, heads, columns]; key_mask_bits uint8 [B, ceil(T / 8)] -> key_mask_BT
            f32, key_mask_spans int32 [B, spans], in whole blocks of MASK_BLOCK keys
@@ -27,10 +27,10 @@ SPANS = tl.constexpr(tile_sizes.MASK_BLOCK // tile_sizes.MASK_SPAN)
 def load_tile(
     source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr
 ):  # fmt: skip
-    """Return the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] from a token on, of these ``Columns``.
+    """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] from a token on.
 
-    Beyond WIDTH it holds 0, and under LIMITED from row ``limit`` on. By TMA WIDTH is COLUMNS, and behind the limit the tile holds
-    what follows in the array, or 0.
+    The tile holds 0 beyond WIDTH, and with LIMITED from row ``limit`` on. With TMA WIDTH is COLUMNS, and rows behind the limit
+    hold the array's next rows, or 0.
     """
     if columns.TMA:
         tile = source.load([batch, token, head, columns.COLUMN]).reshape([ROWS, columns.COLUMNS])
@@ -50,11 +50,11 @@ def load_tile(
 
 @triton.jit
 def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Return the tile that a program works on all the while; by TMA from an array [batch * tokens, columns].
+    """Load the tile that a program keeps for all its steps; with TMA from an array [batch * tokens, columns].
 
-    The descriptor has two dimensions, since only then Triton (3.6, 3.7) leaves the tile in shared memory, where a product can
-    read it: with the 32 registers a thread that it takes else, the loops spill. Rows behind the limit may hold the next batch
-    row's tokens.
+    The descriptor has two dimensions, because only then Triton (3.6, 3.7) leaves the tile in shared memory, where a product can
+    read it. In registers the tile takes 32 per thread, and the loops spill. Rows behind the limit may hold the next batch row's
+    tokens.
     """
     if columns.TMA:
         tile = source.load([batch * tokens + token, head * columns.STRIDE + columns.COLUMN])
@@ -65,9 +65,10 @@ def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constex
 
 @triton.jit
 def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
-    """Return total + a b. In float32 the product is summed by itself first: one long chain of additions would lose half a digit.
+    """Return total + a b.
 
-    The condition, true wherever there is a tile, keeps the compiler from making one chain of it again.
+    In float32 the product is summed separately first, because one long chain of additions loses half a digit. The condition,
+    which holds for every tile, keeps the compiler from merging the two sums.
     """
     if a.dtype == tl.float32:
         total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)
@@ -78,9 +79,9 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep_seen(tile, visible, BY_BITS: tl.constexpr):
-    """Return a tile of keys or values with 0 for keys that no query sees by ``visible`` [queries, keys]: 0 times NaN is NaN.
+    """Zero the keys of a tile of k or v that no query sees by ``visible`` [queries, keys], because 0 times NaN is NaN.
 
-    BY_BITS does without a tensor of truth values, which Triton 3.9 fails to lay out for the products of GPUs before Hopper.
+    BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper.
     """
     some = tl.max(visible.to(tl.int32), 0)[:, None]
     if BY_BITS:
@@ -94,10 +95,10 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 
 @triton.jit
 def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK_K: tl.constexpr):
-    """Unpack the bits of the key mask to the most that a score may be, and note the spans that have hidden keys.
+    """Unpack the bits of the key mask to upper bounds of scores, and flag the spans with hidden keys.
 
-    Bit j % 8 of byte j // 8 says whether key j may be attended. The mask is unpacked before each launch: a minimum is one
-    instruction a score, and -inf for NaN too; testing bits cost the forward half as much again.
+    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before each launch, because a minimum is one
+    instruction per score, and gives -inf for NaN too; testing bits made the forward slower by half.
     """
     tiles = tl.cdiv(T, BLOCK_K)
     tile = tl.program_id(0) % tiles
@@ -117,13 +118,13 @@ def some_hidden(key_mask_spans_ptr, batch, T, token, BLOCK_K: tl.constexpr):
     at = key_mask_spans_ptr + batch * (tl.cdiv(T, SPAN * SPANS) * SPANS)
     last = (token + BLOCK_K - 1) // SPAN
     hidden = tl.load(at + token // SPAN)
-    for n in tl.static_range(1, (BLOCK_K + SPAN - 2) // SPAN + 1):  # a run may begin anywhere: even 16 keys may lie in two spans
+    for n in tl.static_range(1, (BLOCK_K + SPAN - 2) // SPAN + 1):  # a run may begin anywhere, so 16 keys may lie in two spans
         hidden |= tl.load(at + tl.minimum(token // SPAN + n, last))
     return hidden != 0
 
 
 @triton.jit
 def under_key_mask(s, key_mask_BT, batch, T, k_base, j, k_len):
-    """Return the scores [queries, keys] with -inf where the key mask hides a key, whatever the score is."""
+    """Return the scores [queries, keys], with -inf for the keys that the key mask hides, even if a score is NaN."""
     most = tl.load(key_mask_BT + batch.to(tl.int64) * T + k_base + j, mask=j < k_len, other=float("-inf"))
     return tl.minimum(s, most[None, :])

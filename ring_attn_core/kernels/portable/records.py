@@ -1,7 +1,7 @@
-"""The records in which a portable kernel hands its parameters to its helpers.
+"""The records in which a portable kernel passes its parameters to its helpers.
 
-Kernels keep flat parameters, since a launch passes them by name; everything that they call takes these. A field is a number of
-the device, a pointer, a constant, or None for an array or a feature that the call does not have.
+Kernels keep flat parameters, because a launch passes them by name; their helpers take these records. A field is a number on the
+device, a pointer, a constant, or None for an array or a feature that the call does not have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Columns(NamedTuple):
-    """Which columns of an array [batch, tokens, HEADS, STRIDE] a tile holds: WIDTH from COLUMN on, padded to COLUMNS.
+    """The columns of an array [batch, tokens, HEADS, STRIDE] that a tile holds: WIDTH from COLUMN on, padded to COLUMNS.
 
     ``TMA``: the array is read through a TMA descriptor, and WIDTH is COLUMNS; else through a pointer.
     """
@@ -24,11 +24,11 @@ class Columns(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The constants of a kernel that its helpers read; None for what a kernel does not have.
+    """The constants of a kernel that its helpers read; None for those that a kernel does not have.
 
-    ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale goes
-    into the exponential. ``CLEAN``: keys that no query sees may hold NaN (0 no, 1 and 2 as in ``loads.keep_seen``). ``ALIGNED``:
-    dropout draws eight probabilities at a time. ``PRECISION`` of products in float32.
+    ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
+    folded into the exponential. ``CLEAN``: unused keys may hold NaN (0 no; 1 and 2: ``loads.keep_seen`` zeroes them by bools or
+    by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: that of products in float32.
     """
 
     H: Any
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of a kernel that its helpers read; None for what the call does not have.
+    """The arguments of a kernel that its helpers read; None for those that the call does not have.
 
     ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``
     come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.dropout_streams``. ``inner``, ``softcap``: see
@@ -71,7 +71,7 @@ class Arguments(NamedTuple):
 class QueryTile(NamedTuple):
     """The tile of a program of ``forward`` or ``dq``: queries ``i`` of a run from ``m0`` on, of one batch row and head.
 
-    ``slope``: ALiBi's, of the head.
+    ``slope``: the head's ALiBi slope.
     """
 
     batch: Any
@@ -82,7 +82,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyRun(NamedTuple):
-    """A run of keys as a tile of queries sees it: each query sees the keys ``begin .. end - 1``."""
+    """A run of keys, with the interval ``begin .. end - 1`` that each query of a tile sees."""
 
     row: Any
     begin: Any

@@ -1,13 +1,13 @@
-"""Which keys a query sees, and which tiles of keys or queries a program visits.
+"""The keys that a query sees, and the tiles of keys or queries that a program visits.
 
     lo <= i - j <= hi            the band of a pair of runs, in local indices: query i and key j of their runs
-    begin_i <= j < end_i         the keys of a run that query i sees: one interval, whatever the band, extent and length
+    begin_i <= j < end_i         the keys of a run that query i sees: one interval for any band, extent and length
 
 Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] in token positions
-           i of queries and j of keys come broadcast against each other, so that every function here serves tiles of scores in
-           either orientation, [queries, keys] and [keys, queries]
+           i of queries and j of keys broadcast against each other, so the functions serve tiles of scores in either
+           orientation, [queries, keys] and [keys, queries]
 Tiles      a program visits the tiles ``first .. last - 1`` of a run; those in ``whole_first .. whole_last - 1`` need no mask
-Units      local indices, but for extents and ``*_start``, which are token positions
+Units      local indices, except extents and ``*_start``, which are token positions
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -30,7 +30,7 @@ NOTHING_BEGINS = tl.constexpr(2**30)
 
 
 class Tiles(NamedTuple):
-    """A range of tiles of a run, and within it the range of tiles in which every query sees every key. Ends are exclusive."""
+    """A range of tiles of a run, and within it the range of tiles without a mask; ends are exclusive."""
 
     first: Any
     last: Any
@@ -60,8 +60,10 @@ def load_row(rows_ptr, pair):
 def keys_seen(i, extents_ptr, batch, q_tokens, row):
     """Return begin and end of the keys of a run that each query i of a run sees.
 
-    begin = max(0, i - hi, ceil((first - k_start) / stride)); end = min(k_len, i - lo + 1, ceil((end - k_start) / stride)).
-    A query that sees nothing, or is padding, has begin >= end.
+        begin = max(0, i - hi, ceil((first - k_start) / stride))
+        end = min(k_len, i - lo + 1, ceil((end - k_start) / stride))
+
+    A query that is fully masked in this run, or is padding, has begin >= end.
     """
     begin = tl.maximum(i - row.hi, 0)
     end = tl.minimum(i - row.lo + 1, row.k_len)
@@ -77,9 +79,10 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Return the ``Tiles`` of y in 0 .. others - 1 that x0 .. x1 - 1 meet by lo <= x - y <= hi.
+    """Return the ``Tiles`` of y that x in x0 .. x1 - 1 meet within the band.
 
-    x are queries and y keys, or with (-hi, -lo) the other way round.
+    The band is lo <= x - y <= hi, and y is in 0 .. others - 1. The x are queries and the y keys, or with (-hi, -lo) the other
+    way round.
     """
     some = (x0 < x1) & (lo <= hi)
     first = tl.maximum(x0 - hi, 0) // BLOCK
@@ -91,7 +94,7 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Return those of the key tiles that the intervals of a tile of queries meet, and that all of them cover."""
+    """Restrict key ``Tiles`` to those that the intervals of a query tile meet; tiles covered by all intervals need no mask."""
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
     whole_first = tl.maximum(tiles.whole_first, (tl.max(tl.where(valid, begin, 0), 0) + BLOCK - 1) // BLOCK)
@@ -101,7 +104,7 @@ def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
 
 @triton.jit
 def in_order(first, last, whole_first, whole_last):
-    """Return these ``Tiles`` with first <= whole_first <= whole_last <= last."""
+    """Return ``Tiles`` clamped to first <= whole_first <= whole_last <= last."""
     last = tl.maximum(last, first)
     whole_first = tl.minimum(tl.maximum(whole_first, first), last)
     whole_last = tl.minimum(tl.maximum(whole_last, whole_first), last)
@@ -110,12 +113,12 @@ def in_order(first, last, whole_first, whole_last):
 
 @triton.jit
 def count_partly_seen(tiles):
-    """Return how many of the tiles need a mask."""
+    """Return the number of tiles that need a mask."""
     return tiles.last - tiles.first - (tiles.whole_last - tiles.whole_first)
 
 
 @triton.jit
 def partly_seen(t, tiles):
-    """Return the t-th tile of those that need a mask: the ones before the whole tiles come first, then those behind them."""
+    """Return the t-th tile that needs a mask, counting those before the range without a mask first."""
     before = tiles.whole_first - tiles.first
     return tl.where(t < before, tiles.first + t, tiles.whole_last + t - before)

@@ -26,10 +26,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    """Return tanh(x), right to 1e-7 absolutely; ACCURATE to a rounding, near 0 too.
+    """Return the hyperbolic tangent with an absolute error of 1e-7; ACCURATE limits the error to a rounding, near 0 too.
 
-    Special functions are made 16 a cycle. So eight scores of at most 0.625, which is how a softcap is used, go through a
-    polynomial, and only else through an exponential and a reciprocal.
+    A multiprocessor computes 16 special functions per cycle. If eight scores are at most 0.625 in magnitude, as they usually are
+    under a softcap, a polynomial computes their tanh, else an exponential and a reciprocal.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -45,7 +45,7 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 
 def _tanh_of_8() -> str:
-    """Return PTX of eight tanh, $8 to $15 -> $0 to $7. Its polynomial has the least error within 0.625, 3.1e-8."""
+    """Return PTX that computes eight tanh, $8 to $15 -> $0 to $7, by a minimax polynomial within 0.625 (error 3.1e-8)."""
     each = lambda *lines: [line.format(y=f"y{n}", x=f"${8 + n}", to=f"${n}") for n in range(8) for line in lines]
     hexadecimal = lambda x: "0f" + struct.pack(">f", x).hex()
     c0, c1, c2, c3, c4 = map(hexadecimal, (0.99999946, -0.33330483, 0.13291034, -0.05136296, 0.01453019))
@@ -73,10 +73,10 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
-    """Return the scores in base 2 of products q . k, and the tanh in them, or without softcap the scores again.
+    """Return the scores in base 2 of products q . k, and the tanh that they contain (without softcap the products in base 2).
 
-    ``args.inner`` is scale log2(e), or under softcap scale / softcap with ``args.softcap`` softcap log2(e): rounded once, on the
-    host. ``slope`` is None without ALiBi.
+    ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is softcap log2(e). Both are rounded
+    once, on the host. ``slope`` is None without ALiBi.
     """
     if args.softcap is None:
         s = products * args.inner
