@@ -1,28 +1,30 @@
-"""Backward attention of one rank's queries over one k/v shard, in Gluon for Hopper (sm_90a): one pass over tiles of keys.
+"""Backward attention of one rank's queries over one k/v shard, in Gluon for Hopper (sm_90a).
 
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q
     dq += ds k
 
-as portable/backward_dq.py and portable/backward_dkv.py have them, in one pass: 5 products where the portable kernels make 7. p^T
-and ds^T go from registers into the products; ds passes through shared memory once, for dq, of which each warpgroup makes a half.
+One pass over tiles of keys computes the same as portable/backward_dq.py and portable/backward_dkv.py, with 5 products instead of
+7. p^T and ds^T go from registers into the products; ds passes through shared memory once, for dq, of which each warpgroup
+computes one half.
 
 Shapes     as in the portable kernels, and dq_RX; q, dout, k and v are read through TMA descriptors
 Program    one (tile of 128 keys, key head, batch row): it walks over the queries that see them, of every query head of the group.
-           Two warpgroups of 64 keys are one partition of 8 warps, and the first one, for to the others addresses in shared memory
-           come as numbers, which take registers. A warp has TMA bring q and dout; another has it add dq to float32 sums in memory
-Sums       dq_RX, of every tile of queries 8192 in the order of the accumulators' registers; behind all of them a word for each
-           tile, the number of the k tile whose turn it is. ``hopper_dq`` makes dq of them, once per ring
+           Two warpgroups of 64 keys are one partition of 8 warps. It is the first partition, because the others get addresses in
+           shared memory as numbers, which take registers. One warp loads q and dout by TMA; another adds dq by TMA to float32
+           sums in memory
+Sums       dq_RX holds 8192 sums for each tile of queries, in the order of the accumulators' registers, then a word for each tile,
+           the number of the k tile whose turn it is. ``hopper_dq`` computes dq from the sums, once per ring
 Order      tiles of keys add to a tile of queries in their own order: each waits for its turn, so two runs give the same bits. No
-           program waits for one that starts later, since programs start in that order too; all of them walk from the last queries
-           to the first, so each follows the one before, and only the adding warps ever wait
-Extents    every tile of queries may pass over some tiles of keys, by its bounds (backward_sums.extent_bounds). The producer
-           brings what each query sees of the keys in a word, beside the number of the tile, and every score is masked
-ALiBi      is taken off lse2 for the queries by the producer; the rest of it is a number a key
-Dropout    the sign of p says what is kept, for dv and for ds: booleans are packed by ptxas, +30 %, not +20
-Tiles      BLOCK_Q and the stages arrive from launches.backward
+           program waits for one that starts later, because programs start in that order too. All of them walk from the last
+           queries to the first, so each follows the one before, and only the adding warps ever wait
+Extents    every tile of queries may skip some tiles of keys, by its bounds (backward_sums.extent_bounds). The producer stores the
+           visible keys of each query in a word, beside the number of the tile, and every score is masked
+ALiBi      the producer subtracts the part of the queries from lse2; the rest is one number per key
+Dropout    the sign of p holds the mask, for dv and for ds: ptxas would pack bools, which costs 30 % instead of 20 %
+Tiles      BLOCK_Q and the stages come from launches.backward
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 
-README.md has its timeline and what was tried.
+README.md has the timeline and the failed attempts.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -85,7 +87,7 @@ class Sizes(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The kernel's arguments but for its TMA descriptors; None for what the call does not have."""
+    """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
 
     rows: Any
     extents: Any
@@ -111,7 +113,7 @@ class Arguments(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Tiles in shared memory, and the barriers that say that they are full."""
+    """The tiles in shared memory, and the mbarriers that signal that they are full."""
 
     q: Any
     dout: Any
@@ -185,7 +187,7 @@ def hopper_backward(
     )  # fmt: skip
     k_slot = T // K_RUNS
     tiles = gl.cdiv(k_slot, BLOCK_K)
-    # `together` heads of keys at a time, of each the tiles in their order.
+    # Programs take `together` key heads at a time, and the tiles of each head in order.
     before = gl.program_id(0) // (together * K_RUNS * tiles) * together
     heads = gl.minimum(together, gl.num_programs(0) // (K_RUNS * tiles) - before)
     within = gl.program_id(0) - before * K_RUNS * tiles
@@ -232,7 +234,7 @@ def hopper_backward(
 
 @gluon.jit
 def consumer(args, shared, work, sizes: gl.constexpr):
-    """Compute dk and dv of the keys, and the part of dq of every tile of queries."""
+    """Compute dk and dv of the keys, and their contribution to dq of each query tile."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q, 8)
@@ -264,7 +266,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)
-                    for part in range(2):  # from the last queries to the first: partly seen, whole, and partly seen again
+                    for part in range(2):  # from the last queries to the first: tiles with a mask, without one, with one again
                         above = gl.where(part == 0, tiles.last, tiles.whole_first)
                         for t in range(above - gl.where(part == 0, whole_last, tiles.first)):
                             m0 = (above - 1 - t) * BLOCK_Q
@@ -281,8 +283,11 @@ def consumer(args, shared, work, sizes: gl.constexpr):
 
 
 class RunOfQueries(NamedTuple):
-    """A run of queries as the keys see it: the first query that sees a key, ``width`` after it; with extents the key's number
-    in the tile. ``bias``: what ALiBi adds for the keys. ``stream``: what dropout draws by."""
+    """A run of queries, with the interval of queries that see each key.
+
+    ``begin``: the first query that sees a key, and ``width`` more see it; with extents ``begin`` is the key's index in the tile.
+    ``bias``: the ALiBi bias of the keys. ``stream``: the dropout stream of the head.
+    """
 
     begin: Any
     width: Any
@@ -296,7 +301,7 @@ class RunOfQueries(NamedTuple):
 
 @gluon.jit
 def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
-    """Return a run of queries of a head as the keys see it."""
+    """Return a run of queries of a head, with the intervals of queries that see the keys ``j``."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     if args.extents is None:
         begin = gl.where(seen, j + row.lo, 2147483647)
@@ -316,9 +321,10 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
 def visit_queries(
     at, s, dk, dv, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Return s, dk and dv after one tile of queries. ``s`` is its k q^T; that of the next tile runs beside the sums of this one.
+    """Visit one query tile and return the position, s, dk and dv.
 
-    Nothing stays in flight at the end: over the edge of a loop, ptxas would have every product wait for the one before.
+    ``s`` is the tile's k q^T; that of the next tile overlaps with the products of dq and dk. No product stays in flight at the
+    end: across the edge of a loop, ptxas would make each product wait for the one before.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
@@ -356,7 +362,7 @@ def visit_queries(
     if args.softcap is not None:
         p *= factor
     half = gl.convert_layout(half, P_LAYOUT, assert_trivial=True)
-    more = step < work.steps - 1  # behind the last tile its scores are made again, for nothing
+    more = step < work.steps - 1  # after the last tile its scores are computed again, and not used
     around = more & (stage == STAGES - 1)
     following = gl.where(around, 0, stage + more.to(gl.int32))
     following_phase = phase ^ around.to(gl.int32)
@@ -373,7 +379,7 @@ def visit_queries(
     tile.store(ds)
     ds = gl.convert_layout(ds, P_LAYOUT, assert_trivial=True)
     fence_async_shared()
-    # Here Triton has all 8 warps meet: the product reads what all of them have stored.
+    # Triton puts a barrier of all 8 warps here, because the product reads the stores of all of them.
     zero_dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout_of_dq(BLOCK_Q))
     tile = shared.ds.index(here(step & 1))
     k = matrix(shared.k.index(here(0)))
@@ -396,7 +402,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
-    """Return bool [keys, queries]: which keys a query sees."""
+    """Return the visibility, bool [keys, queries]."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, 8)
     if args.extents is None:
         i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
@@ -410,7 +416,7 @@ def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
 
 @gluon.jit
 def multiply_queries(shared, stage, sizes: gl.constexpr):
-    """Issue k q^T [keys, queries]; return it in flight."""
+    """Issue the product k q^T [keys, queries]; return it in flight."""
     zero = gl.zeros([BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
     q = matrix(shared.q.index(stage))
     return warpgroup_mma(matrix(shared.k.index(here(0))), q.permute([1, 0]), zero, use_acc=False, is_async=True)

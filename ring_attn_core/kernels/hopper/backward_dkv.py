@@ -1,10 +1,10 @@
-"""The keys of a program of the Hopper backward: which of them are seen, and how dk and dv are stored, in Gluon.
+"""The keys of a program of the Hopper backward: their visibility, and the stores of dk and dv, in Gluon.
 
-    dk, dv = gradients of this step + dk_in, dv_in        the latter but for the first step
+    dk, dv = gradients of this step + dk_in, dv_in        dk_in, dv_in not at the first step
 
 Shapes     a tile of 128 keys; dk_BTGD, dv_BTGE, or both packed in one array
-State      FIRST: no gradients have come yet; else f32 ones, which dk and dv may overwrite in place
-Precision  f32; 16 bits where nothing will be added any more
+State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
+Precision  f32; 16 bits for complete gradients
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -23,7 +23,7 @@ from .register_layouts import by_eights, matrix, rows_and_columns, rows_by_lines
 
 @gluon.jit
 def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
-    """Return which keys of the run some query of the shard sees, by the band, the length and the key mask."""
+    """Return the mask of keys that some query of the shard sees, by the band, the length and the key mask."""
     some = gl.zeros_like(j)
     for q_run in range(sizes.Q_RUNS):
         row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
@@ -38,10 +38,10 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 
 @gluon.jit
 def hide_unseen(args, shared, work, sizes: gl.constexpr):
-    """Make keys and values 0 that no query sees, since 0 times NaN is NaN.
+    """Zero the keys and values that no query sees, because 0 times NaN is NaN.
 
-    With extents, of which each query may see others, what is not finite becomes 0, seen or not: who sees it has NaN in out, but
-    not, as without extents, in every gradient.
+    With extents, which differ between queries, all elements that are not finite become 0, visible or not. A query that sees such
+    a key has NaN in out, but not in all gradients, as it would without extents.
     """
     LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D, 8)
     j = work.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
@@ -60,7 +60,7 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Add what came before to the gradients of the keys, and store them."""
+    """Add the gradients of the steps before to ``x``, and store the sum."""
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     DTYPE: gl.constexpr = to.dtype.element_ty
     if to.dtype.element_ty == gl.float32:
@@ -83,7 +83,7 @@ def finish(
 
 @gluon.jit
 def elements(start, row, column, args, work, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Return pointers to the elements of the keys, and which of them there are."""
+    """Return pointers to the elements of the keys, and the mask of those inside the array."""
     token = work.batch.to(gl.int64) * args.T + work.k_run * work.k_slot + work.n0
     start += (token * sizes.G + work.group) * STRIDE
     return start + (row * (sizes.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)

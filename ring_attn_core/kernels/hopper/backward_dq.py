@@ -1,10 +1,10 @@
-"""The gradient of the queries in the Hopper backward: summed by TMA in a fixed order of turns, and rounded at the end.
+"""The gradient of the queries in the Hopper backward: summed by TMA in a fixed order, and rounded at the end.
 
     sums[q tile] += ds k of a tile of keys      in the order of the tiles of keys, so that two runs give the same bits
     dq = scale sums                             ``hopper_dq``, once per ring
 
-Shapes     sums_RX f32 [rows, 256]: of every tile of queries SUM_ROWS rows in the order of the accumulators' registers, then
-           a word each: the number of the k tile whose turn it is -> dq_BSHD
+Shapes     sums_RX f32 [rows, 256]: SUM_ROWS rows for each tile of queries, in the order of the accumulators' registers, then
+           a word for each tile: the number of the k tile whose turn it is -> dq_BSHD
 Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program for each (q tile, head, batch row)
 Precision  f32; dq is rounded once to the input dtype
 """
@@ -33,7 +33,7 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 
 @gluon.jit
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
-    """Have TMA add every step's dq to the sums of its tile of queries, when it is the turn of this tile of keys."""
+    """Add each step's dq to the sums of its query tile by TMA, when it is the turn of this key tile."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, BLOCK_K) * sizes.K_RUNS * sizes.G)
     words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
@@ -67,7 +67,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return how many tiles of keys add to a tile of queries before this program's one, and how many there are in all."""
+    """Return the number of key tiles that add to a query tile before this program's, and the number of all that add to it."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
@@ -88,10 +88,10 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Wait until ``turn`` programs have added; what they added is there then.
+    """Wait until ``turn`` programs have added their parts and these are visible.
 
-    The turn is read relaxed, for an acquire would empty the L1 cache at every step, and TMA adds in the L2 cache whatever L1
-    holds.
+    The load is relaxed, because an acquire would empty the L1 cache at each step; TMA adds in the L2 cache, so L1 does not
+    matter.
     """
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
@@ -105,7 +105,7 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Say that what was added is there, as soon as it is."""
+    """Wait until the addition is complete, then add ``by`` to the turn."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by
@@ -118,7 +118,10 @@ def next_turn(at, by):
 
 @gluon.jit
 def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
-    """Store dq to shared memory as threads hold it: register 4 line + c of a warpgroup's thread at 512 line + 4 thread + c."""
+    """Store dq to shared memory in the order of registers.
+
+    Register 4 line + c of a warpgroup's thread is stored at 512 line + 4 thread + c.
+    """
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
         [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
@@ -135,7 +138,7 @@ def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
 
 @constexpr_function
 def layout_of_dq(block_q):
-    """Return the layout of dq [64, 128] or [128, 64] in two warpgroups: each has half of the columns, or of the queries."""
+    """Return the layout of dq [64, 128] or [128, 64] in two warpgroups: each holds half of the columns, or of the queries."""
     return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
 
 
@@ -151,7 +154,7 @@ def hopper_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store dq of a tile of queries in its dtype, from sums in the order of registers."""
+    """Scale the sums of a query tile, restore their order from that of registers, and store dq in its dtype."""
     q_slot = S // Q_RUNS
     tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0).to(tl.int64)

@@ -1,9 +1,10 @@
-"""The producer of the Hopper backward: the warp that has TMA bring the keys, then what every tile of queries needs, in Gluon.
+"""The producer of the Hopper backward: one warp that loads the keys, then the inputs of each query tile, in Gluon.
 
     k, v | q, lse2 of step 0 | dout, delta of step 0 | q, lse2 of step 1 | ...
 
-in the order of the consumers, each once its stage is free (barriers.py). ALiBi of the queries is taken off lse2; with extents a
-word a query says which keys of the tile it sees, and a number which query is the first of the tile.
+TMA loads the tiles in the order of their use by the consumers, each as soon as its stage is free (barriers.py). The ALiBi bias of
+the queries is subtracted from lse2. With extents the producer also stores a word per query, the keys of the tile that it sees,
+and the index of the tile's first query.
 
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE as TMA descriptors, lse2_BHS, delta_BHS f32
 """
@@ -26,7 +27,7 @@ from .gluon import copy_tile
 
 @gluon.jit
 def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, args, shared, work, sizes: gl.constexpr):
-    """Bring k and v, then q and dout of every step with their sums, in the order of the consumers."""
+    """Load k and v, then q, lse2, dout and delta of each step, in the order of their use."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
     OUT_STAGES: gl.constexpr = sizes.OUT_STAGES
@@ -67,7 +68,7 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, args, shared, work, sizes: gl.co
                             acquire(DOUT_READ + stage, 2)
                         bring(delta, shared.delta, dout_BSHE, at, shared.dout, shared.dout_full, stage, sizes)
                         step += 1
-        for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay half full
+        for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay partly arrived at
             acquire(Q_READ + left % STAGES, 2)
         for left in range(gl.maximum(step - OUT_STAGES, 0), step):
             acquire(DOUT_READ + left % OUT_STAGES, 2)
@@ -75,7 +76,7 @@ def producer(q_BSHD, dout_BSHE, k_BTGD, v_BTGE, args, shared, work, sizes: gl.co
 
 @gluon.jit
 def bring(x, sums, source, at, tiles, full, stage, sizes: gl.constexpr):
-    """Bring a tile of q or dout by TMA, and the sums of its queries by hand: TMA reads from multiples of 16 bytes only."""
+    """Load a tile of q or dout by TMA, and store its lse2 or delta, which TMA cannot read: it needs 16-byte alignment."""
     sums.index(stage).store(x)
     sync_warp()
     mbarrier.expect(full.index(stage), 2 * sizes.BLOCK_Q * sizes.BLOCK_D)
@@ -84,7 +85,7 @@ def bring(x, sums, source, at, tiles, full, stage, sizes: gl.constexpr):
 
 @gluon.jit
 def seen_of_tile(args, work, sizes: gl.constexpr, q_run, i):
-    """Return a word for each query: the first key of the tile that it sees, and from bit 8 on how many."""
+    """Return a word for each query: the first key of the tile that it sees, and from bit 8 on their number."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
     begin = gl.minimum(gl.maximum(begin - work.n0, 0), BLOCK_K)
@@ -94,7 +95,7 @@ def seen_of_tile(args, work, sizes: gl.constexpr, q_run, i):
 
 @gluon.jit
 def bias_of_queries(args, work, sizes: gl.constexpr, q_run, head, i):
-    """Return what ALiBi adds to the scores of queries with the tile's first key, in base 2."""
+    """Return the ALiBi bias of queries and the tile's first key, in base 2."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     slope = gl.load(args.alibi_slopes + head).to(gl.float32) * LOG2E
     return slope * (row.k_start - row.q_start + row.stride * (work.n0 - i)).to(gl.float32)

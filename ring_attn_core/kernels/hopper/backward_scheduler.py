@@ -1,11 +1,11 @@
-"""Which tiles of queries a program of the Hopper backward visits, in Gluon.
+"""The scheduler of the Hopper backward: the query tiles that a program visits, in Gluon.
 
-    visited = tiles that the band touches, and with extents those whose bounds meet the tile of keys
+    visited = tiles that meet the band, and with extents tiles whose bounds meet the tile of keys
 
-A run of queries is walked from its last tile to its first, so that programs follow each other and adders hardly wait.
+A run of queries is walked from its last tile to its first, so that programs follow each other and adders rarely wait.
 
 Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py)
-Units      local indices of a run, but for bounds, which are token positions
+Units      local indices of a run, except bounds, which are token positions
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -22,18 +22,16 @@ from .. import tile_sizes
 from ..portable.rows import Tiles, load_row, tiles_in_band
 
 SCAN = gl.constexpr(128)
-"""Tiles of queries whose bounds are read at a time."""
+"""Number of query tiles whose bounds are read at a time."""
 BLOCK_K = gl.constexpr(tile_sizes.HOPPER_BACKWARD_KEYS)
-"""Keys of a program."""
+"""Number of keys of a program."""
 
 
 class KeyWork(NamedTuple):
-    """A program's tile of keys, from ``n0`` on of a run; ``k_tile`` is its number in that run.
+    """A program's key tile, from ``n0`` on of a run; ``k_tile`` is its index in that run.
 
-    ``k_slot``, ``q_slot``: tokens of a run of keys and of queries.
-
-    ``steps``: tiles of queries that it visits, of all heads; ``visited`` of each run, from the ``first`` to the ``last`` of it
-    (see walk_of).
+    ``k_slot``, ``q_slot``: tokens of a key and a query slot. ``steps``: number of query tiles that the program visits, of all
+    heads. ``visited``: the same for each run of one head; they lie between ``first`` and ``last`` (see walk_of).
     """
 
     batch: Any
@@ -51,7 +49,7 @@ class KeyWork(NamedTuple):
 
 @gluon.jit
 def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
-    """Return the ``rows.Tiles`` of a run of queries that see a tile of keys."""
+    """Return the ``rows.Tiles`` of a run of queries that meet the band of a key tile."""
     row = load_row(rows_ptr, q_run * sizes.K_RUNS + k_run)
     n0 = k_tile * BLOCK_K
     tiles = tiles_in_band(n0, gl.minimum(n0 + BLOCK_K, row.k_len), -row.hi, -row.lo, row.q_len, sizes.BLOCK_Q)
@@ -61,7 +59,7 @@ def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
 
 @gluon.jit
 def survey(args, work, sizes: gl.constexpr):
-    """Return the work with the tiles of queries that it visits: of a run those in ``first .. last - 1`` that ``visits`` names."""
+    """Return the work with its query tiles counted: in each run those of ``first .. last - 1`` for which ``visits`` is true."""
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0
     firsts = (0, 0)
@@ -101,13 +99,13 @@ def survey(args, work, sizes: gl.constexpr):
 
 @gluon.jit
 def walk_of(work, q_run):
-    """Return the first tile of a run of queries that a tile of keys visits, and the end (exclusive) of these tiles."""
+    """Return the first query tile of a run that the program visits, and the end (exclusive) of these tiles."""
     return gl.where(q_run == 0, work.first[0], work.first[1]), gl.where(q_run == 0, work.last[0], work.last[1])
 
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return whether some query of a tile may see this tile of keys by its extent."""
+    """Return whether some query of a tile may see the program's key tile by its extent."""
     if args.extents is None:
         some = True
     else:
@@ -118,9 +116,9 @@ def visits(args, work, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Return first and last of the tiles of a run of keys that some query of a tile of queries may see by its extent.
+    """Return first and end (exclusive) of the key tiles of a run that queries of a tile may see by their extents.
 
-    ``adder`` asks for one tile ahead, so ``tile`` may be -1; what it says of that one is not used.
+    ``adder`` calls it one tile ahead, so ``tile`` may be -1; that result is not used.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)

@@ -1,6 +1,6 @@
-"""How warps wait for each other in Hopper's kernels: the table of all barriers, and numbers handed over in shared memory.
+"""Barriers between the warps of Hopper's kernels, all in one table, and numbers passed through shared memory.
 
-mbarriers say that something is full. TMA arrives with its bytes, or the producer once; the phase flips at every use of a stage.
+An mbarrier signals that a buffer is full. TMA arrives with its bytes, or the producer arrives once; the phase flips at each use.
 
     forward    q_full [groups]       a group's q                         producer, TMA -> that consumer
                k_full, v_full        a stage of keys, of values          producer, TMA -> consumers
@@ -8,14 +8,14 @@ mbarriers say that something is full. TMA arrives with its bytes, or the produce
     backward   keys_full [1]         the program's k and v               producer, TMA -> consumers
                q_full, dout_full     a stage of q, of dout               producer, TMA -> consumers
 
-Named barriers say that something is free, or order warps. ``arrive`` does not wait, ``sync`` does, until as many threads have
-come as the table says. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.
+Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until the number of threads
+in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.
 
     forward    K_FREE + stage        a stage of keys has been read       consumers arrive, producer syncs     128 groups + 32
                V_FREE + stage        a stage of values has been read     consumers arrive, producer syncs     128 groups + 32
                WORK_READ             the announcement has been read      consumers arrive, producer syncs     128 groups + 32
                Q_FREE + group        a group's q may be overwritten      that consumer arrives, producer syncs     128 + 32
-               VALUES_CLEAN          values that nobody sees are 0       consumers sync                       128 groups
+               VALUES_CLEAN          values that no query sees are 0     consumers sync                       128 groups
     backward   Q_READ + stage        a stage of q has been read          consumers arrive, producer syncs     256 + 32
                DOUT_READ + stage     a stage of dout has been read       consumers arrive, producer syncs     256 + 32
                DQ_FULL               dq of a step is in shared memory    consumers arrive, adder syncs        256 + 32
@@ -37,7 +37,10 @@ WARP = gl.constexpr(32)
 WARPGROUP = gl.constexpr(128)
 
 FIRST_FREE = gl.constexpr(6)
-"""Named barriers have numbers 0 to 15, of which Triton takes 0, 1 and one for each partition. Those below count from here on."""
+"""The first of the named barriers 0 to 15 that Triton leaves free; it takes 0, 1 and one for each partition.
+
+The numbers below are added to it.
+"""
 
 K_FREE = gl.constexpr(0)
 V_FREE = gl.constexpr(2)
@@ -45,25 +48,25 @@ WORK_READ = gl.constexpr(4)
 Q_FREE = gl.constexpr(5)
 VALUES_CLEAN = gl.constexpr(8)
 FORWARD_STAGES = gl.constexpr(2)
-"""Stages of keys and of values for which the forward has barriers."""
+"""Largest number of stages of keys and of values for which the forward has barriers."""
 
 Q_READ = gl.constexpr(0)
 DOUT_READ = gl.constexpr(3)
 DQ_FULL = gl.constexpr(7)
 DQ_FREE = gl.constexpr(8)
 BACKWARD_STAGES = gl.constexpr(3)
-"""Stages of q and of dout for which the backward has barriers."""
+"""Largest number of stages of q and of dout for which the backward has barriers."""
 
 
 @constexpr_function
 def with_one_warp(groups):
-    """Return the threads of consuming warpgroups and one warp: the producer, or the adder."""
+    """Return the number of threads of ``groups`` consuming warpgroups and one warp, the producer or the adder."""
     return groups * WARPGROUP.value + WARP.value
 
 
 @constexpr_function
 def among_consumers(groups):
-    """Return the threads of the consuming warpgroups."""
+    """Return the number of threads of ``groups`` consuming warpgroups."""
     return groups * WARPGROUP.value
 
 
@@ -74,71 +77,71 @@ def barrier_text(operation, threads):
 
 @gluon.jit
 def arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
-    """Arrive at a named barrier with all WARPS of the calling partition, and go on.
+    """Arrive at a named barrier with all WARPS of the calling partition, without waiting.
 
-    To be called behind what uses the last loads of what is released: bar.arrive does not wait for loads in flight, and TMA, or
-    another warp, would overwrite what they read.
+    Call it after the instructions that use the last loads from the released buffer: bar.arrive does not wait for loads in flight,
+    and TMA, or another warp, would overwrite the buffer before they have read it.
     """
     named_barrier(barrier_text("arrive", THREADS), number, WARPS)
 
 
 @gluon.jit
 def sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
-    """Arrive at a named barrier with all WARPS of the calling partition, and wait until THREADS have."""
+    """Arrive at a named barrier with all WARPS of the calling partition, and wait until THREADS have arrived."""
     named_barrier(barrier_text("sync", THREADS), number, WARPS)
 
 
 @gluon.jit
 def named_barrier(TEXT: gl.constexpr, number, WARPS: gl.constexpr):
-    """Run PTX once in every thread of the calling partition, with the number of a barrier in $1."""
+    """Run PTX once in each thread of the calling partition, with the barrier's number in $1."""
     x = gl.full([WARPS * WARP], FIRST_FREE + number, gl.int32, gl.BlockedLayout([1], [WARP], [WARPS], [0]))
     gl.inline_asm_elementwise(TEXT, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def release(number, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Tell the producer that this partition, one warpgroup of GROUPS or all of them, has read something for the last time."""
+    """Signal to the producer that this partition, one or all of GROUPS warpgroups, has read a buffer for the last time."""
     arrive(number, with_one_warp(GROUPS), WARPS)
 
 
 @gluon.jit
 def acquire(number, GROUPS: gl.constexpr):
-    """Wait, as the producer, until every consumer has released something."""
+    """Wait, as the producer, until all consumers have released a buffer."""
     sync(number, with_one_warp(GROUPS), 1)
 
 
 @gluon.jit
 def sync_warp():
-    """Have the lanes of a partition of one warp wait for each other; what they stored is visible to all of them."""
+    """Synchronize the lanes of a one-warp partition, and make their stores visible to each other."""
     every_lane("bar.warp.sync 0xffffffff;")
 
 
 @gluon.jit
 def every_lane(TEXT: gl.constexpr):
-    """Run PTX once in every lane of a partition of one warp."""
+    """Run PTX once in each lane of a one-warp partition."""
     x = gl.full([WARP], 0, gl.int32, gl.BlockedLayout([1], [WARP], [1], [0]))
     gl.inline_asm_elementwise(TEXT + " mov.u32 $0, $1;", "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def allocate_barriers(COUNT: gl.constexpr):
-    """Return COUNT mbarriers, to be initialised."""
+    """Allocate COUNT mbarriers, which the caller initializes."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def allocate_numbers(COUNT: gl.constexpr):
-    """Return room in shared memory for COUNT int32 numbers."""
+    """Allocate COUNT int32 numbers in shared memory."""
     return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def write_number(numbers, index, x):
-    """Write a number, by a partition of one warp; to be followed by ``sync_warp``."""
+    """Write a number to shared memory from a one-warp partition; call ``sync_warp`` afterwards."""
     numbers.index(index).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [WARP], [1], [0])) + x)
 
 
 @gluon.jit
 def read_number(numbers, index, WARPS: gl.constexpr = 4):
-    """Return a number, in all WARPS of the calling partition."""
+    """Read a number from shared memory, in all WARPS of the calling partition."""
     return gl.max(numbers.index(index).load(gl.BlockedLayout([1], [WARP], [WARPS], [0])), 0)

@@ -1,11 +1,11 @@
-"""Which probabilities dropout keeps, drawn where the accumulators of wgmma lie, in Gluon.
+"""The dropout mask, drawn in the register layout of wgmma's accumulators, in Gluon.
 
-    kept_of_tile, kept_of_keys = portable.dropout.kept      the same set, in the layouts of the forward and of the backward
+    kept_of_tile, kept_of_keys = portable.dropout.kept      the same mask, in the layouts of the forward and of the backward
 
-A thread draws for just what it holds (``kept_of_tile``), or for itself and a neighbour (``kept_of_keys``).
+A thread draws for the elements that it holds (``kept_of_tile``), or for itself and a neighbour (``kept_of_keys``).
 
 Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [128 keys, WIDTH queries] in 8 warps
-Units      positions are token positions of the whole sequence
+Units      positions are token positions of the global sequence
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -23,7 +23,7 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Return the layout of counters [32, width / 4] of 64 queries: a thread draws for what it holds of an ``accumulator``."""
+    """Return the layout of counters [32, width / 4] of 64 queries: a thread draws for its elements of an ``accumulator``."""
     keys = [[0, 4 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(keys, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, width // 4])
 
@@ -32,7 +32,7 @@ def counters_of_tile(width):
 def counters_of_keys(width):
     """Return the layout of counters [32, width / 2] of 128 keys in 8 warps: a thread draws for itself and for a neighbour.
 
-    An ``accumulator`` has key k in one lane and k + 1 in the one 4 further: the one draws for query q, the other for q + 1.
+    An ``accumulator`` holds key k in one lane and k + 1 four lanes further: the first draws for query q, the other for q + 1.
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]]
@@ -43,12 +43,15 @@ EXCHANGE = gl.constexpr(
     "{ .reg .b32 other; shfl.sync.bfly.b32 other, $2, 4, 0x1f, 0xffffffff;"
     "  prmt.b32 $0, $2, other, $3; prmt.b32 $1, $2, other, $4; }"
 )
-"""Two words of the bytes of this lane's (0 to 3) and of that 4 lanes away (4 to 7), by the selectors of prmt."""
+"""PTX that exchanges a word with the lane 4 away, and builds two words from the bytes of both.
+
+The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other's.
+"""
 
 
 @gluon.jit
 def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return bool [64, WIDTH]: what dropout keeps of queries ``i`` from ``m0`` on and keys from ``n0`` on."""
+    """Return the dropout mask, bool [64, WIDTH], of queries ``i`` from ``m0`` on and keys from ``n0`` on."""
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_tile(WIDTH)
@@ -66,7 +69,7 @@ def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: 
 
 @gluon.jit
 def kept_of_keys(stream, threshold, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return bool [128 keys, WIDTH queries] in 8 warps: what dropout keeps of queries from ``m0`` on and keys from ``n0`` on."""
+    """Return the dropout mask, bool [128 keys, WIDTH queries] in 8 warps, for queries from ``m0`` and keys from ``n0`` on."""
     LAYOUT: gl.constexpr = accumulator(WIDTH, 8)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_keys(WIDTH)
@@ -86,9 +89,10 @@ def kept_of_keys(stream, threshold, m0, n0, q_start, k_start, stride, WIDTH: gl.
 
 @gluon.jit
 def exchanged_kept(word, even, threshold):
-    """Return bool [..., 2, 2] for keys k and k + 8 of this lane and queries q and q + 1, of words drawn by ``counters_of_keys``.
+    """Return the mask, bool [..., 2, 2], for queries q and q + 1 and this lane's keys k and k + 8.
 
-    The lane with an even key has the words of q and takes those of q + 1 from its neighbour, which has an odd key and turns both.
+    The words are drawn in the layout ``counters_of_keys``. The lane with an even key has the words of q, and gets those of q + 1
+    from its neighbour, which has an odd key. For an odd key both words are rotated.
     """
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(

@@ -4,25 +4,26 @@
 
 Shapes     as in portable/forward.py; q, k and v are read through TMA descriptors of [batch, tokens, heads, columns], so that no
            tile reaches into another batch row
-Program    one a multiprocessor: one warp produces, 2 or 3 warpgroups consume, 64 queries each of a (q tile, head, batch row).
-           Programs take tiles by a ticket, a count in memory: some heads at a time, which share their keys in the L2 cache, of
-           these the heaviest tiles first. The beginning and end of a warpgroup's tile hide behind the products of the other
-Producer   takes tickets, and has the next tile's q and first k brought while the consumers finish this one. It fills rings of
+Program    one per multiprocessor, persistent: one warp produces, 2 or 3 warpgroups consume, 64 queries each of a (q tile, head,
+           batch row). Programs take tiles by a ticket, a counter in memory: some heads at a time, which share their keys in the
+           L2 cache, of these the heaviest tiles first. The prologue and epilogue of a warpgroup's tile overlap with the products
+           of the other warpgroup
+Producer   takes tickets, and loads the next tile's q and first k while the consumers finish this one. It fills ring buffers of
            STAGES tiles, k of a step ahead of v of the step before (forward_producer.py)
 Consumers  keep the probabilities in registers, and mostly q (HopperConfig); S = q k^T of this tile and P v of the tile before are
-           in flight together, and the softmax runs under P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
-K tiles    all runs of keys are walked one after the other; the pipeline never drains between them. What a tile holds beyond its
-           run is masked, or hidden
-State      as in portable/forward.py; that of the keys seen before is read under the last product (forward_epilogue.py)
-Tiles      BLOCK_Q, BLOCK_K, STAGES and registers arrive from tile_sizes.hopper_tiles
-Precision  as in portable/forward.py, but for softcap: its tanh is right to 1.2e-5
+           in flight together, and the softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
+K tiles    all runs of keys are walked one after the other; the pipeline never drains between them. Columns of a tile beyond its
+           run are masked or zeroed
+State      as in portable/forward.py; that of the keys seen before is read during the last product (forward_epilogue.py)
+Tiles      BLOCK_Q, BLOCK_K, STAGES and registers come from tile_sizes.hopper_tiles
+Precision  as in portable/forward.py, except softcap: its tanh has an error of 1.2e-5
 
-README.md has its timeline, what was predicted, measured and tried.
+README.md has the timeline, the predictions, the measurements and the failed attempts.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class Sizes(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The kernel's arguments but for its TMA descriptors; None for what the call does not have."""
+    """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
 
     rows: Any
     extents: Any
@@ -102,7 +103,7 @@ class Arguments(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Tiles in shared memory, and the barriers that say that they are full."""
+    """The tiles in shared memory, and the mbarriers that signal that they are full."""
 
     q: Any
     k: Any
@@ -226,7 +227,7 @@ def hopper_forward(
 
 
 class Queries(NamedTuple):
-    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, their local indices ``i``, the step behind the last."""
+    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the step behind the last."""
 
     q: Any
     i: Any
@@ -234,8 +235,11 @@ class Queries(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a warpgroup carries from tile to tile: the next ``step``, the sums ``acc``, the probabilities ``p`` whose product with
-    their values is still to come, the greatest scores ``m`` in base 2, and the sums ``l`` of exponentials."""
+    """The state that a warpgroup carries from key tile to key tile.
+
+    ``step``: the next step. ``acc``: sums of p v. ``p``: probabilities not yet multiplied with their values. ``m``: row max in
+    base 2. ``l``: row sum of exponentials.
+    """
 
     step: Any
     acc: Any
@@ -246,7 +250,7 @@ class Progress(NamedTuple):
 
 @gluon.jit
 def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of 64 queries of every tile that the producer takes."""
+    """Compute out and lse of 64 queries of each query tile that the producer takes."""
     taken = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     step = gl.to_tensor(0)
@@ -267,7 +271,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of 64 queries; return the first step that is not theirs."""
+    """Compute out and lse of 64 queries; return the step behind their last."""
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -284,7 +288,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     products = multiply_keys(q, shared, step % STAGES, sizes)
     s = scores_under_key_mask(products, q, 0, step % STAGES, shared, args, sizes)
     release(K_FREE + step % STAGES, sizes.GROUPS)
-    # Only now: bar.arrive does not wait for loads in flight, but what uses them does.
+    # Not earlier: bar.arrive does not wait for loads in flight, but the instructions that use them do.
     release(WORK_READ, sizes.GROUPS)
     if sizes.Q_IN_REGISTERS:
         release(Q_FREE + GROUP, 1)
@@ -294,7 +298,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, True, GROUP)
     queries = Queries(q, i, end)
     progress = Progress(step + 1, acc, p, m, l)
-    for number in gl.static_range(sizes.K_RUNS):  # unrolled: round a loop of runs ptxas would copy p at every step
+    for number in gl.static_range(sizes.K_RUNS):  # unrolled: in a loop over runs ptxas would copy p at every step
         done = 1
         if sizes.K_RUNS > 1:
             run = run_of(args, work, sizes, number, i)
@@ -316,7 +320,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard."""
+    """Store out and lse of 64 queries that see no key of this shard, if this is the first or last step."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -328,7 +332,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return the progress after the tiles of a run behind the first ``done``: those that need a mask, then the whole ones."""
+    """Visit the tiles of a run after the first ``done``: those that need a mask, then the others; return the progress."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
@@ -343,9 +347,9 @@ def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, 
 def visit_keys(
     progress, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Return the progress after one tile: its softmax runs while the tensor cores multiply the probabilities of the tile before.
+    """Visit one key tile; its softmax overlaps with the product of the previous tile's probabilities. Return the progress.
 
-    Nothing stays in flight at the end: over the edge of a loop, ptxas would have every product wait for the one before.
+    No product stays in flight at the end: across the edge of a loop, ptxas would make each product wait for the one before.
     """
     step, acc, p, m, l = progress
     q, i, end = queries
@@ -355,7 +359,7 @@ def visit_keys(
     acc = multiply_values(acc, p, shared, step - 1, sizes)
     s = scores_under_key_mask(products, q, 1, stage, shared, args, sizes)
     release(K_FREE + stage, sizes.GROUPS)
-    if args.key_mask is not None:  # waited for before; it ends a basic block, or ptxas lets go of the keys behind the softmax
+    if args.key_mask is not None:  # already complete; the wait ends a basic block, or ptxas releases the keys after the softmax
         mbarrier.wait(shared.v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
     weights, m, decay = softmax_step(s, m, run, n0, i, args, work, sizes, MASKED)
     l = l * decay + row_sum(weights)
@@ -369,7 +373,7 @@ def visit_keys(
 
 @gluon.jit
 def multiply_keys(q, shared, stage, sizes: gl.constexpr):
-    """Issue q k^T [64, keys]; return it in flight."""
+    """Issue the product q k^T [64, keys]; return it in flight."""
     zero = gl.zeros([64, sizes.BLOCK_K], gl.float32, accumulator(sizes.BLOCK_K))
     k = matrix(shared.k.index(stage))
     return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -377,7 +381,7 @@ def multiply_keys(q, shared, stage, sizes: gl.constexpr):
 
 @gluon.jit
 def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
-    """Issue acc + p v of a step once the values are there; return it in flight."""
+    """Issue acc + p v of a step once its values have arrived; return it in flight."""
     stage = step % sizes.STAGES
     meet()
     mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
@@ -386,9 +390,9 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 
 @gluon.jit
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
-    """Return the scores of products, -inf for keys that the key mask hides.
+    """Wait for the products q k^T and return their scores, with -inf for keys that the key mask hides.
 
-    It waits until at most LATER products that were issued after them are in flight; q stays in its registers till then.
+    The wait leaves at most LATER later products in flight; q stays in its registers until then.
     """
     some_hidden = False
     if args.key_mask is not None:
@@ -407,6 +411,6 @@ def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args,
 
 @gluon.jit
 def wait_for_keys(shared, step, end, STAGES: gl.constexpr):
-    """Wait until the keys of a step are there, where there is such a step."""
+    """Wait until the keys of a step have arrived, if the step is before ``end``."""
     if step < end:
         mbarrier.wait(shared.k_full.index(step % STAGES), step // STAGES & 1)

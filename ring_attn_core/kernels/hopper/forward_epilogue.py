@@ -1,16 +1,16 @@
-"""The epilogue of the Hopper forward, in Gluon: the keys seen here are merged with those seen before, and stored.
+"""The epilogue of the Hopper forward, in Gluon: it merges (out, lse) of this shard with those seen before, and stores both.
 
     lse_here = ln(2) m + log l                         natural log
     lse      = log(exp(lse_here) + exp(lse_before))    out = out_here exp(lse_here - lse) + out_before exp(lse_before - lse)
 
 Shapes     acc [64 queries, BLOCK_E] and m, l [64] in the layout of wgmma's results; out_BSHE, lse_BSH
-State      for the first shard lse_before is the sink, or there is none
+State      for the first shard lse_before is the sink, or absent
 Precision  f32; out is rounded once to its dtype
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 
 @gluon.jit
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return out, laid out as ``by_eights``, and lse of the shards before; for the first the sink as lse, or what is not read."""
+    """Load out, in the layout ``by_eights``, and lse of the shards before; at the first step lse is the sink.
+
+    At the first step out, and without sinks lse, are placeholders that ``finish`` does not read.
+    """
     out, lse = 0.0, 0.0
     if not sizes.FIRST:
         at, inside = elements_of_out_f32(args.out_in, args, work, sizes, GROUP)
@@ -38,7 +41,7 @@ def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Merge the keys seen here with those ``seen_before``, and store out and lse."""
+    """Merge the result of this shard with that of ``seen_before``, and store out and lse."""
     DTYPE: gl.constexpr = args.out.dtype.element_ty
     O_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_E)
     valid = i < load_row(args.rows, work.q_run * sizes.K_RUNS).q_len
@@ -80,15 +83,15 @@ def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP:
 
 @gluon.jit
 def elements_of_lse(lse, i, args, work, sizes: gl.constexpr):
-    """Return pointers to the queries' elements of an lse, and which of them there are."""
+    """Return pointers to the elements of lse for the queries, and the mask of those inside the run."""
     return lse + ((first_token(args, work, sizes) + i) * sizes.H + work.head), i < args.S // sizes.Q_RUNS
 
 
 @gluon.jit
 def elements_of_out(args, work, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return pointers to 64 queries' elements of out, and which of them there are.
+    """Return pointers to the elements of out for 64 queries, and the mask of those inside the array.
 
-    The order of additions is the same to the reader, not to ptxas: this one, here and below, leaves nothing on the stack.
+    The order of the additions, here and below, matters to ptxas: other orders leave registers on the stack.
     """
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
@@ -98,7 +101,7 @@ def elements_of_out(args, work, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT
 
 @gluon.jit
 def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return the same for a float32 out, laid out as ``by_eights``."""
+    """Return the same as ``elements_of_out`` for a float32 out, in the layout ``by_eights``."""
     i, e = rows_and_columns(64, sizes.BLOCK_E)
     first, row, inside = offsets(i, e, args, work, sizes, GROUP)
     return out + first + (row + e), inside
@@ -106,7 +109,7 @@ def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def offsets(i, e, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return offsets of the first query's elements, of the others' from there on, and which elements there are."""
+    """Return the offset of the first query, the offsets of all rows from it, and the mask of elements inside the array."""
     m0 = work.m0 + GROUP * 64
     first = ((first_token(args, work, sizes) + m0) * sizes.H + work.head) * sizes.E
     return first, i * (sizes.H * sizes.E), (m0 + i < args.S // sizes.Q_RUNS) & (e < sizes.E)
@@ -114,5 +117,5 @@ def offsets(i, e, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def first_token(args, work, sizes: gl.constexpr):
-    """Return the first token of the run of queries, among those of all batch rows."""
+    """Return the index of the query run's first token, counted over all batch rows."""
     return work.batch.to(gl.int64) * args.S + work.q_run * (args.S // sizes.Q_RUNS)

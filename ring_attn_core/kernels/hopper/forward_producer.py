@@ -1,16 +1,16 @@
-"""The producer of the Hopper forward: the warp that takes tiles of queries and has TMA fill shared memory, in Gluon.
+"""The producer of the Hopper forward: one warp that takes query tiles and fills shared memory by TMA, in Gluon.
 
     q of every group | k of step 0 | k of step 1, v of step 0 | k of step 2, v of step 1 | ... | v of the last step
 
-in the order in which the consumers want it, each once its stage is free (barriers.py). Beside the keys of a step it leaves
-which of them the key mask hides.
+The loads are in the order of their use by the consumers, each as soon as its stage is free (barriers.py). With the keys of a step
+the producer stores their key mask.
 
 Shapes     q_BSHD, k_BTGD, v_BTGE as TMA descriptors, key_mask_BT f32, key_mask_spans int32 (portable/loads.py)
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .scheduler import announce, key_tiles, tile_at, work_of
 
 @gluon.jit
 def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
-    """Take one tile of queries after the other; have TMA bring q, then the keys of each step and the values of the one before."""
+    """Take one query tile after the other; load q, then the keys of each step and the values of the step before, by TMA."""
     STAGES: gl.constexpr = sizes.STAGES
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
@@ -65,7 +65,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
         work = work_of(take(args), args, sizes)
         acquire(WORK_READ, sizes.GROUPS)
         announce(work, shared)
-    # No named barrier may stay half full.
+    # No named barrier may stay partly arrived at.
     acquire(WORK_READ, sizes.GROUPS)
     if loads > 0:
         for each in gl.static_range(sizes.GROUPS):
@@ -77,7 +77,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
 
 @gluon.jit
 def take(args):
-    """Return the number of a tile of queries: the first that no program has taken yet."""
+    """Take a ticket from the global counter: the number of the first query tile that no program has taken yet."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + args.tickets.to(gl.int64)
     text: gl.constexpr = (
@@ -90,7 +90,7 @@ def take(args):
 
 @gluon.jit
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr):
-    """Bring the keys of a step, and what the key mask hides of them: that is read before their stage is free, so nobody waits."""
+    """Load the keys of a step by TMA, and their key mask, which is read before the stage is free to hide its latency."""
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
     some = False
@@ -114,7 +114,7 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr):
 
 @gluon.jit
 def fill_values(v_BTGE, shared, at, step, sizes: gl.constexpr):
-    """Bring the values of a step, once their stage is free."""
+    """Load the values of a step by TMA, once their stage is free."""
     stage = step % sizes.STAGES
     if step >= sizes.STAGES:
         acquire(V_FREE + stage, sizes.GROUPS)

@@ -10,7 +10,7 @@ Precision  f32; p is rounded once to the input dtype
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .scheduler import visible
 
 @gluon.jit
 def scores(products, args, sizes: gl.constexpr):
-    """Return scores in base 2, divided by the factor of ``softmax_step``: it is positive, and goes into the exponential."""
+    """Return the scores in base 2, divided by the factor of ``softmax_step``, which is positive and goes into exp2."""
     s = products
     if args.softcap is not None:
         s = special_tanh(products * args.inner)
@@ -39,7 +39,7 @@ def scores(products, args, sizes: gl.constexpr):
 
 @gluon.jit
 def row_maximum(x):
-    """Return the greatest of each row [64] of an accumulator [64, columns]."""
+    """Return the row max [64] of an accumulator [64, columns]."""
     LAYOUT: gl.constexpr = x.type.layout
     upper, lower = of_thread(x)
     return of_rows(gl.max(maximum_in_order(None, upper), 2), gl.max(maximum_in_order(None, lower), 2), LAYOUT)
@@ -47,7 +47,7 @@ def row_maximum(x):
 
 @gluon.jit
 def row_sum(x):
-    """Return the sum of each row [64] of an accumulator [64, columns]."""
+    """Return the row sum [64] of an accumulator [64, columns]."""
     LAYOUT: gl.constexpr = x.type.layout
     upper, lower = of_thread(x)
     return of_rows(gl.sum(sum_in_order(None, upper), 2), gl.sum(sum_in_order(None, lower), 2), LAYOUT)
@@ -55,9 +55,10 @@ def row_sum(x):
 
 @gluon.jit
 def of_thread(x):
-    """Return the upper eight rows of every sixteen of an accumulator [64, columns], and the lower ones: a thread has one of each.
+    """Split an accumulator [64, columns] into the upper and the lower eight rows of every sixteen.
 
-    Both are [4, 8, 4, 2, ..., 2]: what a thread holds of its row stands in the last dimensions, the very last one halves it.
+    A thread has one row of each. Both results are [4, 8, 4, 2, ..., 2]: the last dimensions hold a thread's elements of its row,
+    and the very last one halves them.
     """
     if x.shape[1] == 128:
         x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])
@@ -69,7 +70,7 @@ def of_thread(x):
 
 @gluon.jit
 def of_rows(upper, lower, LAYOUT: gl.constexpr):
-    """Return a number for each row [64], from those of the upper and of the lower rows [4, 8]."""
+    """Join the numbers of the upper and of the lower rows, [4, 8] each, to one number per row [64]."""
     ROWS: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [4, 8])
     upper = gl.convert_layout(upper, ROWS, assert_trivial=True)
     lower = gl.convert_layout(lower, ROWS, assert_trivial=True)
@@ -79,10 +80,10 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """Return the greatest of m, where there is one, and of a thread's columns, one after the other.
+    """Return the maximum of m, unless it is None, and of a thread's columns, computed one column after the other.
 
-    Triton from 3.8 on reduces them by pairs. That takes registers, so ptxas begins with the exponentials of a row behind the
-    maximum of both rows, not beside that of the second: 2 to 3 % of the forward.
+    Triton from 3.8 on reduces by pairs. That takes more registers, so ptxas starts the exponentials of the first row after the
+    maxima of both rows, not during that of the second: the forward is 2 to 3 % slower.
     """
     if len(x.shape) > 3:
         first, second = gl.split(x)
@@ -96,7 +97,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
-    """Return the sum of l, where there is one, and of a thread's columns, one after the other."""
+    """Return the sum of l, unless it is None, and of a thread's columns, computed one column after the other."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)
@@ -109,7 +110,7 @@ def sum_in_order(l, x):
 
 @gluon.jit
 def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.constexpr):
-    """Return exp2 of a tile's ``scores`` less the greatest so far, the greatest, and the factor for what was summed before."""
+    """Take one step of online softmax; return exp2(score - row max), the new row max, and the factor that rescales the sums."""
     columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, s.type.layout))
     factor = 1.0
     if args.softcap is not None:
@@ -117,7 +118,7 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
     elif sizes.FOLDED:
         factor = args.inner
     if args.alibi_slopes is not None:
-        # How far a key is ahead of a query: as whole numbers in float32, a key's the same in every tile, and exact where near.
+        # k_pos - q_pos as integers in float32: the part of the keys is the same in every tile, and near keys are exact.
         ahead = gl.expand_dims((run.stride * columns).to(gl.float32), 0)
         ahead -= gl.expand_dims((run.q_start - run.k_start + run.stride * (i - n0)).to(gl.float32), 1)
         s += ahead * (run.slope / factor)
@@ -133,7 +134,7 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 @gluon.jit
 def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
-    """Return the weights as the first factor of a product with the step's values; 0 where dropout drops them."""
+    """Return the weights in 16 bits as the first factor of the product with the step's values, with dropout applied."""
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
         first = work.m0 + GROUP * 64
@@ -149,7 +150,7 @@ def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.const
 
 @gluon.jit
 def hide_unseen(shared, step, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Make values 0 that no query of the program sees, since 0 times NaN is NaN. Two warpgroups see to half of them each."""
+    """Zero the values that no query of the program sees, because 0 times NaN is NaN; two warpgroups zero half of them each."""
     HALF: gl.constexpr = sizes.BLOCK_K // 2
     S_LAYOUT: gl.constexpr = accumulator(HALF)
     LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)

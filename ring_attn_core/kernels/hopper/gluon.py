@@ -1,4 +1,4 @@
-"""Names of Gluon, Triton's language of explicit layouts, that differ between the releases 3.6, 3.7 and 3.9, and its host side."""
+"""Names of Gluon, Triton's language of explicit layouts, that differ between releases 3.6, 3.7 and 3.9, and its host side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ constexpr_function = gluon.constexpr_function
 source = GluonASTSource
 
 copy_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in 3.8
-"""copy_tile(descriptor, coordinates, barrier, tile): from global to shared memory, by TMA."""
+"""copy_tile(descriptor, coordinates, barrier, tile) copies a tile from global to shared memory by TMA."""
 
 
 @_core.builtin
@@ -31,9 +31,9 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 
 @_core.builtin
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
-    """Wait as ``warpgroup_mma_wait`` does, each warpgroup for its own products, also where a partition has two.
+    """Wait like ``warpgroup_mma_wait``, each warpgroup for its own products only, even in a partition of two warpgroups.
 
-    Triton 3.9 has all warps of the partition meet behind every wait, unless it is told that nobody else waits for them.
+    Triton 3.9 puts a barrier of all warps of the partition behind each wait, unless the wait is marked as local to a warpgroup.
     """
     results: Any = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
     first = results if len(deps) == 1 else results[0]
@@ -42,18 +42,18 @@ def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
     return results
 
 
-add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile  # without a name before 3.8
-"""add_tile(descriptor, coordinates, tile): adds a tile in shared memory to one in global memory, by TMA."""
+add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile  # not exposed before 3.8
+"""add_tile(descriptor, coordinates, tile) adds a tile in shared memory to one in global memory by TMA."""
 
 
 meet: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009 renamed in 3.7
-"""meet(): all warps of a partition wait for each other."""
+"""meet() is a barrier of all warps of a partition."""
 
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
-    """Return how a tile of elements such as "bf16" lies in shared memory: swizzled as wgmma reads it, or row after row."""
+    """Return the shared-memory layout of a tile of elements such as "bf16": swizzled for wgmma, or row-major."""
     if not swizzled:
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
-    layout_for: Any = gl.NVMMASharedLayout.get_default_for  # Triton 3.9's types do not let it be called
+    layout_for: Any = gl.NVMMASharedLayout.get_default_for  # typed as Any, because Triton 3.9's types forbid the call
     return layout_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])

@@ -1,4 +1,4 @@
-"""PTX instructions for which Gluon has no function: conversions in pairs, and the tanh of the special function unit."""
+"""Wrappers of PTX instructions without a Gluon function: conversions in pairs, and tanh of the special function unit."""
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -18,7 +18,10 @@ def packing_text(dtype, positive):
 
 @gluon.jit
 def packed_half(p, DTYPE: gl.constexpr, POSITIVE: gl.constexpr = False):
-    """Return float32 rounded to DTYPE, two at a time: ``.to`` permutes bytes once more an element. POSITIVE makes negatives 0."""
+    """Round float32 to DTYPE, two elements at a time; POSITIVE makes negative values 0.
+
+    ``.to`` takes one more byte permutation per element.
+    """
     text: gl.constexpr = packing_text(DTYPE, POSITIVE)
     if DTYPE.is_bf16():
         half = gl.inline_asm_elementwise(text, "=r,r,r", [p], dtype=gl.bfloat16, is_pure=False, pack=2)
@@ -29,5 +32,8 @@ def packed_half(p, DTYPE: gl.constexpr, POSITIVE: gl.constexpr = False):
 
 @gluon.jit
 def special_tanh(x):
-    """Return tanh(x) by the special function unit: right to 1.2e-5, relatively (a test on GPUs), where 5e-4 are documented."""
+    """Return the hyperbolic tangent of the special function unit.
+
+    Its relative error is at most 1.2e-5 (tested on GPUs); 5e-4 is documented.
+    """
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -1,4 +1,4 @@
-"""The launches of Hopper's kernels: pure functions from what a call is to ``Launch``."""
+"""The launches of Hopper's kernels: pure functions from ``Call`` to ``Launch``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import columns
 
 L2_SHARE = 8 * 2**20
-"""Bytes of keys and values in the L2 cache for the heads that run at a time.
+"""Bytes of keys and values of the heads that run at a time, which share the L2 cache.
 
-TFLOP/s on one H200 with one head of keys / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
-625, 32/32 of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 of 128 513 / 535 / 530 / 537 / 528.
+TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
+625, 32/32 heads of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 heads of 128 513 / 535 / 530 / 537 / 528.
 """
 
 
 PROGRAMS = 132
-"""Programs of a forward: one for every multiprocessor of an H100 SXM or an H200. Where there are fewer, or others hold some of
-them, those that start late find no tile left."""
+"""Number of programs of a forward: one for each multiprocessor of an H100 SXM or an H200.
+
+If a GPU has fewer, or other kernels hold some of them, programs that start late find no tile left.
+"""
 
 
 KV_HEADS_TOGETHER = 8
 KEY_TILES_TOGETHER = 1024
-"""Heads of keys whose gradients are made at a time: so many, or as hold so many tiles of keys, so that the programs that run
-together read the same queries from the L2 cache. In a longer walk they drift further apart, and fewer heads fit.
+"""Number of key heads whose gradients are computed at a time: at most KV_HEADS_TOGETHER, with about KEY_TILES_TOGETHER key tiles.
+
+The programs that run together then read the same queries from the L2 cache. In a longer walk they drift further apart, and fewer
+heads fit.
 
 TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
 461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072
@@ -86,7 +90,7 @@ def _descriptors(call: Call, tiles: HopperConfig, d: int, e: int) -> dict[str, A
 
 
 def _heads_together(call: Call) -> int:
-    """Return how many query heads run at a time: those of as many heads of keys as share the L2 cache."""
+    """Return the number of query heads that run at a time: those of the key heads that fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -94,29 +98,32 @@ def _heads_together(call: Call) -> int:
 
 SUM_ROWS = 32
 SUM_COLUMNS = 256
-"""The sums of dq of a tile of queries: rows of float32, to all of which TMA adds at once."""
+"""Shape of the float32 sums of dq of a query tile, to all of which TMA adds at once."""
 TURN_SPACING = 8
-"""float32 from the turn of one tile of queries to that of the next."""
+"""Number of 32-bit words from the turn of one query tile to that of the next."""
 
 
 @lru_cache(maxsize=4096)
 def sums_of_dq(call: Call) -> tuple[int, int]:
-    """Return the shape of what dq is summed in, 0 at first: the sums of every tile of queries, then whose turn it is at each.
+    """Return the shape of the array in which dq is summed: the sums of each query tile, then the turn of each.
 
-    See hopper/backward_dq.py.
+    The array starts at 0; see hopper/backward_dq.py.
     """
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
 
 
 def queries(call: Call) -> int:
-    """Return the queries of a tile of the backward."""
+    """Return the number of queries of a tile of the backward."""
     return 64 if columns(call.head_dim) == 128 else 128
 
 
 @lru_cache(maxsize=4096)
 def backward(call: Call, first: bool, last: bool) -> Launch:
-    """Return the launch of a backward step: sums of dq over ``dq_in``, shaped ``sums_of_dq``, and what ``portable.dkv`` gives."""
+    """Return the launch of a backward step, with the sums of dq and the outputs of ``portable.dkv``.
+
+    The sums have the shape ``sums_of_dq`` and overwrite ``dq_in``.
+    """
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
     shape = call.batch, call.kv_local, call.kv_heads
@@ -191,7 +198,7 @@ def _kv_heads_together(call: Call) -> int:
 
 @lru_cache(maxsize=4096)
 def dq(call: Call) -> Launch:
-    """Return the launch that makes ``dq`` in the input dtype of its ``sums``."""
+    """Return the launch that computes ``dq`` in the input dtype from its ``sums``."""
     arguments = {
         "sums_RX": Array("sums", "float32"),
         "dq_BSHD": Array("dq", call.dtype),

@@ -1,8 +1,10 @@
-"""How tiles lie in registers and in shared memory, in Gluon.
+"""Layouts of tiles in registers and in shared memory, in Gluon.
 
-accumulator            wgmma's results: 64 rows to a warpgroup, a row in four lanes, two columns at a time
-by_eights              the same registers as [rows, columns / 8, 8]: constant distances between a thread's elements
-rows_by_lines          16 bits an element, whole lines of memory to a warp
+    accumulator            wgmma's results: 64 rows to a warpgroup, a row in four lanes, two columns at a time
+    by_eights              the same registers as [rows, columns / 8, 8]: constant distances between a thread's elements
+    rows_by_lines          16 bits an element, whole lines of memory to a warp
+
+``here`` hides the value of an integer from the compiler.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -18,29 +20,29 @@ from .gluon import constexpr_function
 
 @constexpr_function
 def accumulator(width, warps=4):
-    """Return the layout of wgmma's results [16 * warps, width], 64 rows to a warpgroup."""
+    """Return the layout of wgmma's results [16 * warps, width], with 64 rows for each warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
 
 
 @gluon.jit
 def matrix(tile):
-    """Return a tile [1, rows, 1, columns] in shared memory, as TMA brings it, as one of two dimensions."""
+    """Reshape a tile in shared memory from TMA's [1, rows, 1, columns] to [rows, columns]."""
     return tile.reshape([tile.shape[1], tile.shape[3]])
 
 
 @gluon.jit
 def here(x):
-    """Return the integer x, of which the compiler knows nothing from here on.
+    """Return the integer x through an opaque instruction, so that the compiler knows nothing about its value.
 
-    An address that depends on it is computed here, not far above, from where on it would lie in registers: the backward reloads 0
-    registers in a step, not 5, and 0 in all, not 26 (Triton 3.6, heads of 128).
+    Addresses that depend on x are then computed after this call, not far earlier, from where they would occupy registers. The
+    backward reloads 0 registers per step instead of 5, and 0 in total instead of 26 (Triton 3.6, heads of 128).
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def column(x, LAYOUT: gl.constexpr):
-    """Return x [64] broadcast against the rows of a matrix."""
+    """Return x [64] as a column that broadcasts against a matrix of that layout."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
 
 
@@ -48,8 +50,8 @@ def column(x, LAYOUT: gl.constexpr):
 def accumulator_by_eights(rows, columns, warps=4):
     """Return the layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
 
-    Which eights of a row a thread holds is known when compiled, so that it has an address for each of its rows, and constants; as
-    [rows, columns] every element has an address of its own, in a pair of registers.
+    The groups of eight columns that a thread holds are known at compile time, so a thread needs one address per row, plus
+    constant offsets. As [rows, columns] every element takes an address of its own, in a pair of registers.
     """
     eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -59,14 +61,17 @@ def accumulator_by_eights(rows, columns, warps=4):
 
 @gluon.jit
 def by_eights(x, WARPS: gl.constexpr = 4):
-    """Return wgmma's results [rows, columns] as [rows, columns / 8, 8], without moving a register."""
+    """Reshape wgmma's results [rows, columns] to [rows, columns / 8, 8] without moving a register."""
     LAYOUT: gl.constexpr = accumulator_by_eights(x.shape[0], x.shape[1], WARPS)
     return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] // 8, 8]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return the numbers of rows [rows, 1, 1] and columns [1, columns / 8, 8] of such a layout; int64 keeps constants apart."""
+    """Return the row indices [rows, 1, 1] and column indices [1, columns / 8, 8] in the layout ``accumulator_by_eights``.
+
+    Column indices are int64, so that the compiler keeps them as constant offsets.
+    """
     LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
@@ -79,5 +84,5 @@ def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.conste
 
 @constexpr_function
 def rows_by_lines(width, warps=4):
-    """Return a layout of [rows, width] of 16 bits in which a warp reads and writes whole lines of memory."""
+    """Return a layout of 16-bit tiles [rows, width] in which a warp reads and writes whole lines of memory."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])

@@ -1,7 +1,7 @@
-"""Which queries a program of the Hopper forward has, and which tiles of keys it walks in which order, in Gluon.
+"""The scheduler of the Hopper forward: the query tiles of a program, and the order of their key tiles, in Gluon.
 
     ticket -> tile of queries     ``together`` heads at a time, of which the heaviest tiles come first
-    walk of a run of keys         the tiles that need a mask, then the whole ones, the last one first
+    walk of a run of keys         the tiles that need a mask, then the others, the last one first
 
 The producer takes tickets and announces each tile of queries; the consumers read the announcement.
 
@@ -11,7 +11,7 @@ Units      local indices of a run; tokens count within a shard
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (it takes what is known when a kernel is compiled for the class constexpr, and jitted functions for plain ones)
+# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ from .barriers import read_number, sync_warp, write_number
 
 
 class QueryWork(NamedTuple):
-    """A tile of queries, from ``m0`` on of a run: how many tiles of keys it walks (-1: there is no such tile of queries), from
-    which run on, and which token comes first."""
+    """A query tile, from ``m0`` on of a run, with its number of key tiles, first key run and first key token.
+
+    ``tiles`` is -1 behind the last query tile.
+    """
 
     batch: Any
     head: Any
@@ -47,13 +49,13 @@ class QueryWork(NamedTuple):
 
 
 NUMBERS = gl.constexpr(8)
-"""Numbers in shared memory for a QueryWork, and some room."""
+"""Number of int32 in shared memory for a QueryWork, padded to a power of two."""
 
 
 class RunOfKeys(NamedTuple):
-    """A run of keys: the interval of it that each query of a warpgroup sees, its ``rows.Tiles``, and fields of its ``runs.Row``.
+    """A run of keys: the interval that each query of a warpgroup sees, its ``rows.Tiles``, and fields of its ``runs.Row``.
 
-    ``pair`` is the number of the row. ``slope``: ALiBi's, in base 2.
+    ``pair``: index of the row. ``slope``: ALiBi slope of the head, in base 2.
     """
 
     pair: Any
@@ -68,19 +70,22 @@ class RunOfKeys(NamedTuple):
 
 @gluon.jit
 def visible(column, begin, end):
-    """Return bool [queries, keys]: begin <= column < end, in one comparison; two take a register a key, and the loop spills."""
+    """Return begin <= column < end, bool [queries, keys], in one comparison.
+
+    Two comparisons take a register per key, and the loop spills.
+    """
     width = gl.expand_dims(gl.maximum(end - begin, 0).to(gl.uint32), 1)
     return (gl.expand_dims(column, 0) - gl.expand_dims(begin, 1)).to(gl.uint32) < width
 
 
 @gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the ``rows.Tiles`` of a run of keys that a tile of queries visits."""
+    """Return the ``rows.Tiles`` that a query tile visits of a run of keys."""
     row = load_row(args.rows, pair)
     m1 = gl.minimum(m0 + sizes.BLOCK_Q, row.q_len)
     tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, sizes.BLOCK_K)
     if args.extents is not None:
-        # Every warp holds all queries: no reduction passes through shared memory.
+        # Every warp holds all queries, so that no reduction passes through shared memory.
         i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.BlockedLayout([sizes.BLOCK_Q // 32], [32], [gl.num_warps()], [0]))
         begin, end = keys_seen(i, args.extents, batch, args.S, row)
         tiles = tiles_in_extents(tiles, begin, end, i < row.q_len, sizes.BLOCK_K)
@@ -89,7 +94,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def work_of(ticket, args, sizes: gl.constexpr):
-    """Return the tile of queries with a number: ``together`` heads at a time, of which the heaviest tiles come first."""
+    """Return the query tile of a ticket: ``together`` heads at a time, the heaviest tiles of these first."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (args.together * tiles) * args.together
@@ -110,7 +115,7 @@ def work_of(ticket, args, sizes: gl.constexpr):
 
 @gluon.jit
 def announce(work, shared):
-    """Tell the consumers which tile of queries comes next; they have read the announcement before."""
+    """Announce the next query tile to the consumers, which have already read the previous announcement."""
     for field in gl.static_range(7):
         write_number(shared.work, field, work[field])
     sync_warp()
@@ -119,7 +124,7 @@ def announce(work, shared):
 
 @gluon.jit
 def announced(taken, shared):
-    """Return the tile of queries that the producer takes after ``taken`` others; to be released as WORK_READ."""
+    """Wait for the announcement of the query tile after ``taken`` others, and return it; release it as WORK_READ."""
     mbarrier.wait(shared.work_full.index(0), taken & 1)
     return QueryWork(
         read_number(shared.work, 0), read_number(shared.work, 1), read_number(shared.work, 2), read_number(shared.work, 3),
@@ -129,7 +134,7 @@ def announced(taken, shared):
 
 @gluon.jit
 def survey(args, batch, q_run, m0, sizes: gl.constexpr):
-    """Return how many tiles of keys a tile of queries walks, the first run that holds any, and the token of its first tile."""
+    """Return the number of key tiles of a query tile, the first run that has any, and the token of its first tile."""
     count = 0
     first_run = 0
     first_token = 0
@@ -145,14 +150,14 @@ def survey(args, batch, q_run, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def tile_at(t, tiles):
-    """Return the t-th tile of a run in the order of the walk: those that need a mask, then the whole ones, the last one first."""
+    """Return the t-th tile of a run in the order of the walk: those that need a mask, then the others from the last on."""
     masked = count_partly_seen(tiles)
     return gl.where(t < masked, partly_seen(t, tiles), tiles.whole_last - 1 - (t - masked))
 
 
 @gluon.jit
 def run_of(args, work, sizes: gl.constexpr, number, i):
-    """Return the number-th run of keys, as the queries ``i`` see it."""
+    """Return the key run with index ``number``, with the intervals that the queries ``i`` see."""
     pair = work.q_run * sizes.K_RUNS + number
     row = load_row(args.rows, pair)
     begin, end = keys_seen(i, args.extents, work.batch, args.S, row)

@@ -1,4 +1,4 @@
-"""Which calls Hopper's kernels take, and in words why they do not take the others."""
+"""The calls that Hopper's kernels take, and the reasons, in words, for refusing all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WIDEST = 256
 
 
 def refusal(call: Call) -> str | None:
-    """Return why the Hopper forward does not take a call, None where it does. The portable kernel takes what it refuses."""
+    """Return why the Hopper forward refuses a call, which the portable kernel then takes; None if it takes the call."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
         reason = f"it is for sm_90, and this GPU is sm_{call.capability}"
@@ -20,7 +20,7 @@ def refusal(call: Call) -> str | None:
 
 
 def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
-    """Return the part of ``refusal`` that depends on the arrays' dtype and last dimensions only."""
+    """Return the part of ``refusal`` that depends only on dtype and head dimensions."""
     if dtype not in ("bfloat16", "float16"):
         return f"its products are of bfloat16 and float16, not {dtype}"
     for name, width in (("head_dim", head_dim), ("v_dim", v_dim)):
@@ -37,12 +37,12 @@ def columns(width: int) -> int:
 
 
 def refusal_of_backward(call: Call) -> str | None:
-    """Return why the Hopper backward does not take a call, None where it does. The portable kernels take what it refuses."""
+    """Return why the Hopper backward refuses a call, which the portable kernels then take; None if it takes the call."""
     return refusal(call) or refusal_of_gradients(call.head_dim, call.v_dim)
 
 
 def refusal_of_gradients(head_dim: int, v_dim: int) -> str | None:
-    """Return the part of ``refusal_of_backward`` that depends on the head dimensions only, beside ``refusal_of_shape``."""
+    """Return the part of ``refusal_of_backward`` that depends only on the head dimensions and is not in ``refusal_of_shape``."""
     if max(head_dim, v_dim) > 128:
         return f"its sums for heads of more than 128 do not fit into registers, and these are of {head_dim}"
     if columns(head_dim) != columns(v_dim):
