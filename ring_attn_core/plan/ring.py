@@ -193,7 +193,7 @@ class RingPlan:
         """Return whether each run is consecutive from a multiple of SPAN, so that one dropout counter serves 8 probabilities."""
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
-    # --- what travels -----------------------------------------------------------------------------------------------
+    # --- hops -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def shifts(self) -> tuple[int, ...]:
