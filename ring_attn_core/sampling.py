@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     top_p: Any
     low: Any
     high: Any
-    """The two words of the seed."""
+    """The upper 32 bits of the seed; ``low`` holds the lower ones."""
 
 
 @dataclass(frozen=True)
