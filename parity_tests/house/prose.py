@@ -106,4 +106,5 @@ def _of_page(file: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    print(*findings([Path(argument) for argument in sys.argv[1:]]), sep="\n")
+    for finding in findings([Path(argument) for argument in sys.argv[1:]]):
+        print(finding)
