@@ -16,6 +16,8 @@ from ..attend.tiles import accumulation_dtype
 
 COARSE = 1024
 """Number of tokens between two coarse angles of RotaryEmbedding."""
+TURN = 2**32
+"""Units of an angle in a turn."""
 
 
 class RotaryEmbedding(nnx.Module):
@@ -28,9 +30,9 @@ class RotaryEmbedding(nnx.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies, and YaRN
     multiplies y by its attention factor.
 
-    Angles are float32, of a float64 x float64. A float32 product of position and frequency is off by 0.06 rad at a million
-    tokens, so a position is split into a multiple of 1024, whose angle is reduced modulo 2 pi in float64 beforehand, and a rest:
-    4e-4 rad.
+    Angles are float64 for a float64 x. For others a float32 product of position and frequency would be off by 0.06 rad at a
+    million tokens. Therefore angles are integers, in units of 2**-32 turns, whose products wrap at whole turns: one of a multiple
+    of 1024, one of the rest of a position. At a million tokens they are off by at most 1.5e-6 rad.
 
     Raise ValueError if head_dim is odd, base is at most 1, or scaling is not one of these records.
     """
@@ -51,12 +53,17 @@ class RotaryEmbedding(nnx.Module):
 
     def _turns(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Return cos and sin times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
-        fine = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))
-        coarse = np.remainder(COARSE * fine + pi, 2 * pi) - pi
-        positions = positions if positions.ndim == 2 else positions[None]
-        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 does not fit int8
-        quotient, rest = (t[..., None].astype(dtype) for t in (positions // COARSE, positions % COARSE))
-        angles = quotient * coarse.astype(dtype)[None, None] + rest * fine.astype(dtype)[None, None]
+        frequencies = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))[None, None]
+        positions = (positions if positions.ndim == 2 else positions[None])[..., None]
+        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 does not fit in int8
+        if dtype == jnp.float64:
+            angles = positions.astype(dtype) * frequencies
+        else:
+            turns = (step * frequencies / (2 * pi) % 1 for step in (1, COARSE))
+            fine, coarse = ((np.rint(x * TURN) % TURN).astype(np.uint32) for x in turns)
+            quotient, rest = (x.astype(jnp.uint32) for x in (positions // COARSE, positions % COARSE))
+            turned = quotient * coarse + rest * fine
+            angles = jax.lax.bitcast_convert_type(turned, jnp.int32).astype(dtype) * dtype.type(2 * pi / TURN)
         factor = attention_factor(self.rotary)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         return (cos, sin) if factor == 1 else (cos * factor, sin * factor)

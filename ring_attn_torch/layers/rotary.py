@@ -14,6 +14,8 @@ from ..attend.tiles import accumulation_dtype
 
 COARSE = 1024
 """Tokens between two coarse angles of RotaryEmbedding."""
+TURN = 2**32
+"""Units of an angle in a turn."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -26,9 +28,9 @@ class RotaryEmbedding(nn.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
     angles, and YaRN also multiplies y by its attention factor.
 
-    Angles are float32, or float64 for a float64 x. A float32 product of position and frequency is off by 0.06 rad at a million
-    tokens. Therefore a position is split into a multiple of 1024, whose angle is reduced modulo 2 pi in float64 beforehand, and a
-    remainder: 4e-4 rad.
+    Angles are float64 for a float64 x. For others a float32 product of position and frequency would be off by 0.06 rad at a
+    million tokens. Therefore angles are integers, in units of 2**-32 turns, whose products wrap at whole turns: one of a multiple
+    of 1024, one of the rest of a position. At a million tokens they are off by at most 1.5e-6 rad.
 
     Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not a scaling.
     """
@@ -52,11 +54,14 @@ class RotaryEmbedding(nn.Module):
     def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
         pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
-        fine = inverse_frequencies(self.rotary, self.head_dim, pair)
-        coarse = torch.remainder(COARSE * fine + pi, 2 * pi) - pi
-        positions = positions if positions.dtype in (torch.int32, torch.int64) else positions.long()  # 1024 does not fit in int8
-        quotient, rest = (t[..., None].to(dtype) for t in (positions // COARSE, positions % COARSE))
-        angles = quotient * coarse.to(dtype) + rest * fine.to(dtype)
+        frequencies = inverse_frequencies(self.rotary, self.head_dim, pair)
+        positions = positions.long()[..., None]  # 1024 does not fit in int8
+        if dtype == torch.float64:
+            angles = positions * frequencies
+        else:
+            fine, coarse = ((step * frequencies / (2 * pi) % 1 * TURN).round().long() for step in (1, COARSE))
+            turned = positions // COARSE * coarse + positions % COARSE * fine
+            angles = ((turned + TURN // 2) % TURN - TURN // 2).to(dtype) * (2 * pi / TURN)
         factor = attention_factor(self.rotary)
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
