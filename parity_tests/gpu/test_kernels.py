@@ -47,7 +47,13 @@ HOPPER = [
 ] + [case for case in [*WIDE, *ENDS] if case.dtype != "float32" and case.head_dim % 8 == 0]
 """What Hopper's own kernels take, and with it every feature."""
 
-JUDGED = [("triton", case) for case in CASES] + [("hopper", case) for case in HOPPER]
+OFTEN = [*WIDE, *EVERYTHING, *ENDS, *LONG[::3], *SPECIAL[::3]]
+"""The cases of the portable kernels that are not exhaustive; of Hopper's they are those at the same places."""
+JUDGED = [
+    pytest.param(backend, case, marks=[] if source in OFTEN else pytest.mark.exhaustive)
+    for backend, cases, sources in (("triton", CASES, CASES), ("hopper", HOPPER, [*LONG, *EVERYTHING, *SPECIAL, *WIDE * 2]))
+    for case, source in zip(cases, sources, strict=False)
+]
 
 
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
