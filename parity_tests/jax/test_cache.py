@@ -19,8 +19,6 @@ from ..support.stories import CHOSEN, REST
 from .caches import compiled, play
 from .ring import mesh_of
 
-pytestmark = pytest.mark.exhaustive
-
 
 @pytest.mark.parametrize("story", CHOSEN, ids=str)
 def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(story):
@@ -158,6 +156,7 @@ def test_a_step_that_stops_leaves_no_scale_and_given_ones_can_divide():
             small(dtype="float8_e4m3fn", k_scale=wrong, v_scale=ones)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["chunk", "step"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_without_a_token_leaves_no_scale(ranks, first):

@@ -21,8 +21,6 @@ from ..support.decode import Problem, Shape, check, random_shape, shapes
 from .decode import program, run
 from .ring import QUICK, SEQ, mesh_of
 
-pytestmark = pytest.mark.exhaustive
-
 WHOLE = PartitionSpec()
 
 
@@ -175,6 +173,7 @@ def test_a_list_of_pairs_is_merged_as_two_by_two():
             merge(wrong)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "uint32"])
 def test_positions_may_have_any_integer_dtype(dtype):
     given = arrays()

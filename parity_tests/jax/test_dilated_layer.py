@@ -20,8 +20,6 @@ from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, 
 from .models import run_layer
 from .ring import mesh_of
 
-pytestmark = pytest.mark.exhaustive
-
 TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
 WHOLE: dict[str, Any] = {"segments": (64,), "dilations": (1,)}
 """One segment that covers every sequence here: all tokens attend to all."""
@@ -31,13 +29,18 @@ TOKENS = 13
 
 @pytest.mark.parametrize(
     ("ranks", "name", "whole"),
-    [pytest.param(1, "window", False, marks=pytest.mark.exhaustive), (2, "hidden keys", False), (4, "heads", True)],
+    [
+        pytest.param(1, "window", False, marks=pytest.mark.exhaustive),
+        (2, "hidden keys", False),
+        pytest.param(4, "heads", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_layer_over_a_ring_is_dense_attention_of_the_same_sparsity(ranks, name, whole):
     x, dout = layer_data()
     check_layer(run_layer(layer_weights(), x, dout, ranks, ARGUMENTS[name], whole), layer_weights(), x, dout, **ARGUMENTS[name])
 
 
+@pytest.mark.exhaustive
 def test_layer_of_one_segment_is_ring_attention_of_the_same_seed():
     x, mesh = jnp.asarray(layer_data()[0][:, :36]), mesh_of(2)
     ring = RingAttention(**LAYER, layout="contiguous", mesh=mesh, rngs=nnx.Rngs(0))
@@ -46,6 +49,7 @@ def test_layer_of_one_segment_is_ring_attention_of_the_same_seed():
     np.testing.assert_allclose(dilated(x), ring(x), atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_future_tokens_change_nothing():
     x = jnp.asarray(layer_data()[0][:, :36])
     layer = DilatedRingAttention(**LAYER, **TWO, mesh=mesh_of(4), rngs=nnx.Rngs(0))
@@ -65,6 +69,7 @@ MASKS = {
 """As flax's modules take them; those that say causal go with mask=causal() of dilated_attention_fn."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "linen", "ranks", "chosen"),
     [
@@ -115,6 +120,7 @@ def results(linen: bool, function: Any, mask: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves((out, vjp(jnp.asarray(dout))))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_module_under_jit_on_a_mesh_is_the_one_on_one_device(kind):
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind, kind), devices=jax.devices()[:4])
@@ -141,6 +147,7 @@ def qkv(*batch: int, tokens: int = 8) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, (*batch, tokens, 2, 4)) for key in jax.random.split(jax.random.key(1), 3))
 
 
+@pytest.mark.exhaustive
 def test_any_number_of_batch_dimensions_and_the_flag_is_the_mask():
     function, banded = (dilated_attention_fn(mesh=mesh_of(2), mask=mask, **TWO) for mask in (full(), causal()))
     out = function(*qkv(2, 1, 3, tokens=7), is_causal=True)
@@ -148,6 +155,7 @@ def test_any_number_of_batch_dimensions_and_the_flag_is_the_mask():
     np.testing.assert_allclose(out.reshape(flat.shape), flat, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     mask = np.ones((1, 1, 8, 8), bool)
     mask[..., 5, 2] = False

@@ -142,4 +142,4 @@ def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
 
 @pytest.mark.exhaustive
 def test_random_problems_are_exact():
-    fuzz(run_once, 40)
+    fuzz(run_once, 15)

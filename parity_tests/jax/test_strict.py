@@ -195,8 +195,10 @@ def test_a_cache_between_steps_and_generated_text(ranks):
         model = RingTransformer(**sizes, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
         texts = [
             model.generate([[1, 2, 3], [4]], 4, chunk=2, cache_dtype=kept, **sampling)
-            for kept in (None, "float8_e4m3fn")
-            for sampling in ({}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "stop": [7]})
+            for kept, sampling in (
+                (None, {}),
+                ("float8_e4m3fn", {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "stop": [7]}),
+            )
         ]
         cache = KVCache.make(model.config, 2, 8, page=2, mesh=mesh_of(ranks)).check_room([3, 2], "zigzag")
         _, cache = prefill_prompts(model, jnp.ones((2, 3), jnp.int32), cache, [3, 2])

@@ -27,8 +27,6 @@ from ..support.spawn import Ranks
 from .decode import Pair, on_rank
 from .test_kernels import as_on_a_gpu
 
-pytestmark = pytest.mark.exhaustive
-
 pytest.importorskip("triton")
 
 
@@ -108,6 +106,7 @@ def test_keys_of_one_byte_are_read_by_bits_where_the_gpu_cannot(interpreter):
     problem.check(*by_bits)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fp8", [False, True])
 def test_many_small_probabilities_count_in_float16_too(interpreter, fp8):
     slots = 4096
