@@ -138,7 +138,7 @@ def test_a_block_is_fetched_before_the_one_after_it_is_computed_again():
     """And no more than two blocks' tensors are on the device at once."""
     model, ids, labels = small("offload", depth=5)
     told: list[str] = []
-    names: weakref.WeakKeyDictionary[offload.Block, int] = weakref.WeakKeyDictionary()
+    names: weakref.WeakKeyDictionary[offload.OffloadedBlock, int] = weakref.WeakKeyDictionary()
     pages: weakref.WeakSet[offload.Page] = weakref.WeakSet()
     most = 0
 
@@ -147,7 +147,7 @@ def test_a_block_is_fetched_before_the_one_after_it_is_computed_again():
         most = max(most, sum(page._here is not None for page in pages))
 
     class Page(offload.Page):
-        def __init__(self, x: Tensor, block: offload.Block) -> None:
+        def __init__(self, x: Tensor, block: offload.OffloadedBlock) -> None:
             names.setdefault(block, len(names))
             super().__init__(x, block)
             pages.add(self)

@@ -15,7 +15,7 @@ import transformers
 
 import ring_attn_torch.transformers as hf
 from ring_attn_torch.transformers import masks
-from ring_attn_torch.transformers.whole import Documents, Ring, Whole
+from ring_attn_torch.transformers.global_batch import DocumentBounds, GlobalBatch, ModelRing
 
 from .hugging_face import CLASSES, SMALL, TINY_VISION
 
@@ -85,7 +85,7 @@ def test_a_config_in_a_config_is_copied_with_it_and_images_keep_their_attention(
 
 
 def test_a_call_in_one_thread_is_no_call_in_another():
-    whole, found = Whole(Ring(), 1, 12, torch.device("cpu"), Documents()), []
+    whole, found = GlobalBatch(ModelRing(), 1, 12, torch.device("cpu"), DocumentBounds()), []
     with masks.during(whole):
         thread = threading.Thread(target=lambda: found.append(masks.current()))
         thread.start()

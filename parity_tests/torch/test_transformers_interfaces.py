@@ -18,9 +18,9 @@ from transformers.models.llama import modeling_llama
 
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
+from ring_attn_torch.transformers.cached_call import CachedCall
+from ring_attn_torch.transformers.global_batch import DocumentBounds, GlobalBatch, ModelRing, documents_of, ends_of_blocks
 from ring_attn_torch.transformers.pattern import Pattern, candidates, fits, intervals
-from ring_attn_torch.transformers.turn import Turn
-from ring_attn_torch.transformers.whole import Documents, Ring, Whole, documents_of, ends_of_blocks
 
 
 def test_documents_begin_where_positions_begin_again_and_padding_sees_nothing():
@@ -75,7 +75,7 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
     config.attention_chunk_size = 5
     causally, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(5)
     prefix = masking_utils.or_masks(causally, lambda b, h, q, k: k < 4)
-    whole = Whole(Ring(), 1, 12, torch.device("cpu"), Documents())
+    whole = GlobalBatch(ModelRing(), 1, 12, torch.device("cpu"), DocumentBounds())
     call: Any = lambda function, size: masks.ring_mask(
         q_length=12, kv_length=12, mask_function=function, config=config, local_size=size, batch_size=1
     )
@@ -89,7 +89,7 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
 
 def test_a_cache_goes_on_with_causal_layers_alone():
     nothing: Any = None
-    turn = Turn(nothing, 1, None, [1], None, 1, torch.device("cpu"), None)
+    turn = CachedCall(nothing, 1, None, [1], None, 1, torch.device("cpu"), None)
     assert turn.seen(Pattern(sliding_window(4))).window == 4
     for pattern in (Pattern(full()), Pattern(causal(), 5), Pattern(sliding_window(5, after=5))):
         with pytest.raises(ValueError, match="this layer sees chunks, or tokens after its own"):

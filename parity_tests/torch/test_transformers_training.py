@@ -17,7 +17,7 @@ import torch
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch.transformers.accelerates import HOOK, AcceleratesHooks
+from ring_attn_torch.transformers.accelerate_hooks import HOOK, AccelerateHooks
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, launched, on_cpus, trained, tuned_by_trl
@@ -114,7 +114,7 @@ def test_accelerates_hooks_come_back_in_front_of_others():
     accelerates.__qualname__ = HOOK
     layer.register_forward_pre_hook(accelerates)
     layer.register_forward_pre_hook(lambda module, args: None)
-    before, hooks = list(layer._forward_pre_hooks.items()), AcceleratesHooks(torch.nn.Sequential(layer))
+    before, hooks = list(layer._forward_pre_hooks.items()), AccelerateHooks(torch.nn.Sequential(layer))
     hooks.take_off()
     assert list(layer._forward_pre_hooks.items()) == before[1:]
     hooks.restore()

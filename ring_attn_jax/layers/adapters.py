@@ -66,7 +66,7 @@ def attention_fn(
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class Dropout(NamedTuple):
+class DropoutArguments(NamedTuple):
     """The dropout arguments of a call that has dropout."""
 
     rng: jax.Array | None
@@ -117,13 +117,13 @@ class FlaxFunction:
         band = self.options.mask
         options = replace(self.options, mask=_causal_part(band) if is_causal else band)
         drops = dropout_rate and not deterministic
-        dropout = Dropout(dropout_rng, dropout_rate, broadcast_dropout) if drops else None
+        dropout = DropoutArguments(dropout_rng, dropout_rate, broadcast_dropout) if drops else None
         visible = None
         if mask is not None:
             visible = visible_of(jnp.asarray(mask), (*query.shape[:-3], q.shape[2], q.shape[1], k.shape[1]))
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
-    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
+    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
         """Return out [batch, tokens, heads, v_dim] of q, k and v; ``visible``: the module's mask, a result of ``visible_of``."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class FlaxFunction:
 class RingAttentionFunction(FlaxFunction):
     """The function that ``attention_fn`` returns."""
 
-    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
+    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
         arrays = Arrays(dropout_seed=None if dropout is None else _draw(dropout))
         options = replace(options, dropout_rate=0.0 if dropout is None else dropout.rate)
         if visible is None:
@@ -183,7 +183,7 @@ def _causal_part(band: Band) -> Band:
     return Band(max(band.lo or 0, 0), band.hi)
 
 
-def _draw(dropout: Dropout) -> Draw:
+def _draw(dropout: DropoutArguments) -> Draw:
     """Return the dropout state of a call."""
     if dropout.broadcast:
         raise ValueError(

@@ -18,7 +18,7 @@ from ring_attn_core.variants.dilated import Patterns
 from ..data.extents import whole
 from ..sharded import Where
 from ..variants.sharded_dilated import sharded_dilated_attention
-from .adapters import Dropout, FlaxFunction, Triple, check_fits, nan_unless
+from .adapters import DropoutArguments, FlaxFunction, Triple, check_fits, nan_unless
 
 
 def dilated_attention_fn(
@@ -66,7 +66,7 @@ class DilatedAttentionFunction(FlaxFunction):
 
     patterns: Patterns
 
-    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: Dropout | None, options: Options) -> jax.Array:
+    def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
         if dropout is not None:
             raise ValueError(
                 f"dropout_rate={dropout.rate}: dilated attention drops no probabilities, for a query has several of them for one "
@@ -78,7 +78,7 @@ class DilatedAttentionFunction(FlaxFunction):
                 f"there are {tokens} queries and {keys} keys: the segments of dilated attention are of one sequence, so pass "
                 "equally many; attention_fn takes two sequences"
             )
-        seen = Seen() if visible is None else seen_of(visible, options.mask)
+        seen = VisibleTokens() if visible is None else seen_of(visible, options.mask)
         check_fits(
             seen.fits,
             "be the same for all heads and, within mask= of dilated_attention_fn (or is_causal), hide keys from everybody or all "
@@ -102,7 +102,7 @@ class DilatedAttentionFunction(FlaxFunction):
         return nan_unless(seen.fits, out)
 
 
-class Seen(NamedTuple):
+class VisibleTokens(NamedTuple):
     """The keys and queries that take part, bool [batch, tokens] each; None for all."""
 
     keys: jax.Array | None = None
@@ -113,11 +113,11 @@ class Seen(NamedTuple):
     """True if a query sees exactly the keys that its band and the two allow; None if all queries do."""
 
 
-def seen_of(visible: jax.Array, band: Band) -> Seen:
-    """Split ``visible`` bool [rows, heads, queries, keys] within ``band`` into a ``Seen``; heads and queries may be 1."""
+def seen_of(visible: jax.Array, band: Band) -> VisibleTokens:
+    """Split ``visible`` bool [rows, heads, queries, keys] within ``band`` into a ``VisibleTokens``; heads and queries may be 1."""
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):
-        return Seen(visible[:, 0, 0])
+        return VisibleTokens(visible[:, 0, 0])
     tokens = visible.shape[3]
     lag = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
     within = jnp.ones_like(lag, bool) if band.lo is None else lag >= band.lo
@@ -125,4 +125,4 @@ def seen_of(visible: jax.Array, band: Band) -> Seen:
     visible = visible & within
     keys, queries = visible.any((1, 2)), visible.any((1, 3))
     said = within & keys[:, None] & queries[..., None]
-    return Seen(keys, queries, (visible == said[:, None]).all((1, 3)))
+    return VisibleTokens(keys, queries, (visible == said[:, None]).all((1, 3)))

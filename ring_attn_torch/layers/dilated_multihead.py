@@ -15,11 +15,11 @@ from ring_attn_core.variants.dilated import Patterns
 
 from ..block import merge
 from ..variants.dilated import dilated_attention
-from .stand_in import Asked, StandIn
+from .multihead_base import CallOptions, MultiheadBase
 from .whole_mask import Parts
 
 
-class DilatedAttention(StandIn):
+class DilatedAttention(MultiheadBase):
     """``torch.nn.MultiheadAttention`` with :func:`dilated_attention` inside: the same constructor, forward and state dict, on
     shards.
 
@@ -95,7 +95,7 @@ class DilatedAttention(StandIn):
         Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
         fit.
         """
-        asked = Asked(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
+        asked = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
         inputs, parts, options = self._taken((query, key, value), asked)
         q, k, v = self._projected(*inputs)
         added = self.add_zero_attn or self.bias_k is not None
@@ -133,7 +133,7 @@ class DilatedAttention(StandIn):
                 "one sequence, so pass equally many; MultiheadAttention takes two sequences"
             )
 
-    def _seen(self, q: Tensor, k: Tensor, asked: Asked, options: Options) -> tuple[Parts, Options]:
+    def _seen(self, q: Tensor, k: Tensor, asked: CallOptions, options: Options) -> tuple[Parts, Options]:
         parts, options = super()._seen(q, k, asked, options)
         if parts.extents is not None:
             raise ValueError(

@@ -18,11 +18,11 @@ from ..arguments import Arrays
 from ..attend.dropout import Dropout
 from ..ring.agreement import tell
 from ..ring.groups import group_name, ranks_of
+from .multihead_base import CallOptions, MultiheadBase
 from .projections import ring_of
-from .stand_in import Asked, StandIn
 
 
-class MultiheadAttention(StandIn):
+class MultiheadAttention(MultiheadBase):
     """``torch.nn.MultiheadAttention`` over a ring: the same constructor, forward and state dict, on shards of the sequence.
 
     ``group``, ``layout``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. All other arguments are
@@ -98,7 +98,7 @@ class MultiheadAttention(StandIn):
         Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
         fit.
         """
-        asked = Asked(key_padding_mask, need_weights, attn_mask, is_causal, length, kv_length)
+        asked = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, kv_length)
         inputs, parts, options = self._taken((query, key, value), asked)
         dropout = None
         if self.training and self.dropout:

@@ -51,12 +51,12 @@ class Host:
     """The offloaded tensors of the blocks of one forward pass."""
 
     def __init__(self) -> None:
-        self._block: Block | None = None
+        self._block: OffloadedBlock | None = None
         self._leaving: deque[Page] = deque()
 
     def begin(self) -> None:
         """Begin another block, to which the tensors of later ``put`` calls belong."""
-        self._block = Block(self._block)
+        self._block = OffloadedBlock(self._block)
 
     def put(self, x: Tensor) -> Page:
         """Start to copy ``x`` to the host and return its page; call the page, any number of times, to get the tensor back.
@@ -71,13 +71,13 @@ class Host:
         return page
 
 
-class Block:
+class OffloadedBlock:
     """The pages of a block, and the block before it, which follows in the backward.
 
     Pages are referenced weakly: the autograd graph that needs them keeps them alive.
     """
 
-    def __init__(self, before: Block | None) -> None:
+    def __init__(self, before: OffloadedBlock | None) -> None:
         self.before = before
         self.pages: WeakSet[Page] = WeakSet()
 
@@ -90,7 +90,7 @@ class Block:
 class Page:
     """A tensor in host memory, and on the device too during a copy in either direction."""
 
-    def __init__(self, x: Tensor, block: Block) -> None:
+    def __init__(self, x: Tensor, block: OffloadedBlock) -> None:
         self._block, self._shape = block, x.shape
         block.pages.add(self)
         self._pieces = [torch.empty_like(piece, device="cpu", pin_memory=x.is_cuda) for piece in _pieces(x)]

@@ -35,10 +35,10 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[Keeping, Keeping]:
     """Return the contexts of a function's first run, which stores each (out, lse) by ``put``, and of its recomputation."""
     kept: list[tuple[Fetch, Fetch]] = []
-    return First(put, kept), Again(kept)
+    return RecordPass(put, kept), ReplayPass(kept)
 
 
-class First(Keeping):
+class RecordPass(Keeping):
     """The context of the first run, which stores each (out, lse)."""
 
     def __init__(self, put: Callable[[Tensor], Fetch], kept: list[tuple[Fetch, Fetch]]) -> None:
@@ -50,7 +50,7 @@ class First(Keeping):
         self._kept.append((self._put(out.detach()), self._put(lse.detach())))
 
 
-class Again(Keeping):
+class ReplayPass(Keeping):
     """The context of the recomputation, which fetches each (out, lse), beginning with the first whenever it is entered."""
 
     def __init__(self, kept: list[tuple[Fetch, Fetch]]) -> None:

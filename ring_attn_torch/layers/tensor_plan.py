@@ -27,10 +27,10 @@ def tensor_plan(model: RingTransformer) -> dict[str, ParallelStyle]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-    from .tensor_styles import Heads, Whole
+    from .tensor_styles import Heads, Replicated
 
-    plan: dict[str, ParallelStyle] = {"embed": Whole(), "norm": Whole()}
-    plan |= {f"blocks.*.{name}_norm": Whole() for name in ("attention", "mlp")}
+    plan: dict[str, ParallelStyle] = {"embed": Replicated(), "norm": Replicated()}
+    plan |= {f"blocks.*.{name}_norm": Replicated() for name in ("attention", "mlp")}
     plan |= {"blocks.*.attention": Heads()}
     plan |= {f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"}
     plan |= {f"blocks.*.mlp.{name}": ColwiseParallel() for name in ("gate", "up")}

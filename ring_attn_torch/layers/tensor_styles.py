@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .attention import RingAttention
 
 
-class Whole(ParallelStyle):
+class Replicated(ParallelStyle):
     """A style that replicates the module's weights as DTensors: every rank computes the same on the same plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

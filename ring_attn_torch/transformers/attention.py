@@ -12,10 +12,10 @@ from ring_attn_core.runs import Band
 
 from ..api import ring_attention
 from ..ring.groups import group_name, group_of
+from .cached_call import Continued
+from .global_batch import LayerMask, ModelRing
 from .masks import ask, check_alone
 from .pattern import NoWindow
-from .turn import Continued
-from .whole import Ring, Seen
 
 UNHEEDED = {
     "cu_seq_lens_k",
@@ -84,7 +84,7 @@ def ring_attention_forward(
             raise ValueError(f"{name} drops {dropout} of its attention in a call with a cache: call model.eval() first")
         options = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}
         return attention_mask.attend(module, (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), options), None
-    if not isinstance(attention_mask, Seen):
+    if not isinstance(attention_mask, LayerMask):
         got = (
             f"{attention_mask.dtype} {list(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask)
         )
@@ -128,7 +128,7 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> Seen:
+def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
     """Return the mask of a layer that gets none from its model, on one device."""
     try:
         check_alone()
@@ -139,7 +139,7 @@ def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> S
         raise _no_window(name, window)
     if causes:
         band = masks.causal() if window is None else masks.sliding_window(window - 1)
-    return Seen(Ring(group_of(group_name(None)), "contiguous"), band, tokens)
+    return LayerMask(ModelRing(group_of(group_name(None)), "contiguous"), band, tokens)
 
 
 def _no_window(name: str, size: int) -> ValueError:
@@ -149,7 +149,7 @@ def _no_window(name: str, size: int) -> ValueError:
     )
 
 
-def _tuned(module: nn.Module, query: Tensor, seen: Seen) -> Tensor:
+def _tuned(module: nn.Module, query: Tensor, seen: LayerMask) -> Tensor:
     """Return the queries of a Llama 4 layer without rotary embedding, scaled by their positions in the document.
 
     Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from ring_attn_core.cache.spec import CacheSizes
 
 from ..inference.cache import KVCache
+from .global_batch import ModelRing
 from .models import text_config
-from .whole import Ring
 
 PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
@@ -54,7 +54,7 @@ class RingCache(Cache):
     transformers does, padding on the left included; the KVCache holds no padding.
     """
 
-    def __init__(self, ring: Ring, layers: int) -> None:
+    def __init__(self, ring: ModelRing, layers: int) -> None:
         super().__init__(layers=[])
         self.ring, self.depth, self.tokens = ring, layers, 0
         self.kv: KVCache | None = None
@@ -145,7 +145,7 @@ class RingCache(Cache):
         raise ValueError("a cache on a ring keeps its number of rows: generate from the rows that you want, without it")
 
 
-def cache_of(model: PreTrainedModel, ring: Ring, given: dict[str, Any]) -> RingCache | None:
+def cache_of(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any]) -> RingCache | None:
     """Return the cache of a call with the arguments ``given``: a new one in the first call, or None if it uses no cache.
 
     Raise ValueError, with the reason, if the model cannot keep a cache, or if the cache is of another kind or ring.

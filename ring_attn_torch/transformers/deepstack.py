@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .whole import Whole
+from .global_batch import GlobalBatch
 
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 """Arguments of Qwen3-VL and similar models: the mask of image tokens, and the features added to these layer by layer."""
@@ -63,7 +63,7 @@ def check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int
             raise ValueError(f"{VISUAL[1]}[{i}] must be {[count, dim]}, a row for each True of {VISUAL[0]}, got {got}")
 
 
-def shards_of_features(whole: Whole, given: dict[str, Any]) -> dict[str, Any]:
+def shards_of_features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
     """Return the mask of this rank's image tokens [batch, local], and their rows of each layer's features."""
     mask = given[VISUAL[0]].to(whole.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)

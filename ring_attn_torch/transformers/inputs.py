@@ -15,11 +15,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
+from .cached_call import CachedCall, check_turn, turn_of
 from .deepstack import VISUAL, check_visual, reader_of, shards_of_features
+from .global_batch import GlobalBatch, ModelRing, documents_of, ends_of_blocks
 from .masks import NAME
 from .models import own_positions, text_config
-from .turn import Turn, check_turn, turn_of
-from .whole import Ring, Whole, documents_of, ends_of_blocks
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
 """Losses of transformers that are sums over tokens: of the next token, and of the token itself."""
@@ -45,7 +45,7 @@ seq_idx is not read: it is for short convolutions, which a ring does not support
 class Shards(NamedTuple):
     """A call of the model on this rank's shards."""
 
-    whole: Whole | Turn
+    whole: GlobalBatch | CachedCall
     kwargs: dict[str, Any]
     labels: Tensor | None = None
     count: Any = None
@@ -54,7 +54,7 @@ class Shards(NamedTuple):
     """Image features for a part of the model to which the model itself does not pass them."""
 
 
-def sharded(model: PreTrainedModel, ring: Ring, args: tuple[object, ...], kwargs: dict[str, Any]) -> Shards:
+def sharded(model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> Shards:
     """Return this rank's shards of a call with global sequences.
 
     Raise ValueError, the same on every rank, if the call cannot be split.
@@ -225,7 +225,7 @@ def _compare(told: list[list[Any]]) -> None:
                     )
 
 
-def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: Tensor, seed: int | None) -> Shards:
+def _shards(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any], tokens: Tensor, seed: int | None) -> Shards:
     """Return the shards of a call that has passed all checks."""
     batch, length = tokens.shape[:2]
     move = lambda name: given[name].to(tokens.device) if name in given else None
@@ -241,7 +241,7 @@ def _shards(model: PreTrainedModel, ring: Ring, given: dict[str, Any], tokens: T
         blocks, types = ends_of_blocks(types == 1), None
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
-    whole = Whole(ring, batch, length, tokens.device, documents, blocks, seed, position_ids.max())
+    whole = GlobalBatch(ring, batch, length, tokens.device, documents, blocks, seed, position_ids.max())
     left_out = {*KEPT, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
     kwargs: dict[str, Any] = {name: x for name, x in given.items() if name not in left_out}
     name = "input_ids" if "input_ids" in given else "inputs_embeds"

@@ -16,9 +16,9 @@ from torch import Tensor
 from ring_attn_core.masks import causal, full
 
 from ..ring.groups import group_name, group_of, ranks_of
+from .cached_call import CachedCall, Continued
+from .global_batch import GlobalBatch, LayerMask, ModelRing
 from .pattern import MaskFunction, NoWindow, Pattern, candidates, fits, intervals
-from .turn import Continued, Turn
-from .whole import Ring, Seen, Whole
 
 NAME = "ring"
 """The value of ``attn_implementation``."""
@@ -31,7 +31,7 @@ class _Calls(threading.local):
     """
 
     def __init__(self) -> None:
-        self.open: list[Whole | Turn] = []
+        self.open: list[GlobalBatch | CachedCall] = []
         self.asked = 0
 
 
@@ -39,7 +39,7 @@ _calls = _Calls()
 
 
 @contextmanager
-def during(whole: Whole | Turn) -> Iterator[None]:
+def during(whole: GlobalBatch | CachedCall) -> Iterator[None]:
     """Set ``whole`` as the sequence of this thread's masks inside this ``with``."""
     _calls.open.append(whole)
     try:
@@ -48,7 +48,7 @@ def during(whole: Whole | Turn) -> Iterator[None]:
         _calls.open.pop()
 
 
-def current() -> Whole | Turn | None:
+def current() -> GlobalBatch | CachedCall | None:
     """Return the sequence of this thread's innermost call in progress, or None."""
     return _calls.open[-1] if _calls.open else None
 
@@ -73,14 +73,14 @@ def ring_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **others: Any,
-) -> Seen | Continued | NoWindow:
+) -> LayerMask | Continued | NoWindow:
     """Return the mask of one kind of layer, as called by transformers' create_causal_mask and similar functions, with keywords.
 
     Raise ValueError with another cache than the ring's, with cross attention, outside of ``sequence_parallel`` on several ranks,
     or if the mask is not one of the patterns in ``pattern.py``.
     """
     offset, whole = others.get("q_offset", 0), current()
-    goes_on = isinstance(whole, Turn)  # from a cache, which reports kv_length as if it were empty
+    goes_on = isinstance(whole, CachedCall)  # from a cache, which reports kv_length as if it were empty
     if kv_length != q_length or (isinstance(offset, int) and offset != 0 and not goes_on) or others.get("kv_offset", 0):
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
@@ -122,17 +122,17 @@ def check_alone() -> None:
 
 def _alone(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
-) -> Seen:
+) -> LayerMask:
     """Return the mask if one device holds the global sequence, outside of ``sequence_parallel``."""
     check_alone()
-    (batch, tokens), ring = shape, Ring(group_of(group_name(None)), "contiguous")
+    (batch, tokens), ring = shape, ModelRing(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
     key_mask = None if attention_mask is None else attention_mask[:, :tokens].bool()
     for pattern in tried:
         if not pattern.chunk and fits(pattern, function, size, tokens, device):
-            return Seen(ring, pattern.band, tokens, None, key_mask)
+            return LayerMask(ring, pattern.band, tokens, None, key_mask)
     extents = intervals(function, batch, tokens, device)
     if extents is None:
         raise ValueError(_unknown(None))
     ahead = bool((extents[..., 1] > torch.arange(1, tokens + 1, device=device)).any())
-    return Seen(ring, full() if ahead else causal(), tokens, extents, key_mask)
+    return LayerMask(ring, full() if ahead else causal(), tokens, extents, key_mask)

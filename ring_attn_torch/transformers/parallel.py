@@ -21,10 +21,12 @@ from ..ring.agreement import refuse, tell
 from ..ring.groups import is_dtensor
 from ..training.loss import loss as loss_of
 from ..training.loss import over_ranks
-from .accelerates import AcceleratesHooks
+from .accelerate_hooks import AccelerateHooks
+from .cached_call import CachedCall
 from .checkpointing import Checkpointing
 from .configs import attending
 from .deepstack import added
+from .global_batch import ModelRing
 from .head import Head
 from .inputs import Shards, sharded
 from .masks import during
@@ -32,8 +34,6 @@ from .mixing import MixingLayers
 from .models import answers_once, check_head, check_model, hugging_face_model
 from .rotary import rotary_by_length, told_the_longest
 from .settings import check_backend, device_of, ring_of_model
-from .turn import Turn
-from .whole import Ring
 
 _inside: WeakKeyDictionary[nn.Module, Calls] = WeakKeyDictionary()
 
@@ -106,7 +106,7 @@ def sequence_parallel(
 
 @contextmanager
 def on_shards(
-    model: nn.Module, ring: Ring, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
+    model: nn.Module, ring: ModelRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
     """Enter ``sequence_parallel`` for a model whose weights are, or will be, the same on every rank.
 
@@ -136,7 +136,7 @@ def on_shards(
         yield
 
 
-def check_entry(model: nn.Module, ring: Ring, device: str) -> None:
+def check_entry(model: nn.Module, ring: ModelRing, device: str) -> None:
     """Raise ValueError if a model, on a kind of ``device``, cannot be split, or not with the backend of ``ring``."""
     check_model(model)
     check_head(model)
@@ -157,7 +157,7 @@ def _check_launched() -> None:
         )
 
 
-def _check_weights(model: nn.Module, ring: Ring) -> None:
+def _check_weights(model: nn.Module, ring: ModelRing) -> None:
     """Raise ValueError if ranks hold different weights, by the sums of their bytes; sharded weights are not compared."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
@@ -198,14 +198,14 @@ class _Open(threading.local):
 class Calls:
     """The hooks that run before and after each call of a model."""
 
-    def __init__(self, model: PreTrainedModel, ring: Ring, gather_logits: bool, loss_chunk: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, ring: ModelRing, gather_logits: bool, loss_chunk: int | None) -> None:
         self.model, self.ring, self.gather_logits = model, ring, gather_logits
         self.head = None if loss_chunk is None else Head(model, loss_chunk)
         self.factor = 1
         """The factor of the loss's gradient."""
         self._of_threads = _Open()
         self.checkpointing = Checkpointing(model)
-        self.accelerates = AcceleratesHooks(model)
+        self.accelerates = AccelerateHooks(model)
         self.mixing: MixingLayers | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
@@ -245,7 +245,7 @@ class Calls:
         if self.head is not None and shards.labels is not None and not self.gather_logits:
             scope.enter_context(self.head.summing(shards.labels, shards.ignore_index))
             summed = True
-        if isinstance(shards.whole, Turn):
+        if isinstance(shards.whole, CachedCall):
             shards.whole.enter(self.model, scope)
         self.open.append(_Call(module, shards, scope, summed))
         return (), shards.kwargs
@@ -258,9 +258,9 @@ class Calls:
         scope.close()
         if self.mixing is not None and output is not None:
             self.mixing.end()
-        if isinstance(shards.whole, Turn) and output is not None:
+        if isinstance(shards.whole, CachedCall) and output is not None:
             shards.whole.end()
-        if output is None or isinstance(shards.whole, Turn):
+        if output is None or isinstance(shards.whole, CachedCall):
             return None
         fields = dict(output) if isinstance(output, ModelOutput) else None
         name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)

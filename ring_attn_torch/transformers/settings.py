@@ -17,13 +17,13 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 
 from ..ring.groups import group_name, group_of, is_dtensor
+from .global_batch import ModelRing
 from .masks import NAME
 from .models import check_config, check_model, hugging_face_model, text_config
-from .whole import Ring
 
 T = TypeVar("T", nn.Module, PreTrainedConfig)
 
-_of_models: WeakKeyDictionary[PreTrainedModel, Ring] = WeakKeyDictionary()
+_of_models: WeakKeyDictionary[PreTrainedModel, ModelRing] = WeakKeyDictionary()
 KEPT = "ring_attention"
 """The attribute of a config that holds settings, as a dict that JSON can store."""
 
@@ -60,15 +60,15 @@ def enable(
     if not torch.cuda.is_available():  # else the model may still go to a GPU
         check_backend(backend, device_of(model_or_config))
     model = hugging_face_model(model_or_config)
-    _of_models[model] = Ring(group_of(group_name(group)), layout, strategy, backend)
+    _of_models[model] = ModelRing(group_of(group_name(group)), layout, strategy, backend)
     text_config(model.config)._attn_implementation = NAME
     return model_or_config
 
 
-def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> Ring:
+def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> ModelRing:
     """Return the ring of a model: the settings of ``enable``, with ``group`` and ``layout`` in their place if not None."""
     kept = getattr(text_config(model.config), KEPT, None) or {}
-    ring = _of_models.get(model, Ring(group_of(group_name(None)), **kept))
+    ring = _of_models.get(model, ModelRing(group_of(group_name(None)), **kept))
     if group is not None:
         ring = ring._replace(group=group_of(group_name(group)))
     if layout is not None:

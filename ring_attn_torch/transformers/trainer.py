@@ -13,11 +13,11 @@ from transformers import Trainer
 
 from ring_attn_core.releases import warn_if_untried
 
+from .global_batch import ModelRing
 from .models import hugging_face_model, uses_all_weights
 from .parallel import calls_of, check_entry, on_shards
 from .settings import ring_of_model
 from .trainer_arguments import check_arguments, check_group, check_kind, check_trainer, of_trl
-from .whole import Ring
 
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base of the mixin for type checkers: the Trainer that it is combined with."""
@@ -40,7 +40,7 @@ class RingTraining(Base):
     Raise ValueError if an argument is not supported, and name it.
     """
 
-    ring: Ring
+    ring: ModelRing
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import TrainingArguments
 
-from .whole import Ring
+from .global_batch import ModelRing
 
 OLDEST = Version("5.20")
 
@@ -94,7 +94,7 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
 
 
-def check_group(ring: Ring, config: Any) -> None:
+def check_group(ring: ModelRing, config: Any) -> None:
     """Raise ValueError if a ring crosses the axes of accelerate's mesh, or if its ranks are not consecutive."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):

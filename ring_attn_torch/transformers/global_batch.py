@@ -21,7 +21,7 @@ from ..ring.groups import rank_in, ranks_of
 from .pattern import Pattern
 
 
-class Ring(NamedTuple):
+class ModelRing(NamedTuple):
     """The ring of a model: the arguments of ring_attention that are the same at every call."""
 
     group: dist.ProcessGroup | None = None
@@ -35,10 +35,10 @@ class Ring(NamedTuple):
         return ranks_of(self.group)
 
 
-class Seen(NamedTuple):
+class LayerMask(NamedTuple):
     """The mask of the layers of one pattern, which a model passes to the attention function as its attention_mask."""
 
-    ring: Ring
+    ring: ModelRing
     band: Band
     length: int
     extents: Tensor | None = None
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     dropout_seed: int | None = None
 
 
-class Documents(NamedTuple):
+class DocumentBounds(NamedTuple):
     """The documents and padding of global sequences; all None if there is only one document without padding."""
 
     extents: Tensor | None = None
@@ -61,23 +61,23 @@ class Documents(NamedTuple):
 
 
 @dataclass
-class Whole:
+class GlobalBatch:
     """The ``batch`` sequences of ``length`` tokens that ``ring`` shares.
 
     ``block_ends``: int64 [batch, length], the end (exclusive) of a token's block, whose tokens see one another whatever the mask,
     0 for a token in no block.
     """
 
-    ring: Ring
+    ring: ModelRing
     batch: int
     length: int
     device: torch.device
-    documents: Documents
+    documents: DocumentBounds
     block_ends: Tensor | None = None
     dropout_seed: int | None = None
     longest: Tensor | None = None
     """The largest of position_ids, 0-d, which a shard alone does not know."""
-    known: dict[Pattern, Seen] = field(default_factory=dict)
+    known: dict[Pattern, LayerMask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = positions(self.ring.layout, self.ring.ranks, self.length, rank_in(self.ring.group)).to(self.device).long()
@@ -92,7 +92,7 @@ class Whole:
         outside = self.outside.view(1, -1, *[1] * (x.ndim - 2))
         return self.shard(x).masked_fill(outside, value)
 
-    def seen(self, pattern: Pattern) -> Seen:
+    def seen(self, pattern: Pattern) -> LayerMask:
         """Return the mask of ``pattern`` within the documents and blocks."""
         if torch.compiler.is_compiling():
             return self._seen(pattern)  # a compiled graph of torch 2.11 cannot store a Band
@@ -100,7 +100,7 @@ class Whole:
             self.known[pattern] = self._seen(pattern)
         return self.known[pattern]
 
-    def _seen(self, pattern: Pattern) -> Seen:
+    def _seen(self, pattern: Pattern) -> LayerMask:
         extents, key_mask, begins, packed = self.documents
         band = pattern.band
         if pattern.chunk or self.block_ends is not None:
@@ -118,10 +118,10 @@ class Whole:
         offsets = self.index[None] - (self.shard(begins) if packed and begins is not None else 0)
         mine = None if extents is None else self.filled(extents, 0).contiguous()
         keys = None if key_mask is None else self.filled(key_mask, 0).contiguous()
-        return Seen(self.ring, band, self.length, mine, keys, offsets, self.dropout_seed)
+        return LayerMask(self.ring, band, self.length, mine, keys, offsets, self.dropout_seed)
 
 
-def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Documents:
+def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
     """Return the documents of a batch.
 
     ``position_ids`` int [batch, length]: without ``present`` every jump begins a document, as in transformers; with it only a
@@ -130,9 +130,9 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
     """
     if cu_seqlens is not None:
         extents = document_extents(cu_seqlens=cu_seqlens, length=length)
-        return Documents(extents, present, extents[..., 0].long(), True)
+        return DocumentBounds(extents, present, extents[..., 0].long(), True)
     if position_ids is None and present is None:
-        return Documents()
+        return DocumentBounds()
     given = position_ids if position_ids is not None else present
     assert given is not None
     starts = torch.zeros(given.shape, dtype=torch.bool, device=given.device)
@@ -143,19 +143,19 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
     packed = bool(starts.any())
     if present is None or bool(present.all()):
         if not packed:
-            return Documents()
+            return DocumentBounds()
         extents = document_extents(ids)
-        return Documents(extents, None, extents[..., 0].long(), True)
+        return DocumentBounds(extents, None, extents[..., 0].long(), True)
     last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is not padding
     resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
     if not bool(resumes.any()):
         extents = document_extents(torch.where(present, ids, -1))
-        return Documents(extents, None, extents[..., 0].long(), packed)
+        return DocumentBounds(extents, None, extents[..., 0].long(), packed)
     left = present.long().argmax(1, keepdim=True).expand(present.shape)
     if not packed:
-        return Documents(None, present, left, False)
+        return DocumentBounds(None, present, left, False)
     extents = document_extents(ids)
-    return Documents(extents, present, extents[..., 0].long(), True)
+    return DocumentBounds(extents, present, extents[..., 0].long(), True)
 
 
 def ends_of_blocks(member: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .whole_mask import Parts, parts_of, visible_of, whole_of
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """The arguments of a call besides query, key and value; the lengths are those of ring_attention."""
 
     key_padding_mask: Tensor | None
@@ -37,7 +37,7 @@ class Asked(NamedTuple):
     kv_length: int | None = None
 
 
-class StandIn(nn.MultiheadAttention):
+class MultiheadBase(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on a ring, with the same constructor; a subclass defines attention in ``forward``."""
 
     group: dist.ProcessGroup | DeviceMesh | None
@@ -53,7 +53,7 @@ class StandIn(nn.MultiheadAttention):
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
-    def _taken(self, inputs: Tensors, asked: Asked) -> tuple[Tensors, Parts, Options]:
+    def _taken(self, inputs: Tensors, asked: CallOptions) -> tuple[Tensors, Parts, Options]:
         """Return the inputs as [batch, tokens, features], the mask as this rank's shards, and the options with the lengths.
 
         Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
@@ -101,7 +101,7 @@ class StandIn(nn.MultiheadAttention):
         """
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
-    def _seen(self, q: Tensor, k: Tensor, asked: Asked, options: Options) -> tuple[Parts, Options]:
+    def _seen(self, q: Tensor, k: Tensor, asked: CallOptions, options: Options) -> tuple[Parts, Options]:
         """Return the mask of attn_mask and is_causal, its arrays as this rank's shards, and the options with its lengths."""
         attn_mask = asked.attn_mask
         if attn_mask is None:

@@ -27,7 +27,7 @@ FEW = 16
 
 
 @dataclass
-class Turn:
+class CachedCall:
     """A call with ``tokens`` new tokens of every row, of which this rank computes a shard of ``local`` tokens, or all (None).
 
     ``lengths``: the number of tokens of each row without padding. ``valid`` bool [batch, tokens]: False for padding, None: no
@@ -93,7 +93,7 @@ class Turn:
 class Continued(NamedTuple):
     """The mask of layers of one kind: a token sees itself and up to ``window`` tokens before it, None: all."""
 
-    turn: Turn
+    turn: CachedCall
     window: int | None
 
     def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
@@ -148,7 +148,7 @@ def check_turn(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) 
         )
 
 
-def turn_of(cache: RingCache, name: str, given: dict[str, Any], tokens: Tensor) -> tuple[Turn, dict[str, Any]]:
+def turn_of(cache: RingCache, name: str, given: dict[str, Any], tokens: Tensor) -> tuple[CachedCall, dict[str, Any]]:
     """Return the turn of a call that has passed all checks, and this rank's arguments; ``name``: the cache's argument."""
     (batch, count), ring, before = tokens.shape[:2], cache.ring, cache.tokens
     keep, device = max(1, int(given.get("logits_to_keep", 1))), tokens.device
@@ -164,14 +164,14 @@ def turn_of(cache: RingCache, name: str, given: dict[str, Any], tokens: Tensor) 
     kwargs.pop("token_type_ids", None)
     tokens_name = "input_ids" if "input_ids" in given else "inputs_embeds"
     if before and (count <= FEW or keep > 1):
-        turn = Turn(cache, count, None, lengths, present, keep, device, None)
+        turn = CachedCall(cache, count, None, lengths, present, keep, device, None)
         kwargs["attention_mask"] = torch.ones(batch, count, dtype=torch.bool, device=device)
         return turn, kwargs | {"position_ids": position_ids}
     local = padded_local(ring.layout, ring.ranks, count)
     own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
     padding = 0 if present is None else (~present).sum(1, keepdim=True)
     index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # moves the padding from left to right
-    turn = Turn(cache, count, local, lengths, present, keep, device, position_ids.max())
+    turn = CachedCall(cache, count, local, lengths, present, keep, device, position_ids.max())
     kwargs[tokens_name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
     whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
     kwargs["position_ids"] = whole.gather(-1, index.expand(*whole.shape[:-1], local))

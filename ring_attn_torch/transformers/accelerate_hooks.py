@@ -10,7 +10,7 @@ HOOK = "_attach_context_parallel_hooks.<locals>._self_attn_pre_forward_hook"
 """The name of the hook function that removes every layer's mask and passes is_causal=True instead."""
 
 
-class AcceleratesHooks:
+class AccelerateHooks:
     """The hooks by which accelerate removes the masks of a model's layers, which a ring needs."""
 
     def __init__(self, model: nn.Module) -> None:
