@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.ledger import Ledger
+from ring_attn_core.cache.host_state import HostState
 from ring_attn_core.cache.placement import earlier, held, owners, place, positions, turns
 from ring_attn_core.cache.spec import CacheSizes, CacheSpec
 from ring_attn_core.layouts import LAYOUTS, padded_local
@@ -114,16 +114,16 @@ def test_a_full_cache_says_what_to_do():
 
 
 def test_the_host_knows_bounds_between_steps_and_all_after_it_asked():
-    ledger = Ledger(CacheSpec.of(SIZES, 2, 20, 2, dtype="float32"))
-    assert ledger.empty
-    ledger.prefilled([0, 1], [[3, 2], [1, 0]])
-    assert ledger.counts == [[3, 2], [1, 0]] and ledger.lengths == [5, 1]
-    ledger.appended([0, 1], 4)
-    assert ledger.counts is None and ledger.lengths == [9, 5]
-    ledger.know([[4, 4], [1, 1]], [9, 2])
-    ledger.fork([0], [1])
-    assert ledger.counts == [[4, 4], [4, 4]] and ledger.reached == [9, 9]
-    ledger.cut([6, 9])
-    assert ledger.lengths == [6, 8] and ledger.counts is None and ledger.reached == [9, 9]
-    ledger.reset([1])
-    assert ledger.lengths == [6, 0]
+    host_state = HostState(CacheSpec.of(SIZES, 2, 20, 2, dtype="float32"))
+    assert host_state.empty
+    host_state.prefilled([0, 1], [[3, 2], [1, 0]])
+    assert host_state.counts == [[3, 2], [1, 0]] and host_state.lengths == [5, 1]
+    host_state.appended([0, 1], 4)
+    assert host_state.counts is None and host_state.lengths == [9, 5]
+    host_state.know([[4, 4], [1, 1]], [9, 2])
+    host_state.fork([0], [1])
+    assert host_state.counts == [[4, 4], [4, 4]] and host_state.reached == [9, 9]
+    host_state.cut([6, 9])
+    assert host_state.lengths == [6, 8] and host_state.counts is None and host_state.reached == [9, 9]
+    host_state.reset([1])
+    assert host_state.lengths == [6, 0]

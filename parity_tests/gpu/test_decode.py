@@ -68,7 +68,7 @@ def test_the_pairs_of_several_ranks_are_merged_into_the_whole(shape, ranks):
     pairs = []
     for rank in range(ranks):
         given = tensors(problem, rank, "cuda")
-        arrays = attend.Arrays(**{name: x for name, x in given.items() if name in attend.Arrays._fields})
+        arrays = attend.DecodeArrays(**{name: x for name, x in given.items() if name in attend.DecodeArrays._fields})
         options = (given.get(name) for name in ("window", "scale", "softcap"))
         call = inference._checked(inference._problem(inference._kinds(arrays), arrays.q.device, *options, "triton"))
         pairs.append(attend.merged_by_kernel(attend.by_kernels(arrays, call), call, None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_attn_torch import KVCache, RingTransformer, to_numpy
-from ring_attn_torch.inference import stepper
+from ring_attn_torch.inference import decode_loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES: dict[str, Any] = {"vocab": 300, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "windows": (33, None)}
@@ -23,7 +23,7 @@ def made() -> RingTransformer:
     return model.cuda()
 
 
-class Eager(stepper.Stepper):
+class Eager(decode_loop.DecodeLoop):
     """One that captures nothing."""
 
     def step(self) -> None:
@@ -37,7 +37,7 @@ def test_a_replayed_step_draws_what_eager_steps_draw(asked, monkeypatch):
     captured = model.generate(PROMPTS, 40, **asked)
     stop = [captured[0][6], captured[1][9]]
     ended = model.generate(PROMPTS, 40, **asked, stop=stop)
-    monkeypatch.setattr("ring_attn_torch.inference.generate.Stepper", Eager)
+    monkeypatch.setattr("ring_attn_torch.inference.generate.DecodeLoop", Eager)
     assert model.generate(PROMPTS, 40, **asked) == captured
     assert model.generate(PROMPTS, 40, **asked, stop=stop) == ended
     for new, all_of_them in zip(ended, captured, strict=True):
@@ -49,12 +49,12 @@ def test_a_replayed_step_leaves_out_who_has_all_its_tokens(asked, monkeypatch):
     """The second prompt fills its part of the cache, in the prefill or in a replayed step, long before the first one ends."""
     model, caches = made(), []
 
-    class Kept(stepper.Stepper):
+    class Kept(decode_loop.DecodeLoop):
         def __init__(self, model: Any, cache: KVCache, asked: Any) -> None:
             super().__init__(model, cache, asked)
             caches.append(cache)
 
-    monkeypatch.setattr("ring_attn_torch.inference.generate.Stepper", Kept)
+    monkeypatch.setattr("ring_attn_torch.inference.generate.DecodeLoop", Kept)
     prompts = [PROMPTS[0], PROMPTS[1] + PROMPTS[2][:19], PROMPTS[2]]  # of 5, 320 and 64 tokens
     for full, new in ((320, [40, 1, 9]), (315, [40, 6, 2])):
         cut = [prompts[0], prompts[1][:full], prompts[2]]
@@ -64,7 +64,7 @@ def test_a_replayed_step_leaves_out_who_has_all_its_tokens(asked, monkeypatch):
         longer = model.generate(cut, [40, new[1], 40], **asked)  # of a cache of the same size
         assert got == [row[:n] for row, n in zip(longer, new, strict=True)]
         with monkeypatch.context() as patched:
-            patched.setattr("ring_attn_torch.inference.generate.Stepper", Eager)
+            patched.setattr("ring_attn_torch.inference.generate.DecodeLoop", Eager)
             assert model.generate(cut, new, **asked) == got
 
 

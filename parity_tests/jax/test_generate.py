@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from ring_attn_jax import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
-from ring_attn_jax.inference import stepper
+from ring_attn_jax.inference import decode_loop
 
 from ..support.generation import (
     BAD,
@@ -97,7 +97,7 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
     done: list[tuple[int, int]] = []
     with jax.enable_x64(True):
         model = model_of("features")
-        placed = stepper.Placed.of(model)
+        placed = decode_loop.Placed.of(model)
         kinds = placed.compiled.step._cache_size()
         got = model.generate(
             PROMPTS, NEW - 1, stop=stop, on_token=lambda *x: came.append(x), progress=lambda now, total: done.append((now, total))
@@ -114,23 +114,23 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
 
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_request_with_all_its_tokens_is_left_out_and_other_numbers_compile_nothing(ranks, monkeypatch):
-    steppers: list[stepper.Stepper] = []
+    loops: list[decode_loop.DecodeLoop] = []
 
-    class Kept(stepper.Stepper):
+    class Kept(decode_loop.DecodeLoop):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            steppers.append(self)
+            loops.append(self)
 
-    monkeypatch.setattr("ring_attn_jax.inference.generate.Stepper", Kept)
+    monkeypatch.setattr("ring_attn_jax.inference.generate.DecodeLoop", Kept)
     with jax.enable_x64(True):
         model = model_of("features", ranks)
         check_each(model.generate)
-        compiled = stepper.Placed.of(model).compiled
+        compiled = decode_loop.Placed.of(model).compiled
         kinds = [program._cache_size() for program in compiled]
         got = model.generate(FULL, [2, 9, 5])
         assert [program._cache_size() for program in compiled] == kinds
     assert list(map(len, got)) == [2, 9, 5]
-    for each, cached in zip((EACH, [2, 9, 5]), (steppers[0], steppers[-1]), strict=True):
+    for each, cached in zip((EACH, [2, 9, 5]), (loops[0], loops[-1]), strict=True):
         assert cached.cache.lengths.tolist() == [len(prompt) + new - 1 for prompt, new in zip(FULL, each, strict=True)]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_jax import CacheSizes, KVCache
-from ring_attn_jax.inference.step import Held, prefilled
+from ring_attn_jax.inference.step import CachedRequests, prefilled
 
 from .ring import mesh_of
 
@@ -29,7 +29,7 @@ def test_a_step_writes_no_slot_twice():
     """Of a chunk of more tokens than there are slots the last ones stay."""
     spec = CacheSpec.of(SIZES, 1, None, 1, dtype="float32", window=3, room=3)
     nothing = jnp.zeros((1, 1), jnp.int32)
-    held = Held(jnp.full((1, spec.slots), -1, jnp.int32), nothing, nothing[0], spec, jnp.int32(0))
+    held = CachedRequests(jnp.full((1, spec.slots), -1, jnp.int32), nothing, nothing[0], spec, jnp.int32(0))
     step = prefilled(held, jnp.asarray([10], jnp.int32), "contiguous", 10)
     assert sorted(step["slots"][0].tolist()) == list(range(6))
     assert sorted(step["k_positions"][0].tolist()) == list(range(4, 10))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ring_attn_torch import CacheSizes, KVCache, prefill
-from ring_attn_torch.inference.step import Step
+from ring_attn_torch.inference.step import DecodeStep
 
 from ..support.stories import Append, Call, Prefill, Story
 from .models import Group, rank_in
@@ -78,7 +78,7 @@ def late_on_rank(group: Group, first: str) -> list[dict[str, np.ndarray]]:
     sizes = CacheSizes(2, 2, 8)
     late, alone = (KVCache.make(sizes, n, 8, dtype="float8_e4m3fn", group=group) for n in (2, 1))
 
-    def written(cache: KVCache, step: Step, value: float) -> None:
+    def written(cache: KVCache, step: DecodeStep, value: float) -> None:
         real = (step.positions >= 0)[..., None, None].expand(-1, -1, 2, 8)
         new = torch.where(real, value, 1e6)
         for layer in range(2):

@@ -185,7 +185,7 @@ def disagreeing_on_rank(group: Group, mine: dict[str, Any]) -> None:
         options |= {"dtype": "float8_e4m3fn", "k_scale": torch.full((2, 2), mine["k_scale"]), "v_scale": torch.ones(2, 2)}
     cache = small(group=group, **{"capacity": 16} | options)
     if "cached" in mine:
-        cache.ledger.know([[mine["cached"], 0]] * 2, [2, 2])  # as if the ranks had made other steps
+        cache.host_state.know([[mine["cached"], 0]] * 2, [2, 2])  # as if the ranks had made other steps
     cache.prefill_step(mine.get("tokens", 4), "contiguous", mine.get("lengths", [1, 1]))
     appended(cache, dtype=getattr(torch, mine["new"]))
 
@@ -209,7 +209,7 @@ def test_a_step_does_not_wait_for_the_device_and_the_host_asks_only_where_bounds
 def test_a_full_cache_takes_a_captured_step_of_no_token_and_counts_of_each_request_are_noted(monkeypatch):
     cache = small(capacity=6)
     cache.replayed([6, 2])
-    assert cache.ledger.lengths == [6, 2]
+    assert cache.host_state.lengths == [6, 2]
     valid = torch.tensor([[False], [True]])
     monkeypatch.setattr("ring_attn_torch.inference.requests.capturing", lambda x: True)
     cache.step(valid=valid)

@@ -39,4 +39,4 @@ def test_torch_compile_leaves_a_step_as_it_stands():
     compiled = torch.compile(program, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(program(ids, caches[0]), compiled(ids, caches[1]))
-    assert caches[1].ledger.lengths == caches[1].lengths.tolist() == [6]
+    assert caches[1].host_state.lengths == caches[1].lengths.tolist() == [6]

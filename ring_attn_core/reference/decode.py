@@ -10,7 +10,7 @@ import numpy as np
 from .oracle import Array, rounding
 
 
-class Features(NamedTuple):
+class DecodeFeatures(NamedTuple):
     """The options that change scores or visibility, named and shaped as in ``tree_attention_decode``."""
 
     tree_mask: Array | None = None
@@ -26,11 +26,11 @@ class Features(NamedTuple):
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
     """Return (out, lse) of queries over the global cache, in float64 (in extended precision if q is float64).
 
-    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h]. ``features``: see Features. The contents of slots
-    that no query sees have no effect.
+    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h]. ``features``: see DecodeFeatures. Slots that no
+    query sees have no effect.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
-    return _attention((q, k, v), (q_positions, k_positions), Features(**features), working, lambda x: x)
+    return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, lambda x: x)
 
 
 def plain(
@@ -41,7 +41,7 @@ def plain(
     Sums and softmax are in float32 (in float64 for "float64"); probabilities and out are rounded once.
     """
     working = np.float64 if dtype == "float64" else np.float32
-    return _attention((q, k, v), (q_positions, k_positions), Features(**features), working, rounding(dtype))
+    return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, rounding(dtype))
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
@@ -69,7 +69,7 @@ def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, win
 def _attention(
     arrays: tuple[Array, Array, Array],
     positions: tuple[Array, Array],
-    features: Features,
+    features: DecodeFeatures,
     dtype: Any,
     rounded: Callable[[Array], Array],
 ) -> tuple[Array, Array]:

@@ -32,7 +32,7 @@ FEW_ROWS = 128
 """Largest number of queries times heads that is multiplied with the keys of all kv heads at once: see ``_products``."""
 
 
-class Arrays(NamedTuple):
+class DecodeArrays(NamedTuple):
     """The arrays of a call under their public names; None if not passed."""
 
     q: jax.Array
@@ -47,7 +47,7 @@ class Arrays(NamedTuple):
     v_scale: jax.Array | None = None
 
 
-def by_kernels(arrays: Arrays, call: DecodeCall) -> jax.Array:
+def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
     """Return the pairs [splits b n h e+1] of the splits of this rank's slots, computed by the decode kernel."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     given = {
@@ -98,7 +98,7 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
     return out, jnp.where(nothing, -jnp.inf, top + jnp.log(total))
 
 
-def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
+def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     """Return the pair [b n h e+1] of this rank's slots, computed in plain jnp, one chunk of slots at a time.
 
     Values in slots that no query sees are replaced by 0 only if the product with them is not finite.
@@ -131,13 +131,13 @@ def blockwise(arrays: Arrays, problem: Decode) -> jax.Array:
     return jnp.moveaxis(pair.reshape(b, g, n, h // g, e + 1), 1, 2).reshape(b, n, h, e + 1)
 
 
-def depths(arrays: Arrays) -> jax.Array:
+def depths(arrays: DecodeArrays) -> jax.Array:
     """Return the position of each tree node in the sequence that it would continue, behind all its ancestors, int32 [b n]."""
     assert arrays.tree_mask is not None
     return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
 
 
-class _Seen(NamedTuple):
+class _Visibility(NamedTuple):
     """The visibility mask, bool [b n slots], and the lags, int32 [b n slots]."""
 
     visible: jax.Array
@@ -173,7 +173,7 @@ class _State(NamedTuple):
         return jnp.concatenate([self.acc / total[..., None], lse[..., None]], -1)
 
 
-def _visible(arrays: Arrays, of_tree: jax.Array | None, window: int | None) -> _Seen:
+def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None) -> _Visibility:
     position, i = arrays.k_positions[:, None], arrays.q_positions[..., None]
     if of_tree is None:
         lag = i - position
@@ -188,10 +188,10 @@ def _visible(arrays: Arrays, of_tree: jax.Array | None, window: int | None) -> _
         among = jnp.take_along_axis(arrays.tree_mask, node[:, None], 2)
         lag = of_tree[..., None] - jnp.where(inside, of_key, position)
         visible = jnp.where(inside, among, (position >= 0) & (position < i[:, :1]))
-    return _Seen(visible if window is None else visible & (lag <= window), lag)
+    return _Visibility(visible if window is None else visible & (lag <= window), lag)
 
 
-def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Seen, score: _Score) -> _State:
+def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Visibility, score: _Score) -> _State:
     """Return the state of one chunk of slots: rows [b g, n heads, d], keys [b c g d], values [b c g e]."""
     (b, g, m, _), n = rows.shape, seen.visible.shape[1]
     s = _products(rows, keys)

@@ -20,10 +20,10 @@ from ring_attn_core.mistakes import is_integer
 from ..axes import ring_size, vary_alike
 from .requests import DATA, META, Lengths, Requests, Rows
 from .scales import given_scales, of_first, quantized
-from .step import Held, Step, appended, prefilled
+from .step import CachedRequests, DecodeStep, appended, prefilled
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """This rank's part of a layer, with fields named as ``tree_attention_decode`` takes them.
 
     Shapes: k [b t g d], v [b t g e], positions int32 [b t] of the tokens in the slots (-1: empty), scales [g] of float8.
@@ -107,7 +107,7 @@ class KVCache(Requests):
             return replace(cache, k=k, v=v, positions=where)
         return jax.device_put(cache, jax.tree.map(partial(NamedSharding, mesh), cache.specs))
 
-    def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> Step:
+    def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> DecodeStep:
         """Return the step of ``tokens`` more tokens of each request, with q, k and v that all ranks compute alike.
 
         ``valid`` bool [requests, tokens], the same on each rank: True for tokens; None: all. ``rows``: the requests, an int or
@@ -121,7 +121,7 @@ class KVCache(Requests):
             checks.check_valid(shape, dtype, (self.spec.batch if of is None else len(of), tokens))
         held = self._held(of)
         meta: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "ragged": False, "rows": of}
-        return Step(**appended(held, tokens, valid), **meta, before=held.lengths)
+        return DecodeStep(**appended(held, tokens, valid), **meta, before=held.lengths)
 
     def prefill_step(
         self,
@@ -131,7 +131,7 @@ class KVCache(Requests):
         *,
         rows: Rows | None = None,
         fresh: bool = False,
-    ) -> Step:
+    ) -> DecodeStep:
         """Return the step of a chunk of each request, of which each rank has a shard of ``tokens`` tokens in ``layout``.
 
         The chunk continues the cached tokens of its request. ``lengths``: number of tokens of the chunk that belong to the
@@ -162,9 +162,9 @@ class KVCache(Requests):
         held = self._held(of)
         meta: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": length, "fresh": fresh}
         meta |= {"ragged": ragged, "rows": of}
-        return Step(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
+        return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
 
-    def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: Step) -> KVCache:
+    def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: DecodeStep) -> KVCache:
         """Write k [requests, tokens, kv_heads, head_dim] and v of the new tokens into a layer; each rank writes its own.
 
         Raise ValueError if shapes or dtypes do not fit.
@@ -184,7 +184,7 @@ class KVCache(Requests):
         arrays["reached"] = self.reached.at[step.into[:, 0]].max(step.lengths)
         return replace(self, **arrays)
 
-    def advance(self, step: Step) -> KVCache:
+    def advance(self, step: DecodeStep) -> KVCache:
         """Make the new tokens of a step part of the cache, after each layer has been written."""
         into = step.into
         changed = {"positions": step.k_positions, "counts": step.counts, "lengths": step.lengths}
@@ -193,17 +193,17 @@ class KVCache(Requests):
         owners = self.owners.at[into, step.owner_slots].set(step.owners, mode="drop")
         return replace(self, owners=owners, **changed)
 
-    def part(self, layer: int | jax.Array, step: Step | None = None) -> Part:
+    def part(self, layer: int | jax.Array, step: DecodeStep | None = None) -> LayerPart:
         """Return this rank's part of a layer, with the tokens of ``step`` and for its requests only, as attention takes it."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
-        return Part(k, v, self.positions if step is None else step.k_positions, *scales)
+        return LayerPart(k, v, self.positions if step is None else step.k_positions, *scales)
 
-    def _held(self, rows: tuple[int, ...] | None) -> Held:
+    def _held(self, rows: tuple[int, ...] | None) -> CachedRequests:
         of = lambda x: x if rows is None else x[jnp.asarray(rows, jnp.int32)]
-        return Held(of(self.positions), of(self.counts), of(self.lengths), self.spec, lax.axis_index(self.axis_name))
+        return CachedRequests(of(self.positions), of(self.counts), of(self.lengths), self.spec, lax.axis_index(self.axis_name))
 
 
 def _name(dtype: Any) -> Any:

@@ -14,7 +14,7 @@ from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.problem.checks import INTEGERS
 from ring_attn_core.problem.decode import Decode, check_positions
 
-from ..attend.decode import Arrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
+from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability, multiprocessors
 from ..axes import described, dtype_names, on_auto_axes, sharded_like, vary_alike
 from ..data.extents import on_host
@@ -80,7 +80,7 @@ def tree_attention_decode(
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
-    arrays = Arrays(q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
+    arrays = DecodeArrays(q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
     problem = _problem(arrays, (window, scale, softcap, backend))
     problem.check()
     (own,) = vary_alike((axis_name,), arrays._replace(sinks=None))  # sinks join after the gather, and stay replicated
@@ -89,11 +89,11 @@ def tree_attention_decode(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of a checked problem; ``ring``: the name of its axis and its number of ranks."""
     axis_name, ranks = ring
 
-    def attend(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    def attend(arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
         if call is None:
             out, lse = merged(gather_pairs(blockwise(arrays, problem), axis_name), arrays.sinks)
             return out.astype(arrays.q.dtype), lse
@@ -129,7 +129,7 @@ def as_int32(name: str, positions: Any) -> Any:
     return positions.astype(jnp.int32)
 
 
-def _problem(arrays: Arrays, options: tuple[Any, Any, Any, Any]) -> Decode:
+def _problem(arrays: DecodeArrays, options: tuple[Any, Any, Any, Any]) -> Decode:
     """Return the call as plain data; ``options``: window, scale, softcap and backend."""
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))

@@ -27,7 +27,7 @@ from .cache import KVCache
 from .decode import tree_attention_decode
 from .prefill import prefill
 from .requests import Lengths
-from .step import Step
+from .step import DecodeStep
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -155,7 +155,7 @@ def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fr
     return lax.psum(jnp.where(here.any(1)[:, None], last, 0), axis), cache.advance(step)
 
 
-def _through(model: Any, ids: jax.Array, step: Step, attend: Attend) -> jax.Array:
+def _through(model: Any, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
     """Return the blocks' output [b s dim] for token ids [b s] at the step's positions."""
     weight = model.embed.embedding[...]
     x = weight.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -12,8 +12,8 @@ import numpy as np
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, bucket, local_tokens
 
 from .cache import KVCache
+from .decode_loop import DecodeLoop, Placed
 from .forward import check_model, computes_in
-from .stepper import Placed, Stepper
 
 
 def generated(
@@ -32,9 +32,9 @@ def generated(
     sizes, where = asked.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
     cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, **where)
     hidden, cache = _prefilled(placed, cache, asked, progress)
-    stepper = Stepper(placed, cache, asked)
-    stepper.begin(hidden)
-    return _answered(stepper, asked, on_token)
+    loop = DecodeLoop(placed, cache, asked)
+    loop.begin(hidden)
+    return _answered(loop, asked, on_token)
 
 
 def _chunks(asked: Generation) -> list[tuple[int, list[int], int]]:
@@ -59,16 +59,16 @@ def _prefilled(placed: Placed, cache: KVCache, asked: Generation, progress: Prog
     return hidden, cache
 
 
-def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
+def _answered(loop: DecodeLoop, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
     answers, most = Answers(asked, on_token), max(asked.new)
     for number in range(1, most + 1):
-        read, more = stepper.read(), number < most
-        if more and stepper.ahead:
-            stepper.step()
+        read, more = loop.read(), number < most
+        if more and loop.ahead:
+            loop.step()
         if answers.take(read()):
             break
-        if more and not stepper.ahead:
-            stepper.step()
+        if more and not loop.ahead:
+            loop.step()
     return answers.tokens
 
 

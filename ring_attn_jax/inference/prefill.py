@@ -19,7 +19,7 @@ from ..block import attend_block
 from ..op import Inputs, round_the_ring
 from .cache import KVCache
 from .scales import restored
-from .step import Step, shards
+from .step import DecodeStep, shards
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -31,7 +31,7 @@ def prefill(
     v: Float[Array, "batch seq_local kv_heads v_dim"],
     cache: KVCache,
     layer: int,
-    step: Step,
+    step: DecodeStep,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -90,7 +90,7 @@ def prefill(
     return out, written
 
 
-def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: Step, options: Options) -> State:
+def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
     """Return (out, lse) in float32 of this rank's queries over the keys that all ranks had cached before the step."""
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
@@ -111,7 +111,7 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: Step, options: 
     return _merged(mine[..., :-1], mine[..., -1])
 
 
-def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return this rank's k and v in order of position, and the extents of all ranks' queries over them, int32 [b, queries, 2]."""
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]

@@ -15,7 +15,7 @@ from ..axes import vary_alike
 from ..data.extents import on_host
 
 if TYPE_CHECKING:
-    from .step import Step
+    from .step import DecodeStep
 
 
 def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
@@ -39,7 +39,7 @@ def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]
 
 
 def of_first(
-    scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: Step, axis_name: str
+    scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
     """Return the scales [kv_heads] of a layer; a scale of 0 becomes the least power of two that holds the step's values.
 

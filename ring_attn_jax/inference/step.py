@@ -18,7 +18,7 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
-class Step:
+class DecodeStep:
     """New tokens of some requests, and the state of the cache once they are in it; ``KVCache.advance`` adopts it.
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
@@ -62,7 +62,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class CachedRequests:
     """The cached data of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: jax.Array
@@ -72,7 +72,7 @@ class Held:
     rank: jax.Array
 
 
-def appended(held: Held, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
+def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
     """Return the arrays of a step of ``tokens`` tokens that are the same on each rank; ``valid`` [b, tokens] marks real ones."""
     spec, batch = held.spec, len(held.lengths)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -109,7 +109,7 @@ def appended(held: Held, tokens: int, valid: jax.Array | None) -> dict[str, Any]
     }
 
 
-def prefilled(held: Held, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
+def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
     """Return the arrays of a step of shards of ``local`` tokens in ``layout``; request i has the first ``chunk[i]`` tokens."""
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
@@ -137,7 +137,7 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
-def _written(held: Held, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
+def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of its slots after that.
 
     Writes that are not ``here`` get an index beyond the slots, and scatter drops them.
@@ -147,7 +147,7 @@ def _written(held: Held, here: jax.Array, level: jax.Array, position: jax.Array)
     return {"slots": slots, "k_positions": held.positions.at[row, slots].set(position.astype(jnp.int32), mode="drop")}
 
 
-def _noted(held: Held, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
+def _noted(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
     """Return the ranks ``of_token`` [b, tokens] of the newest tokens, and the entries of the cache that record them."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)

@@ -114,7 +114,7 @@ class VisibleTokens(NamedTuple):
 
 
 def seen_of(visible: jax.Array, band: Band) -> VisibleTokens:
-    """Split ``visible`` bool [rows, heads, queries, keys] within ``band`` into a ``VisibleTokens``; heads and queries may be 1."""
+    """Split ``visible`` bool [rows, heads, queries, keys] within ``band`` into ``VisibleTokens``; heads and queries may be 1."""
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):
         return VisibleTokens(visible[:, 0, 0])

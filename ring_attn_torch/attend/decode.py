@@ -30,7 +30,7 @@ LONGEST = 4096
 """The most slots of a chunk. A single sum over 32,768 slots had an error of 2.0e-6; the bound is 8.3e-7."""
 
 
-class Arrays(NamedTuple):
+class DecodeArrays(NamedTuple):
     """The arrays of a call under their public names; None: not passed."""
 
     q: Tensor
@@ -45,7 +45,7 @@ class Arrays(NamedTuple):
     v_scale: Tensor | None = None
 
 
-def by_kernels(arrays: Arrays, call: DecodeCall) -> Tensor:
+def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
     """Return the pairs [splits b n h e+1] of this rank's slots, one for each split."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     given = {
@@ -93,7 +93,7 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, (top + total.log()).masked_fill(nothing, -math.inf)
 
 
-def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
+def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Return the pair [b n h e+1] of this rank's slots, computed in plain torch by batch row and chunk of slots.
 
     On a CPU, where reading values costs no synchronization, skip the chunks that no query sees, and replace the v of unseen slots
@@ -113,7 +113,7 @@ def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
         for start in range(0, t, chunk):
             seen, lag = _visible(arrays, of_tree, problem.window, row, slice(start, start + chunk))
             keys, values = (x[row, start : start + chunk].to(wide) for x in (k, v))
-            state = _visit(state, rows[row], keys, values, _Seen(seen, lag, arrays.alibi_slopes, problem.softcap))
+            state = _visit(state, rows[row], keys, values, _Visibility(seen, lag, arrays.alibi_slopes, problem.softcap))
         found.append(state.pair())
     pairs = torch.stack(found) if found else rows.new_empty(0, g, n * (h // g), e + 1)
     if arrays.v_scale is not None:
@@ -121,13 +121,13 @@ def blockwise(arrays: Arrays, problem: Decode) -> Tensor:
     return pairs.view(b, g, n, h // g, e + 1).transpose(1, 2).reshape(b, n, h, e + 1)
 
 
-def depths(arrays: Arrays) -> Tensor:
+def depths(arrays: DecodeArrays) -> Tensor:
     """Return int32 [b n]: the position of each tree node in the sequence that it would continue, after all its ancestors."""
     assert arrays.tree_mask is not None
     return (arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1) - 1).to(torch.int32)
 
 
-class _Seen(NamedTuple):
+class _Visibility(NamedTuple):
     """The mask bool [n slots], the lags int [n slots], and the other parameters of a score."""
 
     visible: Tensor
@@ -159,8 +159,8 @@ class _State(NamedTuple):
         return torch.cat([self.acc / total[..., None], lse[..., None]], -1)
 
 
-def _visible(arrays: Arrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return the mask and the lags of one batch row, as ``_Seen`` holds them."""
+def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
+    """Return the mask and the lags of one batch row, as ``_Visibility`` holds them."""
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
     if of_tree is None:
         lag = i - position
@@ -176,7 +176,7 @@ def _visible(arrays: Arrays, of_tree: Tensor | None, window: int | None, row: in
     return (visible if window is None else visible & (lag <= window)), lag
 
 
-def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, seen: _Seen) -> _State:
+def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, seen: _Visibility) -> _State:
     """Merge one chunk of slots into the state: keys [c g d], values [c g e], rows [g, n heads, d]."""
     on_cpu = rows.device.type == "cpu"
     visible = seen.visible

@@ -22,10 +22,10 @@ from ..ring.groups import group_name, group_of, rank_in, ranks_of
 from .merge import refuse_gradients
 from .requests import VERSIONS, Lengths, Requests, Rows, capturing, empty
 from .scales import given_scales, of_first, quantized
-from .step import Held, Step, appended, known_rows, prefilled
+from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """This rank's part of a layer, with the argument names of ``tree_attention_decode``.
 
     Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
@@ -112,7 +112,7 @@ class KVCache(Requests):
         agree_on(Call("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
-    def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> Step:
+    def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> DecodeStep:
         """Return the placement of ``tokens`` more tokens of every request, whose q, k and v every rank computes alike.
 
         ``valid`` bool [requests, tokens], the same on every rank: True for real tokens; None: all. ``rows``: the requests, an int
@@ -140,7 +140,7 @@ class KVCache(Requests):
             "fresh": False,
             "certain": valid is None,
         } | which
-        return Step(**tensors, **record, before=held.lengths, version=self.version, host=host)
+        return DecodeStep(**tensors, **record, before=held.lengths, version=self.version, host=host)
 
     def prefill_step(
         self,
@@ -150,7 +150,7 @@ class KVCache(Requests):
         *,
         rows: Rows | None = None,
         fresh: bool = False,
-    ) -> Step:
+    ) -> DecodeStep:
         """Return the placement of a chunk of every request, of which each rank has a shard of ``tokens`` tokens in ``layout``.
 
         A chunk continues the cached tokens of its request. ``lengths``: the number of tokens of the chunk that belong to each
@@ -171,13 +171,13 @@ class KVCache(Requests):
             given = [given] * len(of) if is_integer(given) else given
             chunk.extend(checks.check_lengths(given, len(of), tokens * spec.ranks, "what the shards hold"))
             shares.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
-            if fresh and any(self.ledger.lengths[row] for row in of):
+            if fresh and any(self.host_state.lengths[row] for row in of):
                 raise ValueError("fresh=True, and some request of the step has tokens: reset it, or leave fresh out")
-            if any(self.ledger.lengths[row] for row in of):
+            if any(self.host_state.lengths[row] for row in of):
                 checks.check_tokens(spec, max(1, *chunk))
             self.check_shards(shares, of)
 
-        known = tuple(self.ledger.lengths[row] for row in of)
+        known = tuple(self.host_state.lengths[row] for row in of)
         arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
         device = self.counts.device
         agree_on(Call("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
@@ -186,9 +186,9 @@ class KVCache(Requests):
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
         record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
         host = tuple(of), tuple(map(tuple, shares))
-        return Step(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
+        return DecodeStep(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, step: Step) -> KVCache:
+    def append(self, layer: int, k: Tensor, v: Tensor, step: DecodeStep) -> KVCache:
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
 
         Raise ValueError if shapes or dtypes differ, if k or v requires a gradient, or if the step is of another cache or was made
@@ -204,13 +204,13 @@ class KVCache(Requests):
 
         arguments = ("layer", layer), ("shapes of k and v", shapes), ("dtypes", dtypes)
         agree_on(Call("KVCache.append", self.counts.device.type, arguments), self.ring, check)
-        if layer not in self.scaled or (self.ledger.empty and self.spec.float8 and not self.spec.scaled):
+        if layer not in self.scaled or (self.host_state.empty and self.spec.float8 and not self.spec.scaled):
             nothing = (self.lengths == 0).all()
             of_first(self.k_scale[layer], self.v_scale[layer], nothing, (k, v), step, self.ring)
         if not step.written:
             self.reached[step.into[:, 0]] = torch.maximum(self.reached[step.into[:, 0]], step.lengths)
             rows, shares = step.host
-            self.ledger.written(rows, [step.tokens] * len(rows) if shares is None else list(map(sum, shares)))
+            self.host_state.written(rows, [step.tokens] * len(rows) if shares is None else list(map(sum, shares)))
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
             new = new if step.source is None else new[step.of, step.source]
             if self.spec.float8:  # as bytes: some devices have no index_put of float8
@@ -219,7 +219,7 @@ class KVCache(Requests):
         step.written.add(layer)
         return self
 
-    def advance(self, step: Step) -> KVCache:
+    def advance(self, step: DecodeStep) -> KVCache:
         """Add the new tokens of a step to the cache. Raise ValueError unless every layer has been written."""
         missing = [layer for layer in range(self.spec.sizes.layers) if layer not in step.written]
         if missing:
@@ -241,17 +241,17 @@ class KVCache(Requests):
         if not capturing(self.counts):
             rows, shares = step.host
             if shares is None:
-                self.ledger.appended(rows, step.tokens)
+                self.host_state.appended(rows, step.tokens)
             else:
-                self.ledger.prefilled(rows, shares)
+                self.host_state.prefilled(rows, shares)
         return self
 
-    def part(self, layer: int, step: Step | None = None) -> Part:
+    def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:
         """Return this rank's part of a layer, for the requests of ``step`` and with its new tokens."""
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
-        return Part(k, v, self.positions if step is None else step.k_positions, *scales)
+        return LayerPart(k, v, self.positions if step is None else step.k_positions, *scales)
 
     def _requests(self, rows: Rows | None) -> list[int]:
         try:
@@ -265,11 +265,11 @@ class KVCache(Requests):
         into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
         return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 
-    def _held(self, rows: Tensor | None) -> Held:
+    def _held(self, rows: Tensor | None) -> CachedRequests:
         of = lambda x: x if rows is None else x[rows]
-        return Held(of(self.positions), of(self.counts), of(self.lengths), self.spec, rank_in(self.ring))
+        return CachedRequests(of(self.positions), of(self.counts), of(self.lengths), self.spec, rank_in(self.ring))
 
-    def check_step(self, layer: int, step: Step) -> None:
+    def check_step(self, layer: int, step: DecodeStep) -> None:
         checks.check_layer(self.spec, layer)
         if step.version != self.version:
             raise ValueError(

@@ -15,7 +15,7 @@ from ring_attn_core.mistakes import in_words
 from ring_attn_core.problem.checks import INTEGERS, Given
 from ring_attn_core.problem.decode import Decode, check_nodes, check_positions
 
-from ..attend.decode import Arrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
+from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
 from ..op import no_autocast
 from ..ring.agreement import Call, agree_on
@@ -83,7 +83,7 @@ def tree_attention_decode(
     ring = ring_of(group)
     places = as_int32(q_positions), as_int32(k_positions)
     named = (q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
-    arrays = Arrays(*named)
+    arrays = DecodeArrays(*named)
     problem: Decode | None = None
     error: Exception | None = None
     try:
@@ -125,7 +125,7 @@ def as_int32(positions: Any) -> Any:
     return positions.long().clamp(max=torch.iinfo(torch.int32).max).to(torch.int32)
 
 
-def _attend(arrays: Arrays, problem: Decode, ring: Group) -> tuple[Tensor, Tensor]:
+def _attend(arrays: DecodeArrays, problem: Decode, ring: Group) -> tuple[Tensor, Tensor]:
     call, ranks = _checked(problem), ranks_of(ring)
     if call is None:
         out, lse = merged(gather_pairs(blockwise(arrays, problem), ring), arrays.sinks)
@@ -147,7 +147,7 @@ def _checked(problem: Decode) -> Any:
 _Kinds = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
-def _kinds(arrays: Arrays) -> _Kinds:
+def _kinds(arrays: DecodeArrays) -> _Kinds:
     """Return name, shape and dtype of each array that was passed."""
     return tuple([(name, x.shape, x.dtype) for name, x in zip(arrays._fields, arrays, strict=True) if x is not None])
 
@@ -181,9 +181,9 @@ def _call(problem: Decode | None) -> Call:
     return Call("tree_attention_decode", problem.device, tuple(problem.alike().items()))
 
 
-def _check_tensors(arrays: Arrays) -> None:
+def _check_tensors(arrays: DecodeArrays) -> None:
     for name, x in zip(arrays._fields, arrays, strict=True):
-        if x is None and name in Arrays._field_defaults:
+        if x is None and name in DecodeArrays._field_defaults:
             continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {in_words(x)}")

@@ -27,7 +27,7 @@ from .decode import tree_attention_decode
 from .merge import ring_of
 from .prefill import prefill
 from .requests import Lengths
-from .step import Step
+from .step import DecodeStep
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -144,7 +144,7 @@ def summed(hidden: Tensor, cache: KVCache) -> Tensor:
     return wide.to(hidden.dtype)
 
 
-def _through(model: Any, ids: Tensor, step: Step, attend: Attend) -> Tensor:
+def _through(model: Any, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
     """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
     x = model.embed(ids.long()).to(model.compute_dtype or model.embed.weight.dtype)
     for layer, block in enumerate(model.blocks):

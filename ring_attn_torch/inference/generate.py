@@ -13,9 +13,9 @@ from ..op import no_autocast
 from ..ring.agreement import refuse, tell
 from ..ring.groups import ranks_of
 from .cache import KVCache
+from .decode_loop import DecodeLoop
 from .forward import check_model, computes_in, last_hidden
 from .merge import ring_of
-from .stepper import Stepper
 
 
 def generated(
@@ -44,9 +44,9 @@ def generated(
     cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, group=group, device=device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.no_grad(), no_autocast(device.type), on_device:
-        stepper = Stepper(model, cache, asked)
-        stepper.begin(_prefilled(model, cache, asked, progress))
-        return _answered(stepper, asked, on_token)
+        loop = DecodeLoop(model, cache, asked)
+        loop.begin(_prefilled(model, cache, asked, progress))
+        return _answered(loop, asked, on_token)
 
 
 def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress | None) -> torch.Tensor:
@@ -66,16 +66,16 @@ def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress
     return hidden
 
 
-def _answered(stepper: Stepper, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
+def _answered(loop: DecodeLoop, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
     answers, most = Answers(asked, on_token), max(asked.new)
     for number in range(1, most + 1):
-        read, more = stepper.read(), number < most
-        if more and stepper.ahead:
-            stepper.step()
+        read, more = loop.read(), number < most
+        if more and loop.ahead:
+            loop.step()
         if answers.take(read()):
             break
-        if more and not stepper.ahead:
-            stepper.step()
+        if more and not loop.ahead:
+            loop.step()
     return answers.tokens
 
 

@@ -22,7 +22,7 @@ from ..ring.agreement import agree, refuse
 from ..ring.groups import group_name, rank_in, ranks_of
 from .cache import KVCache
 from .scales import restored
-from .step import Step, shards
+from .step import DecodeStep, shards
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,7 +34,7 @@ def prefill(
     v: Float[Tensor, "batch seq_local kv_heads v_dim"],
     cache: KVCache,
     layer: int,
-    step: Step,
+    step: DecodeStep,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -101,7 +101,7 @@ def prefill(
     return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: Step) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: DecodeStep) -> None:
     if step.layout is None:
         raise ValueError("this step is one of tokens that every rank computes: prefill takes one of cache.prefill_step")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -111,7 +111,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: St
     checks.check_new(cache.spec, (len(step.chunk), step.tokens), shapes, dtypes)
 
 
-def _over_cached(q: Tensor, cache: KVCache, layer: int, step: Step, options: Options) -> State:
+def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
     """Return the float32 (out, lse) of this rank's queries over the keys that all ranks had cached before the step."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
@@ -139,7 +139,7 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: Step, options: Opt
     return _merged(mine[..., :-1], mine[..., -1])
 
 
-def _in_order(cache: KVCache, layer: int, step: Step, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's cached k and v in order of position, and the extents in them, int32 [b, queries, 2].
 
     The queries are those of all ranks.

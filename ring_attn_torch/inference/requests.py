@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.ledger import Ledger
+from ring_attn_core.cache.host_state import HostState
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
@@ -43,14 +43,14 @@ class Requests:
     v_scale: Tensor
     spec: CacheSpec
     group: dist.ProcessGroup | DeviceMesh | None = None
-    ledger: Ledger = field(init=False)
+    host_state: HostState = field(init=False)
     version: int = field(init=False)
     """A number unique to each state of each cache. A step with another version is refused."""
     scaled: set[int] = field(init=False)
     """The layers whose scales are known, once a step has advanced."""
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.spec)
+        self.host_state = HostState(self.spec)
         self.version = next(VERSIONS)
         self.scaled = set(range(self.spec.sizes.layers)) if self.spec.scaled or not self.spec.float8 else set()
 
@@ -88,7 +88,7 @@ class Requests:
         made with ``page``.
         """
         self._ask()
-        spec = checks.grown(self.spec, self.ledger.counts or [], tokens)
+        spec = checks.grown(self.spec, self.host_state.counts or [], tokens)
         if spec.slots > self.spec.slots:
             new = empty(spec, self.counts.device)
             used, known = self.spec.slots, self.spec.remembered
@@ -102,7 +102,7 @@ class Requests:
     def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
         """Record on the host that a CUDA graph ran a step of ``tokens`` tokens of every request and its ``advance``."""
         for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):  # type: ignore[arg-type]
-            self.ledger.appended([row], more)
+            self.host_state.appended([row], more)
         return self
 
     def rollback(self, lengths: Lengths) -> Self:
@@ -115,16 +115,16 @@ class Requests:
         if isinstance(lengths, Tensor) and device.type != "cpu":
             checks.check_kept(tuple(lengths.shape), str(lengths.dtype), spec.batch)
             keep = lengths.to(device, torch.int32).clamp(min=0)
-            self.ledger.uncertain()
+            self.host_state.uncertain()
         else:
             given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
             given = [given] * spec.batch if isinstance(as_number(given), int) else given
             kept = checks.check_lengths(given, spec.batch, 2**30, "what the request keeps")
-            if spec.room is not None and any(n < r - spec.room for n, r in zip(kept, self.ledger.reached, strict=True)):
+            if spec.room is not None and any(n < r - spec.room for n, r in zip(kept, self.host_state.reached, strict=True)):
                 self._ask()
-                for row, (length, reached) in enumerate(zip(kept, self.ledger.reached, strict=True)):
+                for row, (length, reached) in enumerate(zip(kept, self.host_state.reached, strict=True)):
                     checks.check_back(spec, reached, length, row)
-            self.ledger.cut(kept)
+            self.host_state.cut(kept)
             keep = torch.tensor(kept, dtype=torch.int32, device=device)
         keep = torch.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
@@ -147,7 +147,7 @@ class Requests:
             self.k_scale.zero_()
             self.v_scale.zero_()
             self.scaled.clear()
-        self.ledger.reset(of)
+        self.host_state.reset(of)
         self.version = next(VERSIONS)
         return self
 
@@ -162,7 +162,7 @@ class Requests:
     def fork(self, source: Rows, target: Rows) -> Self:
         """Copy each request of ``source``, or the only one, to its ``target``. All are read before any is written."""
         sources, targets = checks.check_fork(source, target, self.spec.batch)
-        longest = max((self.ledger.lengths[row] for row in sources), default=0)
+        longest = max((self.host_state.lengths[row] for row in sources), default=0)
         used = self.spec.slots if self.spec.window else min(self.spec.slots, longest)
         for kept in (self.k, self.v):
             for layer in kept:
@@ -170,7 +170,7 @@ class Requests:
                 layer[targets, :used] = layer[sources, :used]
         for x in (self.positions, self.counts, self.lengths, self.reached, self.owners):
             x[targets] = x[sources]
-        self.ledger.fork(sources, targets)
+        self.host_state.fork(sources, targets)
         self.version = next(VERSIONS)
         return self
 
@@ -183,26 +183,26 @@ class Requests:
             return
         capacity = self.spec.capacity
         if capacity is not None and any(
-            self.ledger.lengths[row] + more > capacity for more, row in zip(tokens, rows, strict=True)
+            self.host_state.lengths[row] + more > capacity for more, row in zip(tokens, rows, strict=True)
         ):
             self._ask()
             if valid is not None:
                 tokens = valid.sum(1).tolist()
             for more, row in zip(tokens, rows, strict=True):
-                checks.check_full(self.spec, self.ledger.lengths[row], more, row)
+                checks.check_full(self.spec, self.host_state.lengths[row], more, row)
 
     def check_shards(self, shares: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         if self.spec.window is not None:
             return
-        if self.ledger.counts is None:
+        if self.host_state.counts is None:
             self._ask()
         for share, row in zip(shares, rows, strict=True):
-            checks.check_shards(self.spec, (self.ledger.counts or [])[row], share, row)
+            checks.check_shards(self.spec, (self.host_state.counts or [])[row], share, row)
 
     def _ask(self) -> None:
         """Update the host state from the device, unless a CUDA graph is being captured."""
         if not capturing(self.counts):
-            self.ledger.know(self.counts.tolist(), self.reached.tolist())
+            self.host_state.know(self.counts.tolist(), self.reached.tolist())
 
 
 def capturing(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from ring_attn_core.cache.spec import LARGEST, CacheSpec
 from ..ring.groups import Group, ranks_of
 
 if TYPE_CHECKING:
-    from .step import Step
+    from .step import DecodeStep
 
 
 def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
@@ -36,7 +36,9 @@ def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None
     return [torch.zeros(shape, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)]
 
 
-def of_first(k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: Step, ring: Group) -> None:
+def of_first(
+    k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
+) -> None:
     """Set the scales [kv_heads] of a layer to the least powers of two that hold the first values written on any rank.
 
     Keep known scales unless the cache is empty (``nothing``, a bool on the device): then a step that did not advance has left

@@ -14,7 +14,7 @@ from ring_attn_core.cache.spec import CacheSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class DecodeStep:
     """New tokens of some requests, and the state of the cache that includes them; ``KVCache.advance`` applies it.
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
@@ -60,7 +60,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class CachedRequests:
     """The cache's state of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: Tensor
@@ -70,7 +70,7 @@ class Held:
     rank: int
 
 
-def appended(held: Held, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
+def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
     """Return the tensors of a step of ``tokens`` tokens, the same on every rank; ``valid`` [b, tokens] marks the real ones."""
     spec, device = held.spec, held.counts.device
     if valid is None:
@@ -107,7 +107,7 @@ def appended(held: Held, tokens: int, valid: Tensor | None) -> dict[str, Tensor 
     }
 
 
-def prefilled(held: Held, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
+def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
     """Return the tensors of a prefill step with shards of ``local`` tokens in ``layout``.
 
     ``chunk`` int32 [b]: the number of first tokens of the chunk that belong to each request.
@@ -133,7 +133,7 @@ def prefilled(held: Held, chunk: Tensor, layout: str, local: int) -> dict[str, T
     }
 
 
-def _written(held: Held, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
+def _written(held: CachedRequests, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
     A token that is not ``here`` goes into the last slot.
@@ -143,7 +143,7 @@ def _written(held: Held, here: Tensor, level: Tensor, position: Tensor) -> dict[
     return {"slots": slots, "k_positions": held.positions.scatter(1, slots, position)}
 
 
-def _noted(held: Held, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
+def _noted(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
     """Return the ranks ``of_token`` [b, tokens] of the newest tokens, as many as the cache remembers, and their places there."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)

@@ -77,7 +77,7 @@ class RingCache(Cache):
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
             at = {"page": PAGE, "group": self.ring.group, "device": k.device}
             self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, **at)
-        elif max(self.kv.ledger.lengths) + tokens > self.kv.spec.slots * self.ring.ranks:
+        elif max(self.kv.host_state.lengths) + tokens > self.kv.spec.slots * self.ring.ranks:
             self.kv.reserve(max(tokens, self.tokens // 8))
         return self.kv
 

@@ -17,7 +17,7 @@ from ..data.layout import positions
 from ..inference.decode import tree_attention_decode
 from ..inference.forward import summed
 from ..inference.prefill import prefill
-from ..inference.step import Step
+from ..inference.step import DecodeStep
 from ..ring.groups import rank_in
 from .cache import RingCache, last_tokens
 from .pattern import Pattern
@@ -43,7 +43,7 @@ class CachedCall:
     keep: int
     device: torch.device
     longest: Tensor | None
-    step: Step | None = None
+    step: DecodeStep | None = None
 
     def seen(self, pattern: Pattern) -> Continued:
         """Return the mask of ``pattern`` in this call. Raise ValueError if it has chunks or is not causal."""
@@ -54,7 +54,7 @@ class CachedCall:
             )
         return Continued(self, pattern.band.hi)
 
-    def begun(self, k: Tensor, v: Tensor) -> Step:
+    def begun(self, k: Tensor, v: Tensor) -> DecodeStep:
         """Return the cache's step for the new tokens, made from the first layer's k and v [batch, tokens, kv_heads, dim]."""
         if self.step is None:
             ring = self.cache.ring

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .spec import CacheSpec
 
 
-class Ledger:
+class HostState:
     """Upper bounds of the requests' lengths, and the exact counts of tokens if the host knows them.
 
     ``lengths``: the most tokens that each request may have; a step may add fewer, and the device takes back rejected tokens.

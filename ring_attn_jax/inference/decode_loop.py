@@ -131,7 +131,7 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
     return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)
 
 
-class Stepper:
+class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
 
     ``newest``: the newest tokens, int32 [requests], and a mask of the finished requests, bool [requests], by a stop id or with

@@ -19,7 +19,7 @@ from .sampling import drawn
 Read = Callable[[], list[int]]
 
 
-class Stepper:
+class DecodeLoop:
     """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
 
     ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or all
