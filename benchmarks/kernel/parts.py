@@ -12,7 +12,7 @@ import torch
 
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.plan.ring import RingPlan
@@ -147,11 +147,11 @@ def hop(rounds: int) -> list[dict[str, Any]]:
     return cells
 
 
-def _forward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
+def _forward(call: RingCall, inputs: dict[str, torch.Tensor]) -> Any:
     return launch(steps.forward(call, False, False), inputs)
 
 
-def _backward(call: Call, inputs: dict[str, torch.Tensor]) -> Any:
+def _backward(call: RingCall, inputs: dict[str, torch.Tensor]) -> Any:
     if steps.in_one_pass(call):
         return launch(hopper.backward(call, False, False), inputs)
     return launch(portable.dq(call, False, False), inputs), launch(portable.dkv(call, False, False), inputs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core import Band
-from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_torch.attend.launch import capability, launch
@@ -17,16 +17,16 @@ TOKENS = 16384
 HEADS = {128: 16, 64: 32}
 
 
-def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: Any) -> Call:
-    """Return the call of a ring of one with heads of ``dim``. ``features``: fields of the Call."""
+def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: Any) -> RingCall:
+    """Return the call of a ring of one with heads of ``dim``. ``features``: fields of the RingCall."""
     shape = {"batch": 1, "seq_local": tokens, "kv_local": tokens, "heads": HEADS[dim], "kv_heads": HEADS[dim]}
     of_ring = {"q_runs": 1, "k_runs": 1, "packed": False, "aligned": True, "clean": False, "tf32": False}
     plain = {"softcap": None, "dropout_rate": 0.0, "given": frozenset()} | features
     dims = {"head_dim": dim, "v_dim": dim, "dtype": "bfloat16", "scale": dim**-0.5}
-    return Call(**shape, **of_ring, **plain, **dims, capability=capability(device))
+    return RingCall(**shape, **of_ring, **plain, **dims, capability=capability(device))
 
 
-def arrays(call: Call, device: torch.device, band: Band, hidden: float = 0.1) -> dict[str, Tensor]:
+def arrays(call: RingCall, device: torch.device, band: Band, hidden: float = 0.1) -> dict[str, Tensor]:
     """Draw random inputs by name for the mask ``band``. ``hidden``: the share of keys that the key mask masks."""
     tokens = call.seq_local
     generator = torch.Generator(device).manual_seed(0)

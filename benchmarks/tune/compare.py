@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.launch import Launch
 from ring_attn_core.kernels.obstacles import obstacle
 from ring_attn_core.kernels.tile_sizes import TileConfig
@@ -36,7 +36,7 @@ def candidates(kernel: str) -> list[TileConfig]:
     return [TileConfig(*blocks, stages, tma=True) for blocks in BLOCKS[kernel] for stages in STAGES]
 
 
-def built(kernel: str, call: Call, tiles: TileConfig) -> Launch:
+def built(kernel: str, call: RingCall, tiles: TileConfig) -> Launch:
     return getattr(steps, kernel)(replace(call, tiles_asked=tiles), True, True)
 
 
@@ -44,7 +44,7 @@ def _obstacle(at: int, of: Launch) -> str | None:
     return obstacle([of], at)
 
 
-def compare(kernel: str, call: Call, inputs: Mapping[str, Tensor], rounds: int) -> list[dict[str, Any]]:
+def compare(kernel: str, call: RingCall, inputs: Mapping[str, Tensor], rounds: int) -> list[dict[str, Any]]:
     """Return one row per candidate, the fastest first: its tiles and ms, or why it was left out."""
     launches = {tiles: built(kernel, call, tiles) for tiles in candidates(kernel)}
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.launch import Launch
 
@@ -18,7 +18,7 @@ MEASURED: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffi
 """By launch and by release of Triton, the oldest and the newest that was tried: [bytes of stack, registers reloaded]."""
 
 
-def with_feature(call: Call, feature: str) -> Call:
+def with_feature(call: RingCall, feature: str) -> RingCall:
     """As a call has it: under extents there may be keys that nobody sees."""
     if feature == "softcap":
         return replace(call, softcap=30.0)

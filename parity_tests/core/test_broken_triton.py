@@ -40,7 +40,7 @@ def on_a_gpu(backend: str, tokens: int = 256) -> Problem:
 def test_a_name_that_only_the_start_needs_is_missed_before_the_start(monkeypatch):
     """As if a newer Triton described its TMA descriptors in another way: no kernel that reads by them can be started."""
     monkeypatch.setattr(launch, "encodings", lambda kernel: kernel.metadata.no_such_name)
-    monkeypatch.setattr("ring_attn_core.kernels.bound.encodings", launch.encodings)
+    monkeypatch.setattr("ring_attn_core.kernels.bound_launch.encodings", launch.encodings)
     with pytest.warns(UserWarning, match="forward cannot be started as Triton .* compiles it: AttributeError") as said:
         assert runnable(on_a_gpu("auto"), passes=("forward",)) is None
     assert [str(each.message).split(":")[0] for each in said] == ["hopper", "triton"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.compile import compiled, kernel_function
 from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar
 from ring_attn_core.kernels.portable import launches as portable
@@ -16,7 +16,7 @@ from ring_attn_core.kernels.tile_sizes import choose_tiles, padded, shared_memor
 from ..support.compilation import EVERYTHING, PLAIN, resources
 
 
-def launches(call: Call) -> list[Launch]:
+def launches(call: RingCall) -> list[Launch]:
     """Every launch of a ring: of the first, a middle and the last step, and of a ring of one."""
     places = [(True, True), (True, False), (False, False), (False, True)]
     made = [portable.delta(call, call.dtype)]

@@ -65,7 +65,7 @@ FORWARDED = {
     "plain": "the fields of Features",
     "CacheSpec.of": "the fields of CacheSpec",
     "Generation.of": "what RingTransformer.generate was given",
-    "the_call": "the fields of Call",
+    "the_call": "the fields of RingCall",
     "run": "the fields of compare's Case",
     "asked": "the fields of compare's Case",
     "_add_stage": "what Triton hands to its hook",

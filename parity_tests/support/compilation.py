@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ring_attn_core.kernels.call import Call
+from ring_attn_core.kernels.call import RingCall
 
 triton = pytest.importorskip("triton")
 
-PLAIN = Call(
+PLAIN = RingCall(
     batch=1,
     seq_local=16384,
     kv_local=16384,

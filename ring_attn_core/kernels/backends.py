@@ -17,7 +17,7 @@ from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
 from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .call import RingCall
     from .launch import Launch
 
 OLDEST_GPU = 80
@@ -196,7 +196,7 @@ VENDORS = "flash", "flash4", "cudnn"
 PASSES = "forward", "backward"
 
 
-def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> Call | None:
+def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
     """Return the call of the backend that ``select`` takes, with compiled kernels; None for blockwise or a vendor's.
 
     ``anywhere``: as in ``call.call_of``. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or spills far
@@ -240,7 +240,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         warnings.warn(f"{name}: {reasons} ({of}). {instead} instead, slower", stacklevel=2)
 
 
-def _obstacles(call: Call, problem: Problem, passes: Collection[str]) -> dict[str, str]:
+def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dict[str, str]:
     """Return the reasons why kernels cannot run, by pass; a pass that can run is left out."""
     from .obstacles import obstacle
 
@@ -249,7 +249,7 @@ def _obstacles(call: Call, problem: Problem, passes: Collection[str]) -> dict[st
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def _launches(call: Call, problem: Problem, name: str) -> list[Launch]:
+def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
     """Return every launch of a pass."""
     from . import steps
 

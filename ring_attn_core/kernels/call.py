@@ -17,7 +17,7 @@ BEYOND = 2**30
 
 @hashed_once
 @dataclass(frozen=True)
-class Call:
+class RingCall:
     """The parameters that all launches of one ring share; shapes are the shards', ``given`` names the optional arrays.
 
     ``packed``: k and v are one array [b t g d+e], else two. ``aligned``: one dropout counter serves eight probabilities.
@@ -87,13 +87,13 @@ class Call:
         return Array(name or given, dtype) if given in self.given else None
 
 
-def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> Call:
+def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
     """Return the parameters that the launches of a problem share. ``anywhere``: its runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
-    return Call(
+    return RingCall(
         batch=b,
         seq_local=s,
         kv_local=t,

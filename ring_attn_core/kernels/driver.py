@@ -2,7 +2,7 @@
 
 The bindings use ctypes and the names of the CUDA driver API. Triton's own launcher needs a C compiler to be built, queries the
 driver about each pointer and encodes each descriptor at each launch. In PyTorch ``attend/launch.py`` starts launches through
-``bound.py``, which caches the encoded descriptors.
+``bound_launch.py``, which caches the encoded descriptors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DescriptorFormat(NamedTuple):
     block: tuple[int, ...]
 
 
-class Memory:
+class LaunchBuffer:
     """A buffer for the parameters of one start of a kernel, with a pointer to each; it is free again when the start returns.
 
     The driver also takes one buffer without pointers, but then no TMA descriptors.
@@ -82,7 +82,7 @@ def load(binary: bytes, name: str, device: int, threads: int, shared: int) -> Ke
     return Kernel(device, function.value, threads, shared)
 
 
-def start(kernel: Kernel, grid: int, stream: int, parameters: Memory) -> None:
+def start(kernel: Kernel, grid: int, stream: int, parameters: LaunchBuffer) -> None:
     """Start ``grid`` programs on a stream of the kernel's GPU. Raise RuntimeError if the driver refuses."""
     launch, (device, function, threads, shared) = _driver().cuLaunchKernel, kernel
     status = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters.pointers, None)

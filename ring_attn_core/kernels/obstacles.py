@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .binary import stack_bytes
-from .bound import layout, parameters
+from .bound_launch import layout, parameters
 from .compile import cache_folder, compiled, interpreted, triton_version
 from .launch import Launch
 from .tile_sizes import shared_memory

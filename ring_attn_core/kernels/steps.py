@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from .call import Call
+from .call import RingCall
 from .hopper import launches as hopper
 from .hopper.supports import refusal, refusal_of_backward
 from .launch import Launch
 from .portable import launches as portable
 
 
-def of_forward(call: Call, steps: int) -> Iterator[Launch]:
+def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
     """Yield each different launch of the forward of a ring of ``steps`` steps."""
     if "key_mask" in call.given:
         yield portable.unpack_key_mask(call.batch, call.kv_local)
@@ -22,7 +22,7 @@ def of_forward(call: Call, steps: int) -> Iterator[Launch]:
         yield forward(call, first, last)
 
 
-def of_backward(call: Call, steps: int) -> Iterator[Launch]:
+def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
     """Yield each different launch of the backward that the forward does not have."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.given:
@@ -42,13 +42,13 @@ def _ends(steps: int) -> list[tuple[bool, bool]]:
 
 
 @lru_cache(maxsize=4096)
-def in_one_pass(call: Call) -> bool:
+def in_one_pass(call: RingCall) -> bool:
     """Return whether one launch, ``hopper.backward``, computes all gradients of a step, in place of ``dq`` and ``dkv``."""
     return call.hopper and "backward" not in call.portable and refusal_of_backward(call) is None
 
 
 @lru_cache(maxsize=4096)
-def forward(call: Call, first: bool, last: bool) -> Launch:
+def forward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that merges the keys of one shard into (out, lse)."""
     launch = portable.forward(call, first, last)
     takes = call.hopper and "forward" not in call.portable and refusal(call) is None
@@ -56,6 +56,6 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def extent_bounds(call: Call) -> Launch:
+def extent_bounds(call: RingCall) -> Launch:
     """Return the launch that computes the extent bounds of the backward's query tiles."""
     return portable.extent_bounds(call, hopper.queries(call) if in_one_pass(call) else call.tiles("dkv").block_q)

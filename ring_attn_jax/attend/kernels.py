@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import BEYOND, Call
+from ring_attn_core.kernels.call import BEYOND, RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 
@@ -29,7 +29,7 @@ class Kernels:
     ``call``: the common data of all launches. ``blanks``: True if a query, padding included, may see no key.
     """
 
-    call: Call
+    call: RingCall
     blanks: bool
     apart: ClassVar[bool] = True
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_attn_core.dropout import WORD
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import BEYOND, Call
+from ring_attn_core.kernels.call import BEYOND, RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 
@@ -32,7 +32,7 @@ class Kernels:
     ``call``: the parameters that all launches share. ``blanks``: some query, padding included, may see no key.
     """
 
-    call: Call
+    call: RingCall
     blanks: bool
     apart: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
 """Launches of compiled kernels on PyTorch's current stream, with outputs allocated or overwritten.
 
-Kernels start without Triton's launcher: ``kernels/bound.py`` of the core packs the arguments and caches the TMA descriptors,
+Kernels start without Triton's launcher: ``kernels/bound_launch.py`` of the core packs the arguments and caches the TMA descriptors,
 and ``kernels/driver.py`` calls CUDA.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.kernels.bound import Bound
+from ring_attn_core.kernels.bound_launch import BoundLaunch
 from ring_attn_core.kernels.compile import interpreted, kernel_function
 from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar, host_descriptor
 
@@ -36,7 +36,7 @@ class _Ready:
         self._made = [(x.name, _like(x, device)) for x in launch.outputs if not x.over]
         self._overwritten = [(x.name, x.over) for x in launch.outputs if x.over]
         self._zeros = [(name, x) for name, x in launch.zeros.items()]
-        self._bound = Bound(launch, capability(device), device.index) if launch.grid and not interpreted() else None
+        self._bound = BoundLaunch(launch, capability(device), device.index) if launch.grid and not interpreted() else None
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         named, device, bound = {**arrays}, self._device, self._bound

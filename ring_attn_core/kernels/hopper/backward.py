@@ -65,7 +65,7 @@ from .instructions import packed_half, special_tanh
 from .register_layouts import accumulator, here, matrix
 
 
-class Sizes(NamedTuple):
+class BackwardConstants(NamedTuple):
     """The constants of the kernel."""
 
     H: Any
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
     OUT_STAGES: Any
 
 
-class Arguments(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
 
     rows: Any
@@ -112,7 +112,7 @@ class Arguments(NamedTuple):
     T: Any
 
 
-class Shared(NamedTuple):
+class BackwardSharedMemory(NamedTuple):
     """The tiles in shared memory, and the mbarriers that signal that they are full."""
 
     q: Any
@@ -178,10 +178,10 @@ def hopper_backward(
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
     gl.static_assert(STAGES <= BACKWARD_STAGES and OUT_STAGES <= BACKWARD_STAGES, "named barriers overlap")
-    sizes: gl.constexpr = Sizes(
+    sizes: gl.constexpr = BackwardConstants(
         H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, ALIGNED, STAGES, OUT_STAGES
     )
-    args = Arguments(
+    args = BackwardArguments(
         rows_ptr, extents_ptr, bounds_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS,
         dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip
@@ -201,7 +201,7 @@ def hopper_backward(
     if extents_ptr is not None:
         first_query = allocate_numbers(STAGES)
         extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    shared = Shared(
+    shared = BackwardSharedMemory(
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_BSHD.layout),
         gl.allocate_shared_memory(DTYPE, [OUT_STAGES, 1, BLOCK_Q, 1, BLOCK_D], dout_BSHE.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),

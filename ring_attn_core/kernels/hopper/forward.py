@@ -54,7 +54,7 @@ from .register_layouts import accumulator, column, matrix
 from .scheduler import NUMBERS, announced, run_of, tile_at
 
 
-class Sizes(NamedTuple):
+class ForwardConstants(NamedTuple):
     """The constants of the kernel."""
 
     H: Any
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     ALIGNED: Any
 
 
-class Arguments(NamedTuple):
+class ForwardArguments(NamedTuple):
     """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
 
     rows: Any
@@ -102,7 +102,7 @@ class Arguments(NamedTuple):
     total: Any
 
 
-class Shared(NamedTuple):
+class ForwardSharedMemory(NamedTuple):
     """The tiles in shared memory, and the mbarriers that signal that they are full."""
 
     q: Any
@@ -167,11 +167,11 @@ def hopper_forward(
     DTYPE: gl.constexpr = q_BSHD.dtype
     GROUPS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(STAGES <= FORWARD_STAGES and Q_FREE + GROUPS <= VALUES_CLEAN, "named barriers overlap")
-    sizes: gl.constexpr = Sizes(
+    sizes: gl.constexpr = ForwardConstants(
         H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
         FIRST, LAST, FOLDED, CLEAN, ALIGNED,
     )  # fmt: skip
-    args = Arguments(
+    args = ForwardArguments(
         rows_ptr, extents_ptr, key_mask_BT, key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH,
         out_BSHE, lse_BSH, tickets_ptr, inner, softcap, threshold, rescale, S, T, together, total,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def hopper_forward(
     if key_mask_BT is not None:
         key_mask = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         some_hidden = allocate_numbers(STAGES)
-    shared = Shared(
+    shared = ForwardSharedMemory(
         q,
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_E], v_BTGE.layout),
@@ -226,7 +226,7 @@ def hopper_forward(
         )
 
 
-class Queries(NamedTuple):
+class WarpgroupQueries(NamedTuple):
     """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the step behind the last."""
 
     q: Any
@@ -234,7 +234,7 @@ class Queries(NamedTuple):
     end: Any
 
 
-class Progress(NamedTuple):
+class WarpgroupState(NamedTuple):
     """The state that a warpgroup carries from key tile to key tile.
 
     ``step``: the next step. ``acc``: sums of p v. ``p``: probabilities not yet multiplied with their values. ``m``: row max in
@@ -296,8 +296,8 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     l = row_sum(weights)
     wait_for_keys(shared, step + 1, end, STAGES)
     p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, True, GROUP)
-    queries = Queries(q, i, end)
-    progress = Progress(step + 1, acc, p, m, l)
+    queries = WarpgroupQueries(q, i, end)
+    progress = WarpgroupState(step + 1, acc, p, m, l)
     for number in gl.static_range(sizes.K_RUNS):  # unrolled: in a loop over runs ptxas would copy p at every step
         done = 1
         if sizes.K_RUNS > 1:
@@ -368,7 +368,7 @@ def visit_keys(
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(V_FREE + (step - 1) % STAGES, sizes.GROUPS)
     p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, MASKED, GROUP)
-    return Progress(step + 1, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l)
+    return WarpgroupState(step + 1, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l)
 
 
 @gluon.jit

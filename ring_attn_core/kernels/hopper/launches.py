@@ -1,11 +1,11 @@
-"""The launches of Hopper's kernels: pure functions from ``Call`` to ``Launch``."""
+"""The launches of Hopper's kernels: pure functions from ``RingCall`` to ``Launch``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
 
-from ..call import Call
+from ..call import RingCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import columns
@@ -38,7 +38,7 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 """
 
 
-def forward(call: Call, portable: Launch) -> Launch:
+def forward(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of the Hopper forward, with the arrays and outputs of the portable one."""
     d, e = columns(call.head_dim), columns(call.v_dim)
     tiles = hopper_tiles(d, e, call.features)
@@ -76,7 +76,7 @@ def forward(call: Call, portable: Launch) -> Launch:
     )
 
 
-def _descriptors(call: Call, tiles: HopperConfig, d: int, e: int) -> dict[str, Argument]:
+def _descriptors(call: RingCall, tiles: HopperConfig, d: int, e: int) -> dict[str, Argument]:
     both = call.head_dim + call.v_dim
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
     pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
@@ -89,7 +89,7 @@ def _descriptors(call: Call, tiles: HopperConfig, d: int, e: int) -> dict[str, A
     }
 
 
-def _heads_together(call: Call) -> int:
+def _heads_together(call: RingCall) -> int:
     """Return the number of query heads that run at a time: those of the key heads that fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
@@ -104,7 +104,7 @@ TURN_SPACING = 8
 
 
 @lru_cache(maxsize=4096)
-def sums_of_dq(call: Call) -> tuple[int, int]:
+def sums_of_dq(call: RingCall) -> tuple[int, int]:
     """Return the shape of the array in which dq is summed: the sums of each query tile, then the turn of each.
 
     The array starts at 0; see hopper/backward_dq.py.
@@ -113,13 +113,13 @@ def sums_of_dq(call: Call) -> tuple[int, int]:
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
 
 
-def queries(call: Call) -> int:
+def queries(call: RingCall) -> int:
     """Return the number of queries of a tile of the backward."""
     return 64 if columns(call.head_dim) == 128 else 128
 
 
 @lru_cache(maxsize=4096)
-def backward(call: Call, first: bool, last: bool) -> Launch:
+def backward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch of a backward step, with the sums of dq and the outputs of ``portable.dkv``.
 
     The sums have the shape ``sums_of_dq`` and overwrite ``dq_in``.
@@ -191,13 +191,13 @@ def backward(call: Call, first: bool, last: bool) -> Launch:
     return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
 
 
-def _kv_heads_together(call: Call) -> int:
+def _kv_heads_together(call: RingCall) -> int:
     enough = -(-KEY_TILES_TOGETHER // call.k_tiles(HOPPER_BACKWARD_KEYS))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 
 
 @lru_cache(maxsize=4096)
-def dq(call: Call) -> Launch:
+def dq(call: RingCall) -> Launch:
     """Return the launch that computes ``dq`` in the input dtype from its ``sums``."""
     arguments = {
         "sums_RX": Array("sums", "float32"),

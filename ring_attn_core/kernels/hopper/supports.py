@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..call import Call
+from ..call import RingCall
 
 WIDEST = 256
 
 
-def refusal(call: Call) -> str | None:
+def refusal(call: RingCall) -> str | None:
     """Return why the Hopper forward refuses a call, which the portable kernel then takes; None if it takes the call."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
@@ -36,7 +36,7 @@ def columns(width: int) -> int:
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
-def refusal_of_backward(call: Call) -> str | None:
+def refusal_of_backward(call: RingCall) -> str | None:
     """Return why the Hopper backward refuses a call, which the portable kernels then take; None if it takes the call."""
     return refusal(call) or refusal_of_gradients(call.head_dim, call.v_dim)
 

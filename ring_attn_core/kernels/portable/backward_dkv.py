@@ -26,7 +26,7 @@ import triton.language as tl
 
 from .dropout import kept_of_tile
 from .loads import add_product, load_own_tile, load_tile
-from .records import Arguments, Columns, KeyTile, Sizes
+from .records import Columns, KernelArguments, KernelConstants, KeyTile
 from .rows import (
     K_LEN,
     NOTHING_BEGINS,
@@ -44,7 +44,7 @@ SCAN = tl.constexpr(64)
 """Number of query tiles whose bounds are read at a time."""
 
 
-class Queries(NamedTuple):
+class QueryArrays(NamedTuple):
     """The arrays of the queries: ``q`` and ``dout`` are pointers or TMA descriptors, ``lse2`` and ``delta`` f32 [B, H, S]."""
 
     q: Any
@@ -97,14 +97,14 @@ def dkv(
     PRECISION: tl.constexpr,
 ):
     """Compute dk and dv of a tile of keys."""
-    sizes: tl.constexpr = Sizes(
+    sizes: tl.constexpr = KernelConstants(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
         Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
         None, None, ALIGNED, PRECISION,
     )  # fmt: skip
-    queries = Queries(q_BSHD, dout_BSHE, lse2_BHS, delta_BHS)
-    args = Arguments(
+    queries = QueryArrays(q_BSHD, dout_BSHE, lse2_BHS, delta_BHS)
+    args = KernelArguments(
         None, None, extents_ptr, key_mask_BT, None, alibi_slopes_ptr, dropout_BH,
         inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip

@@ -43,7 +43,7 @@ LIFT = tl.constexpr(2.0**15)
 LOWER = tl.constexpr(2.0**-15)
 
 
-class Sizes(NamedTuple):
+class DecodeConstants(NamedTuple):
     """The constants of ``decode`` that its helpers read; FP8: 0 none, 1 converted by an instruction, 2 by bits (sm_80)."""
 
     G: Any
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     FP8: Any
 
 
-class Seen(NamedTuple):
+class RowVisibility(NamedTuple):
     """The visibility of the rows of a program: positions from ``lowest`` to ``highest``, window and tree mask.
 
     ``first``: position of the first node of a tree.
@@ -100,7 +100,7 @@ def decode(
     FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    sizes: tl.constexpr = Sizes(G, BLOCK_K, SCAN, FP8)
+    sizes: tl.constexpr = DecodeConstants(G, BLOCK_K, SCAN, FP8)
     R: tl.constexpr = H // G
     ACCURATE: tl.constexpr = q_BNHD.dtype.element_ty == tl.float32
     row_tiles = tl.cdiv(R * N, BLOCK_M)
@@ -142,7 +142,7 @@ def decode(
     lowest = 0
     if window is not None:  # a padded query has position -1, which can only lower ``lowest``
         lowest = tl.maximum(tl.min(tl.where(valid, q_position, 2147483647)) - window, 0)
-    seen = Seen(q_position, lowest, highest, first_node, tree_rows, depths, window, N)
+    seen = RowVisibility(q_position, lowest, highest, first_node, tree_rows, depths, window, N)
     positions = k_positions_BT + batch * T
 
     slots = tl.cdiv(tl.cdiv(T, BLOCK_K), SPLITS) * BLOCK_K

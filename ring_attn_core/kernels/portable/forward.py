@@ -29,7 +29,7 @@ import triton.language as tl
 
 from .dropout import kept_of_tile
 from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
-from .records import Arguments, Columns, KeyRun, QueryTile, Sizes
+from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile
 from .rows import count_partly_seen, keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
 from .scores import LN2, scores
 
@@ -77,13 +77,13 @@ def forward(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    sizes: tl.constexpr = Sizes(
+    sizes: tl.constexpr = KernelConstants(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), None,
         Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
         FOLDED, CLEAN, ALIGNED, PRECISION,
     )  # fmt: skip
-    args = Arguments(
+    args = KernelArguments(
         k_BTGD, v_BTGE, extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
         inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip

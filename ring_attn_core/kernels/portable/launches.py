@@ -1,4 +1,4 @@
-"""The launches of the portable kernels: pure functions from ``Call`` or ``DecodeCall`` to ``Launch``."""
+"""The launches of the portable kernels: pure functions from ``RingCall`` or ``DecodeCall`` to ``Launch``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from ..call import Call
+from ..call import RingCall
 from ..decode import NATIVE_FP8, DecodeCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
@@ -23,7 +23,7 @@ MERGED_AT_ONCE = 32
 
 
 @lru_cache(maxsize=4096)
-def forward(call: Call, first: bool, last: bool) -> Launch:
+def forward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that merges one shard of keys into ``out`` and ``lse``.
 
     After the first step the outputs overwrite ``out_in``, if out is float32, and ``lse_in``.
@@ -61,7 +61,7 @@ def forward(call: Call, first: bool, last: bool) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def delta(call: Call, out_dtype: str) -> Launch:
+def delta(call: RingCall, out_dtype: str) -> Launch:
     """Return the launch that computes the outputs ``lse2`` and ``delta`` [b h s] for the backward, from out in ``out_dtype``."""
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
@@ -81,7 +81,7 @@ def delta(call: Call, out_dtype: str) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def extent_bounds(call: Call, block_q: int) -> Launch:
+def extent_bounds(call: RingCall, block_q: int) -> Launch:
     """Return the launch that computes the extent bounds of tiles of ``block_q`` queries: ``bounds`` int32 [b, q tiles, 4]."""
     arguments = {
         "extents_ptr": Array("extents", "int32"),
@@ -125,7 +125,7 @@ def dropout_streams(batch: int, heads: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def dq(call: Call, first: bool, last: bool) -> Launch:
+def dq(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that adds one shard of keys to ``dq``, which overwrites ``dq_in`` if it stays in float32."""
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
@@ -146,7 +146,7 @@ def dq(call: Call, first: bool, last: bool) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def dkv(call: Call, first: bool, last: bool) -> Launch:
+def dkv(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch of the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
 
     Except at the ``first`` step they are added to ``dkv_in``, or ``dk_in`` and ``dv_in``, and overwrite these if in float32.
@@ -182,7 +182,7 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
     return output.name, output.shape, output.dtype
 
 
-def _inputs(call: Call, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
+def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
     """Return the arrays q, and dout, in query tiles, and k and v in key tiles, as pointers or TMA descriptors.
 
     ``own``: "q" or "kv", the arrays of which a program loads a single tile.
@@ -287,7 +287,7 @@ def _count(value: int) -> Scalar:
     return Scalar(value, "i32", divided=False)
 
 
-def tma_fits(call: Call) -> bool:
+def tma_fits(call: RingCall) -> bool:
     """Return whether TMA can read the arrays: columns need no padding, rows are multiples of 16 bytes, none is empty."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
@@ -295,7 +295,7 @@ def tma_fits(call: Call) -> bool:
     return whole and min(call.batch, call.seq_local, call.kv_local) > 0
 
 
-def _backward_inputs(call: Call) -> dict[str, Argument | None]:
+def _backward_inputs(call: RingCall) -> dict[str, Argument | None]:
     return {
         "lse2_BHS": Array("lse2", "float32"),
         "delta_BHS": Array("delta", "float32"),
@@ -307,7 +307,7 @@ def _backward_inputs(call: Call) -> dict[str, Argument | None]:
     }
 
 
-def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
+def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
     together = call.head_dim + call.v_dim
     return {
         "H": call.heads,
@@ -329,7 +329,7 @@ def _constants(call: Call, tiles: TileConfig) -> dict[str, Any]:
     }
 
 
-def _clean(call: Call) -> int:
+def _clean(call: RingCall) -> int:
     """Return the method by which kernels zero unused keys: 0 none, 1 by bools, 2 by bits (loads.keep_seen)."""
     return 0 if not call.clean else 1 if call.capability >= 90 else 2
 

@@ -23,7 +23,7 @@ class Columns(NamedTuple):
     TMA: Any
 
 
-class Sizes(NamedTuple):
+class KernelConstants(NamedTuple):
     """The constants of a kernel that its helpers read; None for those that a kernel does not have.
 
     ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     PRECISION: Any
 
 
-class Arguments(NamedTuple):
+class KernelArguments(NamedTuple):
     """The arguments of a kernel that its helpers read; None for those that the call does not have.
 
     ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .compile import compiled, kernel_function
-from .driver import TENSOR_MAP, DescriptorFormat, Memory, encode, load, start
+from .driver import TENSOR_MAP, DescriptorFormat, LaunchBuffer, encode, load, start
 from .launch import Descriptor, Launch, Scalar, encodings
 
 MOST_ADDRESSES = 1024
@@ -51,7 +51,7 @@ class Encoded(dict[int, bytes]):
         return made
 
 
-class Bound:
+class BoundLaunch:
     """A launch on one GPU; several threads may start it at once."""
 
     def __init__(self, launch: Launch, capability: int, device: int) -> None:
@@ -59,8 +59,8 @@ class Bound:
         made = kernel.metadata
         self._parameters = parameters(launch, kernel)
         self._layout, offsets = layout(kernel.asm["ptx"], [isinstance(value, bytes) for value in self._parameters.values])
-        self._memory = lambda: Memory(self._layout.size, offsets)
-        self._free: list[Memory] = []
+        self._memory = lambda: LaunchBuffer(self._layout.size, offsets)
+        self._free: list[LaunchBuffer] = []
         self._kernel = load(kernel.asm["cubin"], made.name, device, 32 * made.num_warps, made.shared)
         self._grid = launch.grid
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ring_attn_core.kernels import compile, steps
-from ring_attn_core.kernels.bound import layout, parameters
+from ring_attn_core.kernels.bound_launch import layout, parameters
 from ring_attn_core.kernels.compile import compiled
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
