@@ -12,7 +12,7 @@ from typing import Annotated
 from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
-from .mistakes import HINT, mistakes_in_one_line
+from .error_reporting import HINT, mistakes_in_one_line
 from .plan import image, terminal, words
 
 for package in ("typer", "rich"):

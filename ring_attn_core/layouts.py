@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from numbers import Integral
 
-from .mistakes import in_words, is_integer
 from .runs import Run
+from .validation import in_words, is_integer
 
 Layout = Callable[[int, int, int], tuple[Run, ...]]
 

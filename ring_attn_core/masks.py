@@ -20,8 +20,8 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
-from .mistakes import as_number, in_words, is_traced, number_in_words
 from .runs import Band
+from .validation import as_number, in_words, is_traced, number_in_words
 
 
 def full() -> Band:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
-from .mistakes import hold_numbers, in_words, is_integer
+from .validation import hold_numbers, in_words, is_integer
 
 DOMAIN = 1
 """Counter word that separates sampling from dropout, whose word is 0, under the same seed."""
@@ -26,7 +26,7 @@ LEAST = 2.0**-126
 """The smallest normal number of float32; a smaller divisor may be flushed to 0."""
 
 
-class Choice(NamedTuple):
+class SamplingParameters(NamedTuple):
     """Sampling parameters as a framework computes with them, None if unused; ``temperature`` None is greedy decoding."""
 
     temperature: Any
@@ -69,17 +69,17 @@ class Sampling:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> SamplingParameters:
         """Return the sampling parameters, clamped to the ranges of float32 and int32."""
         low, high = seed_words(int(self.seed))
         if not self.temperature:
-            return Choice(None, None, None, low, high)
+            return SamplingParameters(None, None, None, low, high)
         k = None if self.top_k is None else min(int(self.top_k), 2**31 - 1)
         p = None if self.top_p in (None, 1) else max(float(self.top_p), LEAST)
-        return Choice(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
+        return SamplingParameters(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
 
 
-def check_drawn(logits: Any, choice: Choice, requests: Any, positions: Any) -> None:
+def check_drawn(logits: Any, choice: SamplingParameters, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
     Raise it also if ``positions`` is missing at a temperature above 0.

@@ -10,7 +10,7 @@ from jax import lax
 
 from ring_attn_core.kernels.backends import runnable
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import chosen
@@ -44,7 +44,7 @@ class Arrays(NamedTuple):
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Return the call as plain data. Raise ValueError if an argument is not an array."""
     given = arrays.given
-    of_seed = (Given("dropout_seed", (), "uint32"),) if given.pop("dropout_seed", None) is not None else ()
+    of_seed = (OptionalArray("dropout_seed", (), "uint32"),) if given.pop("dropout_seed", None) is not None else ()
     return Problem(
         q.shape,
         k.shape,

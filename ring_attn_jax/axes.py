@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.checks import OptionalArray
 
 Trees = TypeVarTuple("Trees")
 
@@ -61,13 +61,13 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     return str(q.dtype), str(k.dtype), str(v.dtype)
 
 
-def described(arrays: dict[str, Any]) -> tuple[Given, ...]:
+def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
     """Return the checkable facts of the optional arrays that were passed. Raise ValueError if one is not an array."""
     given = {name: x for name, x in arrays.items() if x is not None}
     for name, x in given.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise ValueError(f"{name} must be an array, got {type(x).__name__}")
-    return tuple(Given(name, tuple(x.shape), str(x.dtype)) for name, x in given.items())
+    return tuple(OptionalArray(name, tuple(x.shape), str(x.dtype)) for name, x in given.items())
 
 
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import chosen
@@ -69,7 +69,7 @@ def _problem(
     (q, k, v), given = [tuple(shape) for shape, _ in kinds[:3]], kinds[3:]
     q_dtype, k_dtype, v_dtype, *dtypes = [str(dtype).removeprefix("torch.") for _, dtype in kinds]
     shapes = [() if name == "dropout_seed" else tuple(shape) for name, (shape, _) in zip(names, given, strict=True)]
-    of_arrays = tuple(map(Given, names, shapes, dtypes))
+    of_arrays = tuple(map(OptionalArray, names, shapes, dtypes))
     return Problem(q, k, v, (q_dtype, k_dtype, v_dtype), device.type, ranks, options, of_arrays, capability(device), "torch")
 
 

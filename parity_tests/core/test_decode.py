@@ -11,7 +11,7 @@ import pytest
 from ring_attn_core.kernels.decode import DecodeCall, count_splits
 from ring_attn_core.kernels.launch import Scalar
 from ring_attn_core.kernels.tile_sizes import shared_memory
-from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.decode import Decode, check_nodes
 from ring_attn_core.reference import decode
 
@@ -121,7 +121,7 @@ def test_slots_are_no_part_of_a_compiled_kernel():
 
 
 def problem(slots: int = 6, **changed: Any) -> Decode:
-    arrays = Given("q_positions", (1, 2), "int32"), Given("k_positions", (1, slots), "int32")
+    arrays = OptionalArray("q_positions", (1, 2), "int32"), OptionalArray("k_positions", (1, slots), "int32")
     given: dict[str, Any] = {"q_shape": (1, 2, 4, 8), "k_shape": (1, slots, 2, 8), "v_shape": (1, slots, 2, 8), "arrays": arrays}
     made: dict[str, Any] = {**given, "dtypes": ("float32",) * 3, **changed}
     return Decode(**made)

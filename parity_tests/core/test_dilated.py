@@ -15,8 +15,8 @@ from ring_attn_core import RingPlan, causal, full
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.reference import oracle
-from ring_attn_core.reference.dilated import Dilated, exact, patterns
-from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
+from ring_attn_core.reference.dilated import DilatedFeatures, exact, patterns
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
 from ..support.dilated import CASES, Case, by_name, drawn
 
@@ -27,7 +27,7 @@ def problem(case: Case) -> Problem:
     return Problem(q, kv, kv, ("float32",) * 3, "cpu", case.ranks, options)
 
 
-def lanes(case: Case) -> tuple[Lanes, ...]:
+def lanes(case: Case) -> tuple[FoldedBatches, ...]:
     return lanes_of(problem(case), Patterns(case.segments, case.dilations, case.mixing))
 
 
@@ -75,7 +75,7 @@ def test_the_oracle_of_one_pattern_over_everything_is_attention():
 
 def test_the_oracle_weighs_patterns_by_their_denominators():
     case = Case((8, 32), (1, 2))
-    each = [exact(**case.arrays, call=Dilated((w,), (r,))) for w, r in zip(case.segments, case.dilations, strict=True)]
+    each = [exact(**case.arrays, call=DilatedFeatures((w,), (r,))) for w, r in zip(case.segments, case.dilations, strict=True)]
     z = [np.exp(x.lse)[..., None] for x in each]
     np.testing.assert_allclose(case.expected.out, (z[0] * each[0].out + z[1] * each[1].out) / (z[0] + z[1]))
     np.testing.assert_allclose(case.expected.lse, np.log(z[0] + z[1])[..., 0])

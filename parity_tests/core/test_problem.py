@@ -14,7 +14,7 @@ import pytest
 from ring_attn_core import Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
-from ring_attn_core.problem.checks import DTYPES, Given, check_extents, check_runs
+from ring_attn_core.problem.checks import DTYPES, OptionalArray, check_extents, check_runs
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import STRATEGIES, check_strategy
@@ -32,11 +32,11 @@ FULL = replace(
     GOOD,
     options=Options(length=63, softcap=30.0, dropout_rate=0.1),
     arrays=(
-        Given("extents", (2, 16, 2), "int32"),
-        Given("key_mask", (2, 12), "bool"),
-        Given("sinks", (8,), "float32"),
-        Given("alibi_slopes", (8,), "bfloat16"),
-        Given("dropout_seed", (), "int64"),
+        OptionalArray("extents", (2, 16, 2), "int32"),
+        OptionalArray("key_mask", (2, 12), "bool"),
+        OptionalArray("sinks", (8,), "float32"),
+        OptionalArray("alibi_slopes", (8,), "bfloat16"),
+        OptionalArray("dropout_seed", (), "int64"),
     ),
 )
 
@@ -48,7 +48,7 @@ def changed(problem: Problem, **changes: Any) -> Problem:
 
 
 def given(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    return {"arrays": (Given(name, shape, dtype),)}
+    return {"arrays": (OptionalArray(name, shape, dtype),)}
 
 
 @pytest.mark.parametrize("problem", [GOOD, FULL], ids=["plain", "every feature"])

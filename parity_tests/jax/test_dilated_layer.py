@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.reference.dilated import Dilated, patterns
+from ring_attn_core.reference.dilated import DilatedFeatures, patterns
 from ring_attn_jax import DilatedRingAttention, RingAttention, dilated_attention_fn
 
 from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, layer_weights
@@ -94,7 +94,7 @@ def dense(chosen: dict[str, Any]) -> Any:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any = None, **_: Any) -> jax.Array:
         where = np.arange(TOKENS)
-        counts = patterns(Dilated(**chosen), q.shape[2], where, where).sum(0) * (1 if mask is None else mask)
+        counts = patterns(DilatedFeatures(**chosen), q.shape[2], where, where).sum(0) * (1 if mask is None else mask)
         z = counts * jnp.exp(jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5)
         total = z.sum(-1, keepdims=True)
         return jnp.einsum("bhst,bthd->bshd", z / jnp.where(total > 0, total, 1), v)

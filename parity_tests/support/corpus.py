@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ring_attn_core.data.batches import Arrays, Batches
+from ring_attn_core.data.batches import BatchArrays, Batches
 from ring_attn_core.data.packing import shuffled
-from ring_attn_core.data.settings import Settings
+from ring_attn_core.data.settings import DatasetSettings
 
 LENGTHS = (7, 61, 1, 24, 100, 3, 3, 49)
 """Tokens of the documents: shorter than, longer than and equal to a context, and one token."""
@@ -40,8 +40,8 @@ DEFAULTS: dict[str, Any] = {
 """The defaults of ``SequenceShardedDataset``."""
 
 
-def settings(folder: object = "data", **changed: Any) -> Settings:
-    return Settings(folder=folder, **{**DEFAULTS, **changed})
+def settings(folder: object = "data", **changed: Any) -> DatasetSettings:
+    return DatasetSettings(folder=folder, **{**DEFAULTS, **changed})
 
 
 def batches(folder: Path, **changed: Any) -> Batches:
@@ -89,5 +89,5 @@ def whole_batches(documents: list[list[int]], epoch: int = 0, **changed: Any) ->
 
 def assert_same(ours: Any, theirs: Any) -> None:
     """Assert that two sets of arrays are equal, value by value."""
-    for name, x, y in zip(Arrays._fields, ours, theirs, strict=False):
+    for name, x, y in zip(BatchArrays._fields, ours, theirs, strict=False):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)

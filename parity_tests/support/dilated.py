@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core import Band, causal, full, sliding_window
-from ring_attn_core.reference.dilated import Dilated, exact, plain
+from ring_attn_core.reference.dilated import DilatedFeatures, exact, plain
 from ring_attn_core.reference.oracle import Attention, rounding
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, bound, relative_error
 
@@ -66,9 +66,9 @@ class Case:
         return np.random.default_rng(1).random((self.batch, self.tokens)) < 0.7 if self.key_mask else None
 
     @property
-    def call(self) -> Dilated:
+    def call(self) -> DilatedFeatures:
         """The oracle's arguments."""
-        return Dilated(self.segments, self.dilations, self.mixing, self.mask, self.seen_keys, self.scale, self.softcap)
+        return DilatedFeatures(self.segments, self.dilations, self.mixing, self.mask, self.seen_keys, self.scale, self.softcap)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def attention_layer(
     q, k, v = (heads(x @ weights[f"{name}.weight"].T) for name in "qkv")
     arrays = (turn(q), turn(k), v, heads(dout @ weights["o.weight"]))
     if "segments" in features:
-        inner = _dilated(arrays, dilated.Dilated(mask=mask, **features), dtype)
+        inner = _dilated(arrays, dilated.DilatedFeatures(mask=mask, **features), dtype)
     else:
         arguments, slopes = (*arrays[:3], mask, arrays[3]), np.array(alibi_slopes(q.shape[2]))
         features |= {"sinks": weights["sinks"] if sinks else None, "alibi_slopes": slopes if alibi else None}
@@ -190,7 +190,7 @@ def attention_layer(
 
 
 def _dilated(
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], call: dilated.Dilated, dtype: str | None
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], call: dilated.DilatedFeatures, dtype: str | None
 ) -> Attention:
     """Return dilated attention of q, k, v and dout, and its gradients."""
     dlse = np.zeros(arrays[0].shape[:3])

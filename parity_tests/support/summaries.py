@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core.reference.oracle import rounding
-from ring_attn_core.reference.summary import Asked, SummaryAttended, exact_summary, plain_summary
+from ring_attn_core.reference.summary import SummaryAttended, SummaryFeatures, exact_summary, plain_summary
 from ring_attn_core.reference.tolerance import bound, relative_error
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan
 
@@ -80,9 +80,9 @@ class SummaryCase:
         return arrays["q"], arrays["k"], arrays["v"], arrays["dout"], arrays["dlse"]
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> SummaryFeatures:
         optional = {name: self.arrays[name] for name in ("pool", "key_mask") if name in self.arrays}
-        return Asked(self.block, self.window, self.summaries, scale=self.scale, softcap=self.softcap, **optional)
+        return SummaryFeatures(self.block, self.window, self.summaries, scale=self.scale, softcap=self.softcap, **optional)
 
     @cached_property
     def expected(self) -> SummaryAttended:
@@ -223,7 +223,7 @@ def summary_layer(weights: Arrays, x: np.ndarray, dout: np.ndarray, dtype: str |
     flat = lambda t: t.reshape(BATCH, LENGTH, -1)
     q, k, v = (heads(x @ weights[f"{name}.weight"].T) for name in "qkv")
     cotangents = heads(dout @ weights["o.weight"]), np.zeros(q.shape[:3], working)
-    asked = Asked(*(SUMMARY_LAYER[name] for name in ("block", "window", "summaries")), pool=weights["pool"])
+    asked = SummaryFeatures(*(SUMMARY_LAYER[name] for name in ("block", "window", "summaries")), pool=weights["pool"])
     arrays = (rotate(q, where), rotate(k, where), v, *cotangents, asked)
     inner = exact_summary(*arrays) if dtype is None else plain_summary(*arrays, dtype)
     gradients = {"q": flat(rotate(inner.dq, where, sign=-1)), "k": flat(rotate(inner.dk, where, sign=-1)), "v": flat(inner.dv)}

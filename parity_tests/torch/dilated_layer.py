@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_attn_core.reference.dilated import Dilated, patterns
+from ring_attn_core.reference.dilated import DilatedFeatures, patterns
 from ring_attn_torch import DilatedAttention
 
 from .multihead import Draw, Group, Tensors, computed, draw, gradients_of, leaves, weights_of
@@ -78,7 +78,7 @@ def densely(drawn: DilatedDraw) -> Tensors:
 def _counts(drawn: DilatedDraw, shape: Sequence[int]) -> Tensor:
     """[b h s s]: how often a query counts a key, by patterns and masks."""
     b, h, s, _ = shape
-    of_patterns = patterns(Dilated(**drawn.patterns), h, np.arange(s), np.arange(s))
+    of_patterns = patterns(DilatedFeatures(**drawn.patterns), h, np.arange(s), np.arange(s))
     counts = torch.from_numpy(of_patterns.sum(0)).double().expand(b, -1, -1, -1)
     allows = lambda mask: ~mask if mask.dtype == torch.bool else mask == 0
     if (mask := drawn.called.get("attn_mask")) is not None:

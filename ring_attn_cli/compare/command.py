@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..mistakes import mistakes_in_one_line
+from ..error_reporting import mistakes_in_one_line
 
 Several = "one value, or several with commas between them"
 

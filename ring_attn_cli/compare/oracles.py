@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ring_attn_core.reference import dilated, summary
-from ring_attn_core.reference.layers import Layers, Sizes
+from ring_attn_core.reference.layers import Layers, LayerSettings
 from ring_attn_core.reference.oracle import Attention, Features, exact, plain
 from ring_attn_core.reference.tolerance import bound, bound_of_sinks
 
@@ -129,7 +129,7 @@ def _layer_given(case: Case) -> Given:
 
 def _layers(case: Case, dtype: str | None) -> Layers:
     features = Features(alibi_slopes=case.slopes, **(case.scalars | case.masks))  # pyright: ignore[reportArgumentType]
-    return Layers(Sizes(case.head_dim, case.band), dtype, features)
+    return Layers(LayerSettings(case.head_dim, case.band), dtype, features)
 
 
 def _layer_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
@@ -174,7 +174,7 @@ def _transformer_truth(case: Case, given: Given, cotangents: Collection[str]) ->
 
 
 def _dilated_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
-    call = dilated.Dilated(
+    call = dilated.DilatedFeatures(
         case.segments, case.dilations, case.mixing, case.band, given.arrays.get("key_mask"), case.scale, case.softcap
     )
     arrays = _qkv(given)
@@ -190,7 +190,7 @@ def _summary_given(case: Case) -> Given:
 
 def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
     pool, key_mask = given.arrays["pool"], given.arrays.get("key_mask")
-    asked = summary.Asked(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
+    asked = summary.SummaryFeatures(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
     exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
     plain_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.plain_summary(*arrays, asked, case.dtype))
     arrays = _qkv(given)

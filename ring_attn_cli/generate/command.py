@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..mistakes import mistakes_in_one_line
+from ..error_reporting import mistakes_in_one_line
 
 
 def generate(

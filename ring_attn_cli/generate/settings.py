@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ring_attn_core.mistakes import is_integer
 from ring_attn_core.model.generation import check_ids
 from ring_attn_core.sampling import Sampling
+from ring_attn_core.validation import is_integer
 
 from ..processes import check_count
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ring_attn_core.model.config import TransformerConfig
-    from ring_attn_core.model.memory import Memory, Term, Training
+    from ring_attn_core.model.memory import StepMemory, Term, Training
 
 
 class Question(NamedTuple):
@@ -69,7 +69,7 @@ def config_of(model: str) -> TransformerConfig:
     return config_of(found) if "model_type" in found else TransformerConfig.from_json(json.dumps(found))
 
 
-def _verdict(question: Question, training: Training, memory: Memory) -> str:
+def _verdict(question: Question, training: Training, memory: StepMemory) -> str:
     from ring_attn_core.model.memory import total
 
     tokens, host = f"{training.tokens:,} tokens a GPU, {training.tokens * training.gpus:,} on {training.gpus}", total(memory.host)
@@ -102,7 +102,7 @@ def _too_small(config: TransformerConfig, asked: Training, question: Question) -
     )
 
 
-def _table(memory: Memory) -> Table:
+def _table(memory: StepMemory) -> Table:
     from rich import box
     from rich.table import Table
 

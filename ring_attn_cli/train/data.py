@@ -47,7 +47,7 @@ def check(config: Config) -> str:
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index
     from ring_attn_core.data.passkey import passkey
-    from ring_attn_core.data.settings import Settings
+    from ring_attn_core.data.settings import DatasetSettings
 
     for length in config.passkey.lengths:
         passkey(length, digits=config.passkey.digits)
@@ -57,7 +57,7 @@ def check(config: Config) -> str:
         raise ValueError("passkeys are bytes, and data.tokenizer makes other ids: set passkey.lengths = [] and train_every = 0")
     names: list[set[str]] = []
     for held_out in (False, True):
-        settings = Settings(
+        settings = DatasetSettings(
             **arguments(config, held_out),
             rank=None,
             batch_size=config.data.batch_size,

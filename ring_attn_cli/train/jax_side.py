@@ -18,7 +18,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ring_attn_core.model.progress import Progress
+from ring_attn_core.model.progress import ResumePoint
 from ring_attn_jax import (
     Checkpoints,
     RingTransformer,
@@ -163,7 +163,7 @@ class JaxSide:
         from_numpy(model, first_weights(to_numpy(model), self._config.seed))
         return model
 
-    def resume(self) -> Progress | None:
+    def resume(self) -> ResumePoint | None:
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
-    from ring_attn_core.model.progress import Progress
+    from ring_attn_core.model.progress import ResumePoint
 
 
 class Step(NamedTuple):
@@ -38,7 +38,7 @@ class Side(Protocol):
     """The ``SequenceShardedDataset`` of the training."""
     held_out: Any
 
-    def resume(self) -> Progress | None: ...
+    def resume(self) -> ResumePoint | None: ...
 
     def save(self, step: int, data: str) -> None: ...
 

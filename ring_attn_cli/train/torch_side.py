@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import get_node_local_rank
 
-from ring_attn_core.model.progress import Progress
+from ring_attn_core.model.progress import ResumePoint
 from ring_attn_torch import (
     Checkpoints,
     RingTransformer,
@@ -167,7 +167,7 @@ class TorchSide:
         from_numpy(model, first_weights(to_numpy(model), self._config.seed))
         return model
 
-    def resume(self) -> Progress | None:
+    def resume(self) -> ResumePoint | None:
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:

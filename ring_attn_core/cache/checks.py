@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..mistakes import in_words, is_integer
+from ..validation import in_words, is_integer
 from .spec import FP8, CacheSizes, CacheSpec
 
 

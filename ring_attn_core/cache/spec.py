@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..layouts import check_ranks
-from ..mistakes import hold_numbers, in_words, is_integer
+from ..validation import hold_numbers, in_words, is_integer
 
 FP8 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32", "float64", FP8)

@@ -11,13 +11,13 @@ from .cache import tokenised
 from .documents import Documents, found
 from .index import Index, batches_of, reads, state_of
 from .reader import Reader
-from .settings import Settings
+from .settings import DatasetSettings
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-def documents_of(settings: Settings) -> Documents:
+def documents_of(settings: DatasetSettings) -> Documents:
     """Return the documents of the folder. Raise ValueError, alike on all ranks, if the folder or a file holds none."""
     files = found(settings)
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
@@ -37,7 +37,7 @@ def documents_of(settings: Settings) -> Documents:
     return token_arrays.described(arrays)
 
 
-class Arrays(NamedTuple):
+class BatchArrays(NamedTuple):
     """The arrays of a ``Shard`` of either framework; ``tokens`` are one rank's, or all ranks' if ``rank`` is None."""
 
     ids: np.ndarray
@@ -53,7 +53,7 @@ class Arrays(NamedTuple):
 class Batches:
     """A run over the data: its first batch, its next batch, and the arrays of each batch."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DatasetSettings) -> None:
         data = documents_of(settings)
         self.settings, self.vocab, self._digest, self._former = settings, data.vocab, data.digest, data.former
         self.reader = Reader(data.documents)
@@ -61,7 +61,7 @@ class Batches:
         self.start = self.given = 0
         """Number of the first batch of an iteration, and of the next batch of the latest iteration."""
 
-    def iterate(self, offset: int = 0, every: int = 1) -> Iterator[Arrays]:
+    def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches from ``start + offset`` to the end, every ``every``-th of them."""
         self.reader.check()
         start = self.start
@@ -72,7 +72,7 @@ class Batches:
             self.given = number + 1
             yield arrays
 
-    def arrays(self, number: int) -> Arrays:
+    def arrays(self, number: int) -> BatchArrays:
         """Return the arrays of the batch with this number."""
         import numpy as np
 
@@ -90,7 +90,7 @@ class Batches:
                 extents[row, slots] = piece.begin, piece.begin + piece.count
         if of.restart_positions:
             positions -= extents[..., 0]
-        return Arrays(ids, labels, positions, extents)
+        return BatchArrays(ids, labels, positions, extents)
 
     def state(self, batches: int | None = None) -> str:
         """Return the position of the run as JSON: after the batches yielded so far, or after the first ``batches``."""

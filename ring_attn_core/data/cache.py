@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
 from .documents import Document, Documents, File, unchanged, vanished
-from .settings import BYTES, Settings
+from .settings import BYTES, DatasetSettings
 
 CHUNK = 1 << 20
 VERSION, INDEX_VERSION = 1, 2
@@ -40,7 +40,7 @@ VERSION, INDEX_VERSION = 1, 2
 CODES = {1: "B", 2: "H", 4: "I"}
 
 
-def tokenised(files: Sequence[File], settings: Settings) -> Documents:
+def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
     """Return the documents of these texts from the cache, after tokenising them if needed.
 
     Raise ValueError if a text is not UTF-8 or the cache cannot be written.
@@ -66,7 +66,7 @@ def tokenised(files: Sequence[File], settings: Settings) -> Documents:
     return kept
 
 
-def _tokenizer_text(settings: Settings) -> bytes | None:
+def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
     """Return the tokenizer's file. It is read only once, so that the key belongs to the tokenizer that is used."""
     if settings.tokenizer is None:
         return None
@@ -78,7 +78,7 @@ def _tokenizer_text(settings: Settings) -> bytes | None:
         ) from error
 
 
-def _key(files: Sequence[File], settings: Settings, text: bytes | None) -> str:
+def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -> str:
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
     what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
@@ -190,7 +190,7 @@ def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
 Encode = Callable[[File, int, Any], Iterable[bytes]]
 
 
-def _encoder(settings: Settings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
+def _encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
     """Return the function that encodes a file, and the vocabulary size.
 
     The function takes the file, the bytes of an id, and a hash object that it updates with the text.

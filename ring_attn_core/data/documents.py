@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..files import Identity, check_regular, identity
-from .settings import Settings
+from .settings import DatasetSettings
 
 
 class File(NamedTuple):
@@ -55,7 +55,7 @@ class Documents(NamedTuple):
     """Digest that an older release gave them, if it differs."""
 
 
-def found(settings: Settings) -> list[File]:
+def found(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, without hidden ones, in order of name.
 
     Raise ValueError if no file matches, a file is empty or cannot be read, or the cache would be among them.
@@ -89,7 +89,7 @@ def _hidden(parts: Iterable[str]) -> bool:
     return any(part.startswith(".") for part in parts)
 
 
-def _check_cache(folder: Path, settings: Settings) -> None:
+def _check_cache(folder: Path, settings: DatasetSettings) -> None:
     """Raise ValueError if the files of the cache would be documents at the next start."""
     if settings.cache is None:
         return

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..files import parse_json
-from ..mistakes import in_words, is_integer
 from ..runs import Run
+from ..validation import in_words, is_integer
 from .packing import Contexts, Piece, shuffled
-from .settings import Settings
+from .settings import DatasetSettings
 
 FORMAT = 1
 """Version of the state; it changes with the state's fields or the order of the batches."""
@@ -57,7 +57,7 @@ def reads(pieces: Iterable[Piece], runs: Sequence[Run]) -> Iterator[Read]:
 class Index:
     """The batches of all epochs as pieces of documents."""
 
-    def __init__(self, lengths: Sequence[int], settings: Settings) -> None:
+    def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
         """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they do not fill one batch."""
         self._lengths, self._settings = lengths, settings
         self._epoch: tuple[int, Contexts, Sequence[int]] | None = None
@@ -92,12 +92,12 @@ class Index:
         return self._epoch[1:]
 
 
-def state_of(batches: int, data: str, index: Index, settings: Settings) -> str:
+def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -> str:
     """Return the state of a run after ``batches`` batches, as JSON. ``data``: the digest of the documents."""
     return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
 
 
-def batches_of(state: object, data: Sequence[str | None], index: Index, settings: Settings) -> int:
+def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
     ``data``: the digests that a state of these documents may have, that of this release first.
@@ -134,7 +134,7 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
     return _counted(found["batches"], index, settings)
 
 
-def _counted(batches: Any, index: Index, settings: Settings) -> int:
+def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
     """Return ``batches`` as an int. Raise ValueError if it is not a number of batches of this run."""
     if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
         most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"
@@ -142,7 +142,7 @@ def _counted(batches: Any, index: Index, settings: Settings) -> int:
     return int(batches)
 
 
-def _decides(data: str, settings: Settings) -> dict[str, object]:
+def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
     """Return the values that, with its number, determine the contents of a batch."""
     of = settings
     same = {

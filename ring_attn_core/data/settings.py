@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..layouts import check_rank, check_ranks, named, slots
-from ..mistakes import in_words, is_integer
 from ..runs import Run
+from ..validation import in_words, is_integer
 
 BYTES = 256
 """Number of ids of a text without a tokenizer, one for each byte value; special ids lie above."""
@@ -18,7 +18,7 @@ LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DatasetSettings:
     """The arguments of ``SequenceShardedDataset``, which documents them."""
 
     folder: Any

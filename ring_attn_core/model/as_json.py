@@ -7,8 +7,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ..files import parse_json
-from ..mistakes import in_words, is_integer
 from ..runs import Band
+from ..validation import in_words, is_integer
 from .published import Published
 from .rotary import NTK, Linear, Llama3, Rotary, YaRN
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..mistakes import in_words, is_integer
+from ..validation import in_words, is_integer
 
 REDUCTIONS = ("mean", "sum")
 """The reductions of the cross-entropies of all labels."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask
-from ..mistakes import hold_numbers, in_words
 from ..runs import Band
+from ..validation import hold_numbers, in_words
 from .as_json import read_record, write_record
 from .checks import DEEPEST, check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
 from .chunks import check_chunk

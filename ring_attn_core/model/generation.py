@@ -14,8 +14,8 @@ from typing import Any
 from ..cache.placement import held
 from ..cache.spec import FP8
 from ..layouts import padded_local
-from ..mistakes import in_words, is_integer
 from ..sampling import Sampling
+from ..validation import in_words, is_integer
 from .config import TransformerConfig
 
 SLOTS = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..mistakes import in_words
+from ..validation import in_words
 from .checks import DEEPEST, check_sizes
 from .config import TransformerConfig
 from .published import Published

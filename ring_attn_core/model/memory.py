@@ -56,7 +56,7 @@ class Term(NamedTuple):
     words: str
 
 
-class Memory(NamedTuple):
+class StepMemory(NamedTuple):
     """The memory of a GPU for the whole step, its additional memory at each moment of the step, and the host's for it."""
 
     stays: tuple[Term, ...]
@@ -136,7 +136,7 @@ def compute_bytes(config: TransformerConfig) -> int:
     return BYTES[config.compute_dtype or config.param_dtype]
 
 
-def peak_memory(config: TransformerConfig, training: Training) -> Memory:
+def peak_memory(config: TransformerConfig, training: Training) -> StepMemory:
     """Return the memory that training takes on each GPU and, for each GPU, on the host."""
     tokens, depth = training.tokens, config.depth
     kept, saved = block_kept(config, tokens), block_saved(config, tokens, training.mlp_chunk)
@@ -159,7 +159,7 @@ def peak_memory(config: TransformerConfig, training: Training) -> Memory:
         "backward of an MLP": (*saved, *_mlp(config, training)),
         "backward of an attention": (*(x for x in saved if x.what not in OF_MLP), *_attention(config, tokens)),
     }
-    return Memory(stays, moments, host)
+    return StepMemory(stays, moments, host)
 
 
 OF_MLP = ("MLP", "MLP's input", "sum")

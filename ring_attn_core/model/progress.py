@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..mistakes import in_words
+from ..validation import in_words
 from .config import TransformerConfig
 from .weight_names import check_state
 
@@ -23,7 +23,7 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of arrays, by name."""
 
 
-class Progress(NamedTuple):
+class ResumePoint(NamedTuple):
     """The point from which a run resumes: after ``step``, with the dataset at ``data``, and the user's data ``more``."""
 
     step: int
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
     more: dict[str, Any]
 
 
-def described(progress: Progress, config: TransformerConfig | None) -> dict[str, Any]:
+def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[str, Any]:
     """Return the description of a run in a checkpoint, as JSON can hold it.
 
     Raise ValueError if ``step`` is not an int of at least 0, ``data`` not a text or None, or ``more`` not a dict for JSON.
@@ -50,7 +50,7 @@ def described(progress: Progress, config: TransformerConfig | None) -> dict[str,
     return {"step": step, "data": data, "more": more, "config": None if config is None else json.loads(config.to_json())}
 
 
-def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Progress:
+def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
     """Return the progress that ``described`` wrote, read from the file or folder ``where``.
 
     Raise ValueError if a value is missing or not of its type, or if the model's config differs; the message names the fields.
@@ -79,7 +79,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Pr
             listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
             raise ValueError(f"{where} is of another model: {listed}. Make the model as it was, or give this run another folder")
     try:
-        return Progress(step, data, _unpacked(more))
+        return ResumePoint(step, data, _unpacked(more))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"more in {where} cannot be read ({error}): the checkpoint is damaged") from error
 

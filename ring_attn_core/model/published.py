@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..mistakes import in_words
+from ..validation import in_words
 
 
 @dataclass(frozen=True, kw_only=True)

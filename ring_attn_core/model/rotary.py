@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import ceil, floor, log, pi
 from typing import Any
 
-from ..mistakes import as_number, hold_numbers
+from ..validation import as_number, hold_numbers
 from .checks import check_flags, check_sizes, is_number
 
 

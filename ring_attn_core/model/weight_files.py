@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..files import Identity, check_regular, identity, open_file, read_json, sample
-from ..mistakes import in_words
+from ..validation import in_words
 from .config import TransformerConfig
 from .weight_names import check_state
 

@@ -15,8 +15,8 @@ from typing import Any
 from .. import layouts
 from ..dropout import SPAN
 from ..masks import check_mask, with_numbers
-from ..mistakes import hold_numbers, number_in_words
 from ..runs import Band, Row, Run, row
+from ..validation import hold_numbers, number_in_words
 
 
 def check_steps(steps: Any) -> None:

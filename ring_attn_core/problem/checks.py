@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ..mistakes import STATIC, as_number, in_words, is_integer, is_traced, number_in_words
 from ..runs import Run
+from ..validation import STATIC, as_number, in_words, is_integer, is_traced, number_in_words
 
 LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
 
@@ -60,7 +60,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
 
 
-class Given(NamedTuple):
+class OptionalArray(NamedTuple):
     """An optional array of a call: name of the argument, shape, and name of the dtype."""
 
     name: str
@@ -68,7 +68,7 @@ class Given(NamedTuple):
     dtype: str
 
 
-def check_array(array: Given, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     """Raise ValueError if the shape or dtype of an optional array does not fit q and k."""
     axes, shape, dtypes = {
         "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..mistakes import hold_numbers, in_words, is_integer, number_in_words
 from ..records import hashed_once
-from .checks import DTYPES, FARTHEST, INTEGERS, Given, check_scale, check_softcap
+from ..validation import hold_numbers, in_words, is_integer, number_in_words
+from .checks import DTYPES, FARTHEST, INTEGERS, OptionalArray, check_scale, check_softcap
 
 FP8 = "float8_e4m3fn"
 """The dtype of one-byte keys and values; they are converted to a wider dtype for the products, and sums are in float32."""
@@ -30,7 +30,7 @@ class Decode:
     k_shape: tuple[int, ...]
     v_shape: tuple[int, ...]
     dtypes: tuple[str, str, str]
-    arrays: tuple[Given, ...] = ()
+    arrays: tuple[OptionalArray, ...] = ()
     device: str = "cpu"
     capability: int = 0
     multiprocessors: int = 132

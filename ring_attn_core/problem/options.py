@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask, with_numbers
-from ..mistakes import hold_numbers, in_words, number_in_words
 from ..plan.ring import check_steps
 from ..records import hashed_once
 from ..runs import Band
+from ..validation import hold_numbers, in_words, number_in_words
 from .checks import check_dropout_rate, check_scale, check_softcap
 from .strategies import check_strategy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..plan.ring import RingPlan
 from ..records import hashed_once
-from .checks import DTYPES, Given, check_array
+from .checks import DTYPES, OptionalArray, check_array
 from .options import Options
 
 
@@ -31,7 +31,7 @@ class Problem:
     device: str
     ranks: int
     options: Options = field(default_factory=Options)
-    arrays: tuple[Given, ...] = ()
+    arrays: tuple[OptionalArray, ...] = ()
     capability: int = 0
     framework: str = "jax"
     tma: bool = True

@@ -19,7 +19,7 @@ from ..runs import Band
 from .oracle import BLOCK, Array, Attention, rounding
 
 
-class Dilated(NamedTuple):
+class DilatedFeatures(NamedTuple):
     """The options that change the result, named as in ``dilated_attention``. ``key_mask``: bool [b s]."""
 
     segments: Sequence[int]
@@ -31,7 +31,7 @@ class Dilated(NamedTuple):
     softcap: float | None = None
 
 
-def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated) -> Attention:
+def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures) -> Attention:
     """Return dilated attention of global arrays and its gradients, in float64 (in extended precision if q is float64).
 
     Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]; query head h reads kv head
@@ -43,7 +43,7 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated)
     return _attention((q, k, v, dout, dlse), call, working, lambda x: x, at_once)
 
 
-def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated, dtype: str) -> Attention:
+def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures, dtype: str) -> Attention:
     """Return the same as one device computes it in ``dtype``, rounded as ``oracle.plain`` does.
 
     Computes one attention for each pattern, rounds each out, and weights them by their softmax denominators.
@@ -52,7 +52,7 @@ def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: Dilated,
     return _attention((q, k, v, dout, dlse), call, working, rounding(dtype), lambda counts: counts)
 
 
-def patterns(call: Dilated, heads: int, queries: Array, keys: Array) -> Array:
+def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
     """Return int [patterns, heads, queries, keys]: 1 if the pattern keeps both positions for the head, in one segment."""
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
@@ -67,7 +67,7 @@ def patterns(call: Dilated, heads: int, queries: Array, keys: Array) -> Array:
 
 def _attention(
     arrays: tuple[Array, ...],
-    call: Dilated,
+    call: DilatedFeatures,
     dtype: Any,
     rounded: Callable[[Array], Array],
     apart: Callable[[Array], Array],

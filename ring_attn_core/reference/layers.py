@@ -25,7 +25,7 @@ EPS = 1e-6
 """The eps of RMSNorm, as the layers' default."""
 
 
-class Sizes(NamedTuple):
+class LayerSettings(NamedTuple):
     """The settings that weights do not show: head dim, mask, and rotary base (None: no positions)."""
 
     head_dim: int
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 class Layers:
     """Layers in one arithmetic, exact if ``dtype`` is None. ``features``: the oracle's except sinks, which are weights."""
 
-    def __init__(self, sizes: Sizes, dtype: str | None = None, features: Features = Features()) -> None:
+    def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
         self.working: Any = np.float64 if dtype in (None, "float64") else np.float32
         self.rounded = rounding(dtype or "float64")

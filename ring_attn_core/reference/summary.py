@@ -24,7 +24,7 @@ class SummaryAttended(NamedTuple):
     dpool: Array | None = None
 
 
-class Asked(NamedTuple):
+class SummaryFeatures(NamedTuple):
     """The arguments of ``summary_attention`` that change the result. ``pool`` None means pooling="mean"."""
 
     block: int
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
     softcap: float | None = None
 
 
-def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked) -> SummaryAttended:
+def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures) -> SummaryAttended:
     """Return summary attention and its gradients in float64 (in extended precision if q is float64).
 
     Arrays are global, in the natural order of tokens.
@@ -44,7 +44,7 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
     return _attention((q, k, v, dout, dlse), asked, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 
 
-def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: Asked, dtype: str) -> SummaryAttended:
+def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures, dtype: str) -> SummaryAttended:
     """Return the same as one device computes it in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
@@ -53,7 +53,7 @@ def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
     return _attention((q, k, v, dout, dlse), asked, working, rounding(dtype))
 
 
-def who_sees_what(length: int, asked: Asked) -> tuple[Array, Array]:
+def who_sees_what(length: int, asked: SummaryFeatures) -> tuple[Array, Array]:
     """Return the visibility of keys to queries, and the tokens of each summary.
 
     Visibility is bool [length, length + blocks * summaries], tokens first; a summary's tokens are bool
@@ -72,7 +72,7 @@ def who_sees_what(length: int, asked: Asked) -> tuple[Array, Array]:
 
 
 def _attention(
-    arrays: tuple[Array, Array, Array, Array, Array], asked: Asked, dtype: Any, rounded: Callable[[Array], Array]
+    arrays: tuple[Array, Array, Array, Array, Array], asked: SummaryFeatures, dtype: Any, rounded: Callable[[Array], Array]
 ) -> SummaryAttended:
     q, k, v, dout, dlse = (x.astype(dtype) for x in arrays)
     (b, s, h, d), g, m = q.shape, k.shape[2], asked.summaries

@@ -25,10 +25,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..masks import causal, full
-from ..mistakes import counts_of, in_words
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runs import Band, only_where
+from ..validation import counts_of, in_words
 
 MIXINGS = ("softmax", "heads")
 
@@ -83,7 +83,7 @@ class Patterns(NamedTuple):
             )
 
 
-def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
+def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
     """Check the call and return the folded batches of each pattern. Raise ValueError if a check fails."""
     patterns, mixing = asked.check(), asked.mixing
     total = problem.check()
@@ -98,7 +98,7 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[Lanes, ...]:
         segment, dilation = _within(segment, dilation, max(problem.ranks * local, heads))
         own = range(heads) if mixing == "softmax" else [h for h in range(heads) if h * len(patterns) // heads == i]
         made.append(
-            Lanes(
+            FoldedBatches(
                 segment=segment,
                 dilation=dilation,
                 first=own[0],
@@ -120,7 +120,7 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
     return min(segment, -(-most // dilation) * dilation), dilation
 
 
-class Part(NamedTuple):
+class HeadPart(NamedTuple):
     """The heads of an array that a pattern uses, and their places in the folded batches.
 
     The kept heads are ``first`` to ``end`` (exclusive), each repeated ``repeat`` times, without the first ``skip`` of these:
@@ -143,7 +143,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
+class FoldedBatches:
     """The folded batches of one pattern over a ring. Frozen and hashable.
 
     ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the query heads that use the pattern. ``share``: query heads that
@@ -196,20 +196,20 @@ class Lanes:
         return self.shift == 0 and (self.ranks == 1 or self.local % self.dilation == 0)
 
     @property
-    def of_queries(self) -> Part:
+    def of_queries(self) -> HeadPart:
         """The folding of q and of arrays with its heads."""
-        return Part(self.first, self.first + self.heads, 1, 0, self.heads, self.classes, 1)
+        return HeadPart(self.first, self.first + self.heads, 1, 0, self.heads, self.classes, 1)
 
     @property
-    def of_keys(self) -> Part:
+    def of_keys(self) -> HeadPart:
         """The folding of k and v: by their own heads if head groups and query groups nest, else repeated for each query head."""
         first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
         whole = self.first % self.share == 0 and self.heads % self.share == 0
         if whole and self.classes % self.share == 0:
-            return Part(first, end, 1, 0, end - first, self.classes // self.share, self.share)
+            return HeadPart(first, end, 1, 0, end - first, self.classes // self.share, self.share)
         if whole and self.share % self.classes == 0:
-            return Part(first, end, 1, 0, end - first, 1, self.classes)
-        return Part(first, end, self.share, self.first - first * self.share, self.heads, self.classes, 1)
+            return HeadPart(first, end, 1, 0, end - first, 1, self.classes)
+        return HeadPart(first, end, self.share, self.first - first * self.share, self.heads, self.classes, 1)
 
     @property
     def needs_extents(self) -> bool:

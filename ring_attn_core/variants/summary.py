@@ -21,12 +21,12 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from ..masks import causal, sliding_window
-from ..mistakes import hold_numbers, in_words, number_in_words
 from ..plan.ring import RingPlan
-from ..problem.checks import DTYPES, Given
+from ..problem.checks import DTYPES, OptionalArray
 from ..problem.options import NO_COUNT, Options
 from ..records import hashed_once
 from ..runs import Band, clamp, only_where
+from ..validation import hold_numbers, in_words, number_in_words
 
 POOLINGS = ("attention", "mean")
 
@@ -215,7 +215,7 @@ class SummaryPlan:
         return Sent(len(hops) * keys + far, len(hops) * keys + (len(hops) + home) * numbers * wide + far)
 
 
-def checked(shapes: dict[str, tuple[int, ...]], pool: Given | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
+def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
     """Return the plan of a call. ``shapes``: those of q, k and v.
 
     Raise ValueError if the arrays do not fit each other or the options.

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ring_attn_core.data.batches import Batches
-from ring_attn_core.data.settings import Settings
+from ring_attn_core.data.settings import DatasetSettings
 
 from .batch import Shard
 
@@ -65,7 +65,7 @@ class SequenceShardedDataset:
         restart_positions: bool = False,
         ignore_index: int = -100,
     ) -> None:
-        settings = Settings(
+        settings = DatasetSettings(
             folder=folder,
             length=length,
             layout=layout,

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ring_attn_core.layouts import check_length
-from ring_attn_core.mistakes import in_words
+from ring_attn_core.validation import in_words
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int

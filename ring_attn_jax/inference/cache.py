@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import positions
 from ring_attn_core.cache.spec import CacheSpec
-from ring_attn_core.mistakes import is_integer
+from ring_attn_core.validation import is_integer
 
 from ..axes import ring_size, vary_alike
 from .requests import DATA, META, Lengths, Requests, Rows

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
-from ring_attn_core.mistakes import is_integer
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.validation import is_integer
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size

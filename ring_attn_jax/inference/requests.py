@@ -15,7 +15,7 @@ from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
-from ring_attn_core.mistakes import as_number
+from ring_attn_core.validation import as_number
 
 from ..data.extents import on_host
 

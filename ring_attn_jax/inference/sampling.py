@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ring_attn_core.sampling import Choice, Sampling, check_drawn, number_words, words
+from ring_attn_core.sampling import Sampling, SamplingParameters, check_drawn, number_words, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
@@ -57,7 +57,7 @@ def _numbers(given: Any, logits: jax.Array) -> jax.Array:
     return jnp.asarray(given)
 
 
-def drawn(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax.Array) -> jax.Array:
+def drawn(logits: jax.Array, choice: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the tokens of ``requests`` [b] at ``positions`` [b] from logits [b vocab], int32 [b], with the parameters ``choice``.
 
     Implements :mod:`ring_attn_core.sampling` in float32 (float64 for float64).
@@ -80,7 +80,7 @@ def drawn(logits: jax.Array, choice: Choice, requests: jax.Array, positions: jax
     return jnp.take_along_axis(tokens, best, -1)[:, 0]
 
 
-def gumbel(choice: Choice, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+def gumbel(choice: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Return Gumbel noise for each of ``tokens`` [b n]: -log of exponential numbers from 32 random bits each."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ring_attn_core.mistakes import as_number
 from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
+from ring_attn_core.validation import as_number
 
 from ..attend.tiles import accumulation_dtype
 

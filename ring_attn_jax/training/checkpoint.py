@@ -18,7 +18,7 @@ from flax import nnx
 
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.progress import Progress, check_arrays, check_keep, described, progress_of
+from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
 
 from ..layers.transformer import RingTransformer
 from .checkpoint_files import EARLIER, Files, kinds_of, run_of
@@ -79,7 +79,7 @@ class Checkpoints:
         def prepare() -> None:
             if self._is_closed:
                 raise ValueError(f"these Checkpoints of {self.folder} are closed: make new ones to save")
-            run.update(described(Progress(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
+            run.update(described(ResumePoint(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
             arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()})
             run.update(optimizer_class=_class_of(optimizer))
 
@@ -108,7 +108,7 @@ class Checkpoints:
         self._pending = step, thread.submit(self._files.end, new, self._folder.where(step), commit)
         thread.shutdown(wait=False)  # the thread ends after the save
 
-    def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> Progress | None:
+    def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> ResumePoint | None:
         """Set all variables of ``model`` and ``optimizer`` from the newest checkpoint, and return its progress.
 
         Without a checkpoint return None and change nothing. Arrays keep their shardings. Returns ``step``, ``data`` for
@@ -132,7 +132,7 @@ class Checkpoints:
         mine: dict[str, tuple[tuple[Any, ...], nnx.Variable]] = {}
         arrays: dict[str, jax.Array] = {}
 
-        def checked() -> Progress:
+        def checked() -> ResumePoint:
             file, run = run_of(where)
             progress = progress_of(file, run, _config(model))
             if optimizer is not None and run.get("optimizer") is not True:
@@ -154,7 +154,7 @@ class Checkpoints:
             check_arrays(where, kinds_of(arrays), compared)
             return progress
 
-        result: list[Progress] = []
+        result: list[ResumePoint] = []
         agreed(lambda: result.append(checked()))
         try:
             loaded = self._files.read(where, arrays)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ring_attn_core.mistakes import in_words
 from ring_attn_core.model.chunks import check_loss
 from ring_attn_core.problem.checks import check_number
+from ring_attn_core.validation import in_words
 
 from ..axes import axes_of, checks_are_off, on_auto_axes
 from ..sharded import Where, on_explicit_axes

@@ -16,8 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
-from ring_attn_core.mistakes import in_words
-from ring_attn_core.model.copies import (
+from ring_attn_core.model.replica_check import (
     Copy,
     Table,
     Unlike,
@@ -32,6 +31,7 @@ from ring_attn_core.model.copies import (
     named,
     plain_copy,
 )
+from ring_attn_core.validation import in_words
 
 REMEDY = "Put one device's values on all of them (jax.device_put), and pass the same seeds and arguments in every process"
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.copies import Unlike
+from ring_attn_core.model.replica_check import Unlike
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
 

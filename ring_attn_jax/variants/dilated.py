@@ -12,13 +12,13 @@ from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
 from ..api import attention
 from ..arguments import Arrays, problem_of
 from ..axes import ring_size, vary_alike
 from ..op import reverse_only
-from .lanes import folded, mixed
+from .folded_batches import folded, mixed
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -114,11 +114,11 @@ def attend(
     return mixed(outs, lses, lanes, rank)
 
 
-def _parts(lanes: tuple[Lanes, ...]) -> tuple[Any, Any]:
+def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
     return [each.of_queries for each in lanes], [each.of_keys for each in lanes]
 
 
-def _arrays(lanes: Lanes, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
+def _arrays(lanes: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
     """Return the extents and the key mask of the folded batch; None if not needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()

@@ -1,7 +1,7 @@
 """Launches of compiled kernels on PyTorch's current stream, with outputs allocated or overwritten.
 
-Kernels start without Triton's launcher: ``kernels/bound_launch.py`` of the core packs the arguments and caches the TMA descriptors,
-and ``kernels/driver.py`` calls CUDA.
+Kernels start without Triton's launcher: ``kernels/bound_launch.py`` of the core packs the arguments and caches the TMA
+descriptors, and ``kernels/driver.py`` calls CUDA.
 """
 
 from __future__ import annotations

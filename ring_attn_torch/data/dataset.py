@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ring_attn_core.data.batches import Arrays, Batches
-from ring_attn_core.data.settings import Settings
+from ring_attn_core.data.batches import BatchArrays, Batches
+from ring_attn_core.data.settings import DatasetSettings
 
 from .batch import Shard
 
@@ -65,7 +65,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
-        settings = Settings(
+        settings = DatasetSettings(
             folder=folder,
             length=length,
             layout=layout,
@@ -96,7 +96,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         for arrays in self._batches.iterate(worker.id if worker else 0, worker.num_workers if worker else 1):
             yield self._shard(arrays)
 
-    def _shard(self, arrays: Arrays) -> Shard:
+    def _shard(self, arrays: BatchArrays) -> Shard:
         ids, labels, positions, extents = map(torch.from_numpy, arrays)
         return Shard(ids.long(), labels.long(), positions, extents, None, self._batches.settings.length)
 

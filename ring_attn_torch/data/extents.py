@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.layouts import check_length
-from ring_attn_core.mistakes import in_words
+from ring_attn_core.validation import in_words
 
 if TYPE_CHECKING:
     from jaxtyping import Int

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
-from ring_attn_core.mistakes import is_integer
+from ring_attn_core.validation import is_integer
 
 from ..arguments import dtype_name
 from ..ring.agreement import Call, agree_on, refuse

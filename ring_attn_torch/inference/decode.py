@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.decode_backend import runnable_decode
-from ring_attn_core.mistakes import in_words
-from ring_attn_core.problem.checks import INTEGERS, Given
+from ring_attn_core.problem.checks import INTEGERS, OptionalArray
 from ring_attn_core.problem.decode import Decode, check_nodes, check_positions
+from ring_attn_core.validation import in_words
 
 from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
@@ -162,7 +162,7 @@ def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softc
         k_shape=shapes[1],
         v_shape=shapes[2],
         dtypes=(dtypes[0], dtypes[1], dtypes[2]),
-        arrays=tuple(map(Given, [name for name, _, _ in kinds[3:]], shapes[3:], dtypes[3:])),
+        arrays=tuple(map(OptionalArray, [name for name, _, _ in kinds[3:]], shapes[3:], dtypes[3:])),
         device=device.type,
         capability=capability(device),
         multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132,

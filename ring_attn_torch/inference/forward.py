@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
-from ring_attn_core.mistakes import is_integer
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.validation import is_integer
 
 from ..arguments import dtype_name
 from ..attend.tiles import accumulation_dtype

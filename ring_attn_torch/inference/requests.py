@@ -18,7 +18,7 @@ from ring_attn_core.cache.host_state import HostState
 from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
-from ring_attn_core.mistakes import as_number
+from ring_attn_core.validation import as_number
 
 from ..ring.groups import Group, group_name, group_of
 

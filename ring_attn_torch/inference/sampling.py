@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.dropout import WORD
-from ring_attn_core.sampling import Choice, Sampling, check_drawn, number_words, words
+from ring_attn_core.sampling import Sampling, SamplingParameters, check_drawn, number_words, words
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
@@ -56,7 +56,7 @@ def _numbers(given: Any, logits: Tensor) -> Tensor:
     return torch.as_tensor(number_words(given), device=logits.device).long() & WORD
 
 
-def drawn(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -> Tensor:
+def drawn(logits: Tensor, choice: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
     """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
     ``choice``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
@@ -79,7 +79,7 @@ def drawn(logits: Tensor, choice: Choice, requests: Tensor, positions: Tensor) -
     return tokens.gather(-1, best)[:, 0]
 
 
-def gumbel(choice: Choice, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def gumbel(choice: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((choice.low, choice.high), *at, tokens, (multiply, int))

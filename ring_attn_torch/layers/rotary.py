@@ -7,8 +7,8 @@ from math import pi
 import torch
 from torch import Tensor, nn
 
-from ring_attn_core.mistakes import as_number
 from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
+from ring_attn_core.validation import as_number
 
 from ..attend.tiles import accumulation_dtype
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.mistakes import in_words, is_integer
 from ring_attn_core.problem.problem import Problem
+from ring_attn_core.validation import in_words, is_integer
 
 from .groups import Group, group_name, group_of, rank_in, ranks_of
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
-from ring_attn_core.model.progress import Progress, check_arrays, check_keep, described, progress_of
+from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
 from ring_attn_core.model.weight_files import read_json
 
 from ..layers.attention import ring_of
@@ -109,7 +109,7 @@ class Checkpoints:
         run: dict[str, Any] = {}
 
         def prepare() -> str:
-            run.update(described(Progress(step, data, more or {}), config_of(model)))
+            run.update(described(ResumePoint(step, data, more or {}), config_of(model)))
             tensors.update(tensors_of(model, self._rank))
             if optimizer is not None:
                 states.update(states_of(model, optimizer))
@@ -144,7 +144,7 @@ class Checkpoints:
             except BaseException as error:
                 raise failed(step, error) from error
 
-    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Progress | None:
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ResumePoint | None:
         """Load the newest checkpoint into weights, optimizer and generators. Return None, and change nothing, without a
         checkpoint.
 
@@ -173,7 +173,7 @@ class Checkpoints:
         places: dict[str, Any] = {}
         states: States = {}
 
-        def checked() -> tuple[dict[str, Any], Progress]:
+        def checked() -> tuple[dict[str, Any], ResumePoint]:
             run = read_json(where / RUN)
             progress = progress_of(where / RUN, run, config_of(model))
             if optimizer is not None:
@@ -188,7 +188,7 @@ class Checkpoints:
             check_arrays(where, compared(kinds_of(places)), compared(held))
             return run, progress
 
-        result: list[tuple[dict[str, Any], Progress]] = []
+        result: list[tuple[dict[str, Any], ResumePoint]] = []
         agreed("Checkpoints.resume: the files", lambda: result.append(checked()), self._ring)
         run, progress = result[0]
         loaded = copied(places)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.mistakes import in_words
 from ring_attn_core.model.chunks import check_loss
 from ring_attn_core.problem.checks import check_number
+from ring_attn_core.validation import in_words
 
 from ..layers.attention import ring_of
 from ..op import unwatched

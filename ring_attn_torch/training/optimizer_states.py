@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_attn_core.mistakes import in_words
+from ring_attn_core.validation import in_words
 
 from ..ring.groups import is_dtensor
 

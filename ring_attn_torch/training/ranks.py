@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ring_attn_core.mistakes import in_words
-from ring_attn_core.model.copies import (
+from ring_attn_core.model.replica_check import (
     Copy,
     Unlike,
     array_content,
@@ -27,6 +26,7 @@ from ring_attn_core.model.copies import (
     named,
     plain_copy,
 )
+from ring_attn_core.validation import in_words
 
 from ..layers.attention import ring_of
 from ..ring.agreement import GRACE, refuse, tell

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ring_attn_core.layouts import padded_local
-from ring_attn_core.mistakes import in_words, is_integer
+from ring_attn_core.validation import in_words, is_integer
 
 from ..data.layout import positions
 from ..inference.decode import tree_attention_decode

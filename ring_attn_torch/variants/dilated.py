@@ -11,19 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import VENDORS
 from ring_attn_core.masks import causal, with_numbers
-from ring_attn_core.mistakes import as_number, in_words
-from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import Lanes, Patterns, lanes_of
+from ring_attn_core.validation import as_number, in_words
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
 from ..api import attention
 from ..arguments import Arrays, check_tensors, problem_of, refuse_transforms
 from ..ring.agreement import Call, agree_on
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
-from .lanes import folded, mixed
+from .folded_batches import folded, mixed
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -95,7 +95,7 @@ def dilated_attention(
     name = group_name(group)
     _, ranks = _place(name)
     arrays = Arrays(key_mask=key_mask)
-    made: list[tuple[Options, tuple[Lanes, ...]]] = []
+    made: list[tuple[Options, tuple[FoldedBatches, ...]]] = []
 
     def check() -> None:
         options = Options(
@@ -132,7 +132,7 @@ def dilated_attention(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lanes: tuple[Lanes, ...], options: Options, group_name: str
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lanes: tuple[FoldedBatches, ...], options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """Compute ``dilated_attention`` from records; return (out, lse)."""
     rank, _ = _place(group_name)
@@ -146,11 +146,11 @@ def attend(
     return mixed(outs, lses, lanes, rank)
 
 
-def _parts(lanes: tuple[Lanes, ...]) -> tuple[Any, Any]:
+def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
     return [each.of_queries for each in lanes], [each.of_keys for each in lanes]
 
 
-def _arrays(lanes: Lanes, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
+def _arrays(lanes: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
     """Return the extents and the key mask of the lanes, each if needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
@@ -178,7 +178,9 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, option
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     given = tuple(
-        Given(name, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in arrays._asdict().items() if x is not None
+        OptionalArray(name, tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        for name, x in arrays._asdict().items()
+        if x is not None
     )
     return Problem(
         shapes[0], shapes[1], shapes[2], (names[0], names[1], names[2]), q.device.type, ranks, options, given, framework="torch"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import full
-from ring_attn_core.problem.checks import Given
+from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
 
 from ..api import attention
@@ -224,7 +224,7 @@ def _agreed(inputs: Inputs, options: SummaryOptions, ring: Group) -> SummaryPlan
     """Return the plan of the call, once all ranks agree on it. Raise the same ValueError on all ranks if they do not."""
     q, k, v, pool, key_mask = inputs
     shapes: dict[str, tuple[int, ...]] = {}
-    described = None if pool is None else Given("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
+    described = None if pool is None else OptionalArray("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
 
     def check() -> None:
         given = {"q": q, "k": k, "v": v, "pool": pool, "key_mask": key_mask}

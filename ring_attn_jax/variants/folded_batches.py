@@ -1,7 +1,7 @@
 """A shard as the folded batches (lanes) of its patterns and back, with gradients: pure rearrangement, no gather or scatter.
 
-``Lanes`` in the core maps tokens to slots. ``folded`` makes the lanes of an array, ``mixed`` merges the results of all patterns,
-each weighted by its softmax's denominator Z_i = exp(lse_i):
+``FoldedBatches`` in the core maps tokens to slots. ``folded`` makes the lanes of an array, ``mixed`` merges the results of all
+patterns, each weighted by its softmax's denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.variants.dilated import Lanes, Part
+from ring_attn_core.variants.dilated import FoldedBatches, HeadPart
 
 from ..attend.tiles import accumulation_dtype
 
-Place = tuple[Lanes, Part]
+Place = tuple[FoldedBatches, HeadPart]
 Places = tuple[Place, ...]
 
 
@@ -32,7 +32,7 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 
 
 def mixed(
-    outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[Lanes, ...], rank: jax.Array
+    outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the outs and lses of the patterns' lanes into out [b s h e] in their dtype and lse [b s h]; differentiable.
 
@@ -173,6 +173,6 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
     return jnp.pad(x, ((0, 0), (0, 0), (before, behind), (0, 0)), constant_values=fill) if before or behind else x
 
 
-def _diagonal(part: Part) -> jax.Array:
+def _diagonal(part: HeadPart) -> jax.Array:
     """Return the mask that keeps the heads of a class's own offset, bool, against [b slots spread together heads spread d]."""
     return jnp.eye(part.spread, dtype=bool)[:, None, None, :, None]

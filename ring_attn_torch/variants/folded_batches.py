@@ -1,7 +1,7 @@
 """Folding of a shard into the lanes of its patterns and back, with gradients: pure rearrangement, without gather or scatter.
 
-``Lanes`` in the core gives the place of each token. ``folded`` makes the lanes of an array, and ``mixed`` combines the results of
-all patterns, each weighted by its softmax's denominator Z_i = exp(lse_i):
+``FoldedBatches`` in the core gives the place of each token. ``folded`` makes the lanes of an array, and ``mixed`` combines the
+results of all patterns, each weighted by its softmax's denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn_core.variants.dilated import Lanes, Part
+from ring_attn_core.variants.dilated import FoldedBatches, HeadPart
 
-Place = tuple[Lanes, Part]
+Place = tuple[FoldedBatches, HeadPart]
 Places = tuple[Place, ...]
 
 
@@ -29,7 +29,7 @@ def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
     return Fold.apply(x, places, rank)
 
 
-def mixed(outs: list[Tensor], lses: list[Tensor], lanes: tuple[Lanes, ...], rank: int) -> tuple[Tensor, Tensor]:
+def mixed(outs: list[Tensor], lses: list[Tensor], lanes: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
     """Return out [b s h e], in the outs' dtype, and lse [b s h] from the outs and lses of the patterns' lanes; differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
@@ -156,7 +156,7 @@ def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[
         own.copy_(padded[:, lanes.front(rank) : lanes.front(rank) + lanes.local, : part.kept])
 
 
-def _chosen(x: Tensor, part: Part) -> Tensor:
+def _chosen(x: Tensor, part: HeadPart) -> Tensor:
     """Return the heads of a pattern, each as often as the pattern uses it."""
     x = x[:, :, part.first : part.end]
     if part.repeat == 1:
@@ -164,14 +164,14 @@ def _chosen(x: Tensor, part: Part) -> Tensor:
     return x[:, :, :, None].expand(-1, -1, -1, part.repeat, -1).flatten(2, 3)[:, :, part.skip : part.skip + part.kept]
 
 
-def _padded(x: Tensor, lanes: Lanes, part: Part, rank: int) -> Tensor:
+def _padded(x: Tensor, lanes: FoldedBatches, part: HeadPart, rank: int) -> Tensor:
     """Pad ``x`` to the tokens that the slots span and to the heads of the classes; return ``x`` itself if nothing is missing."""
     front = lanes.front(rank)
     behind, heads = lanes.spanned - front - lanes.local, part.padded - part.kept
     return F.pad(x, (0, 0, 0, heads, front, behind)) if front or behind or heads else x
 
 
-def _spots(padded: Tensor, lanes: Lanes, part: Part) -> Tensor:
+def _spots(padded: Tensor, lanes: FoldedBatches, part: HeadPart) -> Tensor:
     """Return the view [b, spread, together, slots, heads of a class, d] of the lanes in [b, tokens, heads, d]."""
     tokens = padded.unflatten(1, (lanes.slots, lanes.dilation))[:, :, : lanes.classes]
     spots = tokens.unflatten(2, (part.spread, part.together)).unflatten(4, (-1, part.spread))

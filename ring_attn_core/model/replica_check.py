@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from ..mistakes import in_words
 from ..runs import Band, Run
+from ..validation import in_words
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_HOLDERS = 8, 4, 8
 """The most differing entries in a message, contents of an entry, and holders of a content; the message counts the rest."""
