@@ -15,7 +15,7 @@ from ring_attn_core.runs import Band
 from .arguments import Arrays, checked, problem_of
 from .attend.dropout import draw_of
 from .axes import ring_size, vary_alike
-from .op import Inputs, attention_of
+from .op import OpInputs, attention_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -112,8 +112,8 @@ def ring_attention(
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) as ``ring_attention`` does, with its options as one record."""
-    prepared = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
+    compiled = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
     if not q.size:  # no dropout without elements; XLA fails on a shard_map of empty arrays only
         arrays = arrays._replace(dropout_seed=None)
-    (inputs,) = vary_alike((axis_name,), Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays)))
-    return attention_of(inputs, prepared.ring(axis_name), prepared.backend)
+    (inputs,) = vary_alike((axis_name,), OpInputs(q, k, v, arrays.key_mask, compiled.scored(arrays)))
+    return attention_of(inputs, compiled.ring(axis_name), compiled.backend)

@@ -59,7 +59,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
     )
 
 
-class Prepared(NamedTuple):
+class CompiledCall(NamedTuple):
     """A problem that passed all checks: its plan, its score without arrays, its backend and its strategy."""
 
     plan: RingPlan
@@ -79,7 +79,7 @@ class Prepared(NamedTuple):
         return Ring(self.plan, axis_name, self.strategy)
 
 
-def checked(problem: Problem, *, anywhere: bool) -> Prepared:
+def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels.
 
     ``anywhere``: the problem is a block at arbitrary positions instead of those of the plan.
@@ -89,4 +89,4 @@ def checked(problem: Problem, *, anywhere: bool) -> Prepared:
     cap = None if options.softcap is None else float(options.softcap)
     call = runnable(problem, anywhere)
     backend = Blockwise() if call is None else Kernels(call, problem.blanks or anywhere)
-    return Prepared(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, chosen(options.strategy))
+    return CompiledCall(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, chosen(options.strategy))

@@ -23,7 +23,7 @@ from .attend.dropout import draw_of
 from .attend.keys import Keys, pack
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
-from .op import Inputs, refuse_second_derivative, reverse_only
+from .op import OpInputs, refuse_second_derivative, reverse_only
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -67,15 +67,15 @@ def attend_block(
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
     draw = draw_of(dropout_seed, dropout_offset) if rate and dropout_seed is not None else None
     arrays = Arrays(extents, key_mask, None, alibi_slopes, draw)
-    prepared = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
+    compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     if not q.size:  # no dropout without elements
         arrays = arrays._replace(dropout_seed=None)
-    inputs, rows = vary_alike((), Inputs(q, k, v, key_mask, prepared.scored(arrays)), rows)
+    inputs, rows = vary_alike((), OpInputs(q, k, v, key_mask, compiled.scored(arrays)), rows)
     (inputs,) = reverse_only(inputs)
-    return _attention(inputs, rows, prepared.backend)
+    return _attention(inputs, rows, compiled.backend)
 
 
 def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
@@ -108,24 +108,24 @@ def _int32(x: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attention(inputs: Inputs, rows: jax.Array, backend: Backend) -> State:
-    def forward(inputs: Inputs, rows: jax.Array) -> State:
+def _attention(inputs: OpInputs, rows: jax.Array, backend: Backend) -> State:
+    def forward(inputs: OpInputs, rows: jax.Array) -> State:
         return backend.attend(inputs.q, _keys(inputs, backend), rows, inputs.score, None, last=False)
 
     of_q, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
     return on_auto_axes(forward, (PartitionSpec(*of_q, of_v[3]), PartitionSpec(*of_q)))(inputs, rows)
 
 
-def _keys(inputs: Inputs, backend: Backend) -> Keys:
+def _keys(inputs: OpInputs, backend: Backend) -> Keys:
     return pack(inputs.k, inputs.v, inputs.key_mask, backend.apart)
 
 
-def _forward(inputs: Inputs, rows: jax.Array, backend: Backend) -> tuple[State, tuple[Inputs, jax.Array, State]]:
+def _forward(inputs: OpInputs, rows: jax.Array, backend: Backend) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
     total = _attention(inputs, rows, backend)
     return total, (inputs, rows, total)
 
 
-def _backward(backend: Backend, residuals: tuple[Inputs, jax.Array, State], dtotal: State) -> tuple[Inputs, None]:
+def _backward(backend: Backend, residuals: tuple[OpInputs, jax.Array, State], dtotal: State) -> tuple[OpInputs, None]:
     inputs, rows, total = residuals
     inputs, total, dtotal = reverse_only(inputs, total, dtotal)
     dq, dk, dv = _gradients(inputs, rows, total, dtotal, backend)
@@ -133,8 +133,8 @@ def _backward(backend: Backend, residuals: tuple[Inputs, jax.Array, State], dtot
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _gradients(inputs: Inputs, rows: jax.Array, total: State, dtotal: State, backend: Backend) -> Any:
-    def backward(inputs: Inputs, rows: jax.Array, total: State, dtotal: State) -> Any:
+def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, backend: Backend) -> Any:
+    def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> Any:
         (q, k, v, _, score), keys = inputs, _keys(inputs, backend)
         of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)

@@ -25,7 +25,7 @@ OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
 
 
-class Inputs(NamedTuple):
+class OpInputs(NamedTuple):
     """The arrays of a call, together with those of its score.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None.
@@ -38,43 +38,43 @@ class Inputs(NamedTuple):
     score: Score
 
     @property
-    def gradients(self) -> Inputs:
+    def gradients(self) -> OpInputs:
         """The tree of the gradients, with None in each place."""
-        return Inputs(*(None,) * 4, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
+        return OpInputs(*(None,) * 4, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
 
 
-def attention_of(inputs: Inputs, ring: Ring, backend: Backend) -> State:
+def attention_of(inputs: OpInputs, ring: Ring, backend: Backend) -> State:
     """Return out and lse of this rank's queries, differentiable once, in reverse mode."""
     (inputs,) = reverse_only(inputs)
     return _attention(inputs, ring, backend)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attention(inputs: Inputs, ring: Ring, backend: Backend) -> State:
+def _attention(inputs: OpInputs, ring: Ring, backend: Backend) -> State:
     return round_the_ring(inputs, ring, backend)
 
 
-def round_the_ring(inputs: Inputs, ring: Ring, backend: Backend, total: State | None = None) -> State:
+def round_the_ring(inputs: OpInputs, ring: Ring, backend: Backend, total: State | None = None) -> State:
     """Return out and lse of this rank's queries, without a derivative; the loop continues from ``total``."""
 
-    def forward(inputs: Inputs, total: State | None) -> State:
+    def forward(inputs: OpInputs, total: State | None) -> State:
         return loop.forward(inputs.q, _keys(inputs, ring, backend), inputs.score, ring, backend, total)
 
     rows, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
     return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(inputs, total)
 
 
-def _keys(inputs: Inputs, ring: Ring, backend: Backend) -> Keys:
+def _keys(inputs: OpInputs, ring: Ring, backend: Backend) -> Keys:
     return pack(inputs.k, inputs.v, inputs.key_mask, apart=backend.apart and not ring.plan.hops)
 
 
-def _forward(inputs: Inputs, ring: Ring, backend: Backend) -> tuple[State, tuple[Inputs, State]]:
+def _forward(inputs: OpInputs, ring: Ring, backend: Backend) -> tuple[State, tuple[OpInputs, State]]:
     out, lse = round_the_ring(inputs, ring, backend)
     total = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return total, (inputs, total)
 
 
-def _backward(ring: Ring, backend: Backend, residuals: tuple[Inputs, State], dtotal: State) -> tuple[Inputs]:
+def _backward(ring: Ring, backend: Backend, residuals: tuple[OpInputs, State], dtotal: State) -> tuple[OpInputs]:
     inputs, total = residuals
     dq, dk, dv, dsinks = _gradients(*reverse_only(inputs, total, dtotal), ring, backend)
     nothing = inputs.gradients
@@ -82,8 +82,8 @@ def _backward(ring: Ring, backend: Backend, residuals: tuple[Inputs, State], dto
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gradients(inputs: Inputs, total: State, dtotal: State, ring: Ring, backend: Backend) -> Any:
-    def backward(inputs: Inputs, total: State, dtotal: State) -> Any:
+def _gradients(inputs: OpInputs, total: State, dtotal: State, ring: Ring, backend: Backend) -> Any:
+    def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         dq, dkv, dsinks = loop.backward(inputs.q, _keys(inputs, ring, backend), total, dtotal, inputs.score, ring, backend)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [inputs.k.shape[-1]], -1)
         dsinks = None if dsinks is None else dsinks.astype(inputs.score.sinks.dtype)  # type: ignore[union-attr]

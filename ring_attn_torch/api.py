@@ -19,7 +19,7 @@ from ring_attn_core.runs import Band
 
 from .arguments import NOTHING, Arrays, check_plain, check_tensors, refuse_transforms
 from .attend.dropout import Dropout, draw_of
-from .op import Asked, Eager, forward, keeping, unwatched
+from .op import Eager, OpCall, forward, keeping, unwatched
 from .ring.agreement import refuse
 from .ring.groups import group_name, group_of
 
@@ -155,7 +155,7 @@ def attention(
     except Exception as error:
         refuse(error, group_of(group_name), _device(q))
     given = arrays.given
-    asked = Asked(options, tuple(given), group_name)
+    asked = OpCall(options, tuple(given), group_name)
     kept = keeping()
     if kept is not None and (known := kept.known()) is not None:
         return Eager.apply(asked, known, q, k, v, *given.values())

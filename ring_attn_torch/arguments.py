@@ -73,7 +73,7 @@ def _problem(
     return Problem(q, k, v, (q_dtype, k_dtype, v_dtype), device.type, ranks, options, of_arrays, capability(device), "torch")
 
 
-class Prepared(NamedTuple):
+class CompiledCall(NamedTuple):
     """A problem that passed every check: its plan, score without arrays, backend and strategy."""
 
     plan: RingPlan
@@ -102,7 +102,7 @@ class Prepared(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def checked(problem: Problem, *, anywhere: bool) -> Prepared:
+def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
     ``anywhere``: the problem is a block whose runs may begin at any position, not at those of the plan. A backend named by the
@@ -113,16 +113,16 @@ def checked(problem: Problem, *, anywhere: bool) -> Prepared:
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
     backend = _backend_of(problem, anywhere, PASSES[:1] if options.backend == "auto" else PASSES)
-    return Prepared(plan, score, backend, chosen(options.strategy))
+    return CompiledCall(plan, score, backend, chosen(options.strategy))
 
 
 @lru_cache(maxsize=1024)
-def checked_backward(problem: Problem, *, anywhere: bool) -> Prepared:
+def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Return the result of ``checked`` for the backward, with the kernels of the backward compiled."""
-    prepared = checked(problem, anywhere=anywhere)
+    compiled = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
-        return prepared
-    return prepared._replace(backend=_backend_of(problem, anywhere, PASSES[1:]))
+        return compiled
+    return compiled._replace(backend=_backend_of(problem, anywhere, PASSES[1:]))
 
 
 def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Backend:

@@ -21,7 +21,7 @@ from .attend.dropout import Dropout, draw_of
 from .attend.keys import Keys
 from .attend.score import Score
 from .attend.tiles import Rows
-from .op import Asked, as_op, gradients_apart, refuse_second_derivative
+from .op import OpCall, as_op, gradients_apart, refuse_second_derivative
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -69,7 +69,7 @@ def attend_block(
     if rate and dropout_seed is not None:
         arrays = arrays._replace(dropout_seed=draw_of(Dropout(dropout_seed, dropout_offset), q.device))
     given, runs = arrays.given, [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride]
-    asked = Asked(options, tuple(given))
+    asked = OpCall(options, tuple(given))
     return torch.ops.ring_attn.attend_block(q, k, v, list(given.values()), [*runs, *options.counts], asked.text)
 
 
@@ -168,11 +168,11 @@ def _block(
 ) -> _Block:
     """Prepare a block. ``counts``: five numbers of the runs, then those of the options."""
     runs, of_options = counts[:5], tuple(counts[5:])
-    call = Asked.read(asked, of_options)
+    call = OpCall.read(asked, of_options)
     arrays = call.arrays(given)
     problem = problem_of(q, k, v, arrays, 1, call.options)
-    prepared = (checked_backward if backward else checked)(problem, anywhere=True)
+    compiled = (checked_backward if backward else checked)(problem, anywhere=True)
     q_start, q_length, k_start, k_length, stride = runs
     of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
     rows = ((row(of_q, of_k, call.options.mask, q.shape[1], k.shape[1]),),)
-    return _Block(prepared.keys(k, v, arrays), rows, prepared.scored(arrays), prepared.backend)
+    return _Block(compiled.keys(k, v, arrays), rows, compiled.scored(arrays), compiled.backend)

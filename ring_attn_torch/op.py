@@ -32,7 +32,7 @@ T = TypeVar("T")
 PLAIN = Tensor, torch.nn.Parameter
 
 
-class Asked(NamedTuple):
+class OpCall(NamedTuple):
     """The arguments of an op besides its tensors. A schema has no records, so they are passed as ``text`` and ``counts``.
 
     ``names``: the names of the optional arrays that were passed, in order. ``group``: the name of the ring, "" for a single rank.
@@ -49,10 +49,10 @@ class Asked(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=4096)
-    def read(text: str, counts: tuple[int, ...]) -> Asked:
+    def read(text: str, counts: tuple[int, ...]) -> OpCall:
         """Return the record with this ``text`` and these ``counts``."""
         group, options = text.split(";", 1)[1].rsplit(";", 1)
-        return Asked(Options.read(options, counts), names_in(text), group)
+        return OpCall(Options.read(options, counts), names_in(text), group)
 
     def arrays(self, given: Sequence[Tensor]) -> Arrays:
         """Return the optional arrays under their names."""
@@ -62,33 +62,33 @@ class Asked(NamedTuple):
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Return the names of the optional arrays in the text of an ``Asked``."""
+    """Return the names of the optional arrays in the text of an ``OpCall``."""
     return tuple(filter(None, text.split(";", 1)[0].split(",")))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: Asked, total: State | None = None
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: OpCall, total: State | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
     group, arrays = group_of(call.group), call.arrays(given)
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
     extents = arrays.extents
     try:
-        prepared = checked(problem, anywhere=False)
+        compiled = checked(problem, anywhere=False)
         look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
         if extents is not None and look:
-            check_extents(extents.long(), prepared.plan.q_runs[rank_in(group)], prepared.plan.kv_length)
+            check_extents(extents.long(), compiled.plan.q_runs[rank_in(group)], compiled.plan.kv_length)
     except Exception as error:
         agree(problem, group, error)
         raise
     agree(problem, group, again=look)
     with no_autocast(problem.device):
-        keys, score = prepared.keys(k, v, arrays), prepared.scored(arrays)
-        return loop.forward(q, keys, score, prepared.ring(group), prepared.backend, total)
+        keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
+        return loop.forward(q, keys, score, compiled.ring(group), compiled.backend, total)
 
 
 def backward(
-    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], call: Asked
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], call: OpCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and the gradient of the sinks, empty without sinks.
 
@@ -96,10 +96,10 @@ def backward(
     """
     (dout, dlse), (q, k, v, out, lse) = cotangents, saved
     group, arrays = group_of(call.group), call.arrays(given)
-    prepared = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
+    compiled = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
     with no_autocast(q.device.type):
-        keys, score, ring = prepared.keys(k, v, arrays), prepared.scored(arrays), prepared.ring(group)
-        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, prepared.backend)
+        keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
+        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, compiled.backend)
     dk, dv = gradients_apart(dkv, k, v)
     dsinks = q.new_empty(0) if dsinks is None else dsinks.to(arrays.sinks.dtype)  # type: ignore[union-attr]
     return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk, dv, dsinks
@@ -137,7 +137,7 @@ def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, given, Asked.read(asked, tuple(counts)))
+    return forward(q, k, v, given, OpCall.read(asked, tuple(counts)))
 
 
 @torch.library.register_fake("ring_attn::forward")
@@ -154,7 +154,7 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 def _backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return backward(cotangents, saved, given, Asked.read(asked, tuple(counts)))
+    return backward(cotangents, saved, given, OpCall.read(asked, tuple(counts)))
 
 
 @torch.library.register_fake("ring_attn::backward")
@@ -191,7 +191,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Asked, known: State | None, q: Tensor, k: Tensor, v: Tensor, *given: Tensor
+        ctx: Any, call: OpCall, known: State | None, q: Tensor, k: Tensor, v: Tensor, *given: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, lse = forward(q, k, v, given, call) if known is None else known
         ctx.call = call

@@ -48,8 +48,8 @@ def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[
     draw = None if seed is None else torch_draw_of(Dropout(seed), torch.device("cuda"))
     given = torch_arguments.Arrays(**arrays, dropout_seed=draw)
     problem = torch_arguments.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
-    prepared = torch_arguments.checked(problem, anywhere=False)
-    return prepared.scored(given), prepared.backend
+    compiled = torch_arguments.checked(problem, anywhere=False)
+    return compiled.scored(given), compiled.backend
 
 
 def _options(case: Case, backend: str) -> Options:
@@ -85,8 +85,8 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     draw = None if seed is None else jax_draw_of(seed, (0, 0))
     given = [jax_arguments.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
     problem = jax_arguments.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
-    prepared = jax_arguments.checked(problem, anywhere=False)
-    scores, computes = [prepared.scored(arrays) for arrays in given], prepared.backend
+    compiled = jax_arguments.checked(problem, anywhere=False)
+    scores, computes = [compiled.scored(arrays) for arrays in given], compiled.backend
     apart = computes.apart and not plan.hops
     make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, apart)
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import count_labels, loss
-from ring_attn_torch.training.chunked import Labels, sum_of_hidden
+from ring_attn_torch.training.cross_entropy import Labels, sum_of_hidden
 
 from ..support.losses import CHUNKS, exact_loss, hidden_states
 from ..support.models import Arrays, assert_near

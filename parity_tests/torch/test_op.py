@@ -30,7 +30,7 @@ from .ring import on_rank
 def arguments(every: bool, *runs: int):
     """What the ops take besides the tensors that they differentiate: no feature, or every one."""
     if not every:
-        return [], [*runs, *Options().counts], op.Asked(Options(layout="contiguous"), ()).text
+        return [], [*runs, *Options().counts], op.OpCall(Options(layout="contiguous"), ()).text
     arrays = Arrays(
         torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1),
         torch.arange(66).reshape(2, 33) % 5 != 0,
@@ -39,7 +39,7 @@ def arguments(every: bool, *runs: int):
         torch.tensor([7, 0, 0, 0]),
     )
     options = Options(layout="contiguous", softcap=2.0, dropout_rate=0.25)
-    return [*arrays.given.values()], [*runs, *options.counts], op.Asked(options, tuple(arrays.given)).text
+    return [*arrays.given.values()], [*runs, *options.counts], op.OpCall(options, tuple(arrays.given)).text
 
 
 def leaves():
@@ -72,7 +72,7 @@ def test_a_call_that_nobody_follows_goes_round_the_ops_and_gives_the_same_bits(f
         followed = ring_attention(q, k, v, layout="contiguous", **features)
         of_followed = torch.autograd.grad(followed, (q, k, v), cotangent)
     assert [name for name in seen.names if "ring_attn" in name] == ["ring_attn.forward.default", "ring_attn.backward.default"]
-    with patch.object(op.Asked, "read", side_effect=AssertionError("an op was called")):
+    with patch.object(op.OpCall, "read", side_effect=AssertionError("an op was called")):
         plain = ring_attention(q, k, v, layout="contiguous", **features)
         of_plain = torch.autograd.grad(plain, (q, k, v), cotangent)
         with torch.no_grad():

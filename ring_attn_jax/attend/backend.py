@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .keys import Keys
 from .score import Score
-from .state import Cotangents, Gradients, State
+from .state import BackwardInputs, Gradients, State
 
 
 class Backend(Protocol):
@@ -29,7 +29,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> Cotangents:
+    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Return the backward inputs of the queries, from (out, lse) and (dout, dlse); called once per backward.
 
         They are 0 for queries that see no key: cotangents of such queries, NaN included, must not reach any key.
@@ -38,7 +38,7 @@ class Backend(Protocol):
 
     def attend_backward(
         self,
-        of_q: Cotangents,
+        of_q: BackwardInputs,
         keys: Keys,
         rows: jax.Array,
         score: Score,

@@ -28,7 +28,7 @@ from jax import lax
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import Cotangents, Gradients, State
+from .state import BackwardInputs, Gradients, State
 from .tiles import Pair, Part, accumulation_dtype, dot, valid_queries
 
 
@@ -43,7 +43,7 @@ class Blockwise:
         out, lse = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
         return (out.astype(q.dtype) if last else out), lse
 
-    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> Cotangents:
+    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
         (out, lse), (dout, dlse) = total, dtotal
         seen = lse > -jnp.inf
@@ -51,11 +51,11 @@ class Blockwise:
         # einsum, since XLA's sum on a CPU allocates five arrays of out's size and takes 35 times as long (jax 0.10.2)
         of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
         delta = of_out - dlse
-        return Cotangents(q, dout, lse, delta, sink_gradient(score, lse, delta))
+        return BackwardInputs(q, dout, lse, delta, sink_gradient(score, lse, delta))
 
     def attend_backward(
         self,
-        of_q: Cotangents,
+        of_q: BackwardInputs,
         keys: Keys,
         rows: jax.Array,
         score: Score,
@@ -112,7 +112,9 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 
 
 @jax.jit
-def attend_backward(of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array) -> tuple[jax.Array, jax.Array]:
+def attend_backward(
+    of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Add the part of these keys to dq, and return it with dkv of these keys from this rank's queries.
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);

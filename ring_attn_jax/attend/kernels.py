@@ -19,7 +19,7 @@ from .backend import sink_gradient
 from .keys import Keys
 from .launch import launch
 from .score import Score
-from .state import Cotangents, Gradients, State
+from .state import BackwardInputs, Gradients, State
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Kernels:
         out, lse = launch(steps.forward(self.call, total is None, last), arrays)
         return out, lse
 
-    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> Cotangents:
+    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
         (out, lse), (dout, dlse) = total, dtotal
         dout = dout.astype(q.dtype)
@@ -55,11 +55,11 @@ class Kernels:
         bounds = None
         if score.extents is not None:
             (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
-        return Cotangents(q, dout, lse2, delta, sink_gradient(score, lse, delta.swapaxes(1, 2)), bounds)
+        return BackwardInputs(q, dout, lse2, delta, sink_gradient(score, lse, delta.swapaxes(1, 2)), bounds)
 
     def attend_backward(
         self,
-        of_q: Cotangents,
+        of_q: BackwardInputs,
         keys: Keys,
         rows: jax.Array,
         score: Score,
@@ -86,7 +86,7 @@ class Kernels:
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
     def attend_dq(
-        self, of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
+        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
         """Return ``dq`` (None: nothing yet) with the part of these keys added; in q's dtype at the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
@@ -96,7 +96,7 @@ class Kernels:
         return dq
 
     def attend_dkv(
-        self, of_q: Cotangents, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool
+        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool
     ) -> Gradients:
         """Return the gradients of these keys from this rank's queries, added to ``arrived``; packed or unpacked like the keys."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}

@@ -14,7 +14,7 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 """Gradients of keys: dkv, packed like k and v, or (dk, dv) if they are unpacked."""
 
 
-class Cotangents(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The backward inputs of the queries: q [b s h d], dout [b s h e], and the row sums that the backend uses.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.

@@ -16,7 +16,7 @@ from ..arguments import Arrays, checked, problem_of
 from ..attend.state import State
 from ..axes import ring_size, vary_alike
 from ..block import attend_block
-from ..op import Inputs, round_the_ring
+from ..op import OpInputs, round_the_ring
 from .cache import KVCache
 from .scales import restored
 from .step import DecodeStep, shards
@@ -73,7 +73,7 @@ def prefill(
         strategy=strategy,
         backend=backend,
     )
-    prepared = checked(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), anywhere=False)
+    compiled = checked(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), anywhere=False)
     total = None
     new = k, v
     if not step.fresh:
@@ -82,9 +82,9 @@ def prefill(
         total = total if sinks is None else _with_sinks(total, sinks)
     written = cache.append(layer, new[0], new[1], step)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # count once: with the chunk, or with the cached keys
-    inputs = Inputs(q, k, v, arrays.key_mask, prepared.scored(arrays))
+    inputs = OpInputs(q, k, v, arrays.key_mask, compiled.scored(arrays))
     inputs, total = vary_alike((cache.axis_name,), inputs, total)
-    out, _ = round_the_ring(inputs, prepared.ring(cache.axis_name), prepared.backend, total)
+    out, _ = round_the_ring(inputs, compiled.ring(cache.axis_name), compiled.backend, total)
     if step.ragged:
         out = jnp.where((step.positions < 0)[..., None, None], jnp.zeros((), out.dtype), out)
     return out, written

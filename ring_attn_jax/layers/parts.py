@@ -15,7 +15,7 @@ from ..attend.tiles import accumulation_dtype
 from ..axes import sharded_like
 
 
-class Linear(nnx.Linear):
+class LinearMap(nnx.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whichever dtype the weight has: [..., in] -> [..., out].
 
     The weight starts normal with deviation ``in ** -0.5``, the bias 0. ``param_dtype``: the name of their dtype. flax stores the

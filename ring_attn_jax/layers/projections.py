@@ -14,7 +14,7 @@ from ring_attn_core.releases import warn_if_untried
 from ..axes import ring_size
 from ..data.layout import positions as positions_of
 from ..sharded import Where
-from .parts import Linear, RMSNorm
+from .parts import LinearMap, RMSNorm
 from .rotary import RotaryEmbedding
 
 
@@ -30,10 +30,10 @@ class Projections(nnx.Module):
         self.config, self.options, self.where = config, options, where
         kept, size, turned = config.param_dtype, config.head_dim, config.rotary
         self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = Linear(config.dim, config.heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.k = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.v = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.o = Linear(config.heads * size, config.dim, config.o_bias, kept, rngs=rngs)
+        self.q = LinearMap(config.dim, config.heads * size, config.qkv_bias, kept, rngs=rngs)
+        self.k = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
+        self.v = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
+        self.o = LinearMap(config.heads * size, config.dim, config.o_bias, kept, rngs=rngs)
         self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
 

@@ -17,7 +17,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.variants.summary import SummaryOptions
 
 from ..sharded import Where
-from ..variants.summary import Inputs, attention_with_summaries, sharded
+from ..variants.summary import SummaryInputs, attention_with_summaries, sharded
 from .parts import dtype_name
 from .projections import Projections
 
@@ -103,7 +103,7 @@ class SummaryAttention(Projections):
         Raise ValueError if the shape of x does not fit, or summary_attention refuses an argument.
         """
         q, k, v = self.projected(x, positions)
-        inputs = Inputs(q, k, v, None if self.pool is None else self.pool[...], key_mask)
+        inputs = SummaryInputs(q, k, v, None if self.pool is None else self.pool[...], key_mask)
         options = replace(self.of_summaries, length=length)
         if isinstance(self.where, Where):
             out = sharded(inputs, options, self.where)

@@ -26,7 +26,7 @@ from .attention import RingAttention
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .generation import Generates
-from .parts import Linear, RMSNorm, dtype_name, look_up, product, resharded
+from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
 from .projections import layout_positions
 
 
@@ -50,9 +50,9 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.chunk, self.where = chunk, where
-        self.gate = Linear(dim, hidden, bias, param_dtype, rngs=rngs)
-        self.up = Linear(dim, hidden, bias, param_dtype, rngs=rngs)
-        self.down = Linear(hidden, dim, bias, param_dtype, rngs=rngs)
+        self.gate = LinearMap(dim, hidden, bias, param_dtype, rngs=rngs)
+        self.up = LinearMap(dim, hidden, bias, param_dtype, rngs=rngs)
+        self.down = LinearMap(hidden, dim, bias, param_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.chunk is None:
@@ -222,7 +222,7 @@ class RingTransformer(Generates, nnx.Module):
         layers = (RingAttention(**config.attention(layer).arguments, **where, **how, rngs=rngs) for layer in range(depth))
         self.blocks = nnx.List(Block(attention, config.hidden, mlp_chunk, mlp_bias, rngs=rngs) for attention in layers)
         self.norm = RMSNorm(dim, eps, config.param_dtype)
-        self.head = None if tied else Linear(dim, vocab, False, config.param_dtype, rngs=rngs)
+        self.head = None if tied else LinearMap(dim, vocab, False, config.param_dtype, rngs=rngs)
 
     @classmethod
     def from_config(

@@ -18,7 +18,7 @@ from ring_attn_core.validation import in_words
 
 from ..axes import axes_of, checks_are_off, on_auto_axes
 from ..sharded import Where, on_explicit_axes
-from .chunked import Settings, sum_of_hidden, sum_of_logits
+from .cross_entropy import ChunkSettings, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -60,7 +60,7 @@ def loss(
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_number("ignore_index", ignore_index)
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
-    settings = Settings(ignore_index, chunk)
+    settings = ChunkSettings(ignore_index, chunk)
     if mesh is not None:
         names = Where.of(mesh, axis_name, batch_axes, None)
         axes = names.axis_name, *names.batch_axes
@@ -88,7 +88,7 @@ def _over_ranks(
     logits: jax.Array,
     labels: jax.Array,
     head: jax.Array | None,
-    settings: Settings,
+    settings: ChunkSettings,
     reduction: str,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:

@@ -99,7 +99,7 @@ def summary_attention(
         backend=backend,
         deterministic=deterministic,
     )
-    out, lse = attention_with_summaries(Inputs(q, k, v, pool, key_mask), options, axis_name)
+    out, lse = attention_with_summaries(SummaryInputs(q, k, v, pool, key_mask), options, axis_name)
     return (out, lse) if return_lse else out
 
 
@@ -146,10 +146,10 @@ def sharded_summary_attention(
         deterministic=deterministic,
     )
     where = Where.of(mesh, axis_name, batch_axes, head_axis)
-    return sharded(Inputs(q, k, v, pool, key_mask), options, where, return_lse)
+    return sharded(SummaryInputs(q, k, v, pool, key_mask), options, where, return_lse)
 
 
-class Inputs(NamedTuple):
+class SummaryInputs(NamedTuple):
     """The arrays of a call, under their public names."""
 
     q: jax.Array
@@ -170,7 +170,7 @@ class Summaries(NamedTuple):
     share: jax.Array | None
 
 
-def attention_with_summaries(inputs: Inputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
+def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) as ``summary_attention`` does, from records."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
@@ -218,7 +218,7 @@ def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan
     return out[..., :-1] / total, lse + jnp.log(total[..., 0]) + math.log(options.stands_for)
 
 
-def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
+def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summaries:
     """Return the summaries of all blocks, merged from all ranks' parts."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
@@ -258,7 +258,7 @@ def _summaries(inputs: Inputs, plan: SummaryPlan, axis_name: str) -> Summaries:
     return Summaries(whole(of_k), whole(of_v), share)
 
 
-def _checked(inputs: Inputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
+def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
     """Return the plan of the call. Raise ValueError if an argument is not an array or does not fit."""
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
@@ -266,7 +266,7 @@ def _checked(inputs: Inputs, options: SummaryOptions, ranks: int) -> SummaryPlan
     return checked({"q": q.shape, "k": k.shape, "v": v.shape}, of_pool, options, ranks)
 
 
-def sharded(inputs: Inputs, options: SummaryOptions, where: Where, return_lse: bool = False) -> Any:
+def sharded(inputs: SummaryInputs, options: SummaryOptions, where: Where, return_lse: bool = False) -> Any:
     """Compute ``sharded_summary_attention`` from records."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
@@ -288,7 +288,7 @@ def _compiled(
     """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
     def on_shards(given: dict[str, jax.Array]) -> Any:
-        inputs = Inputs(given["q"], given["k"], given["v"], given.get("pool"), given.get("key_mask"))
+        inputs = SummaryInputs(given["q"], given["k"], given["v"], given.get("pool"), given.get("key_mask"))
         out, lse = attention_with_summaries(inputs, options, where.axis_name)
         return (out, lse) if return_lse else out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .keys import Keys
 from .score import Score
-from .state import Cotangents, Gradients, State
+from .state import BackwardInputs, Gradients, State
 from .tiles import Rows
 
 
@@ -28,7 +28,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> Cotangents:
+    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Return the backward inputs of the queries; called once per backward.
 
         ``total``: (out, lse); ``dtotal``: (dout, dlse). dout is 0 for queries that see no key, so that their cotangents, even
@@ -38,7 +38,7 @@ class Backend(Protocol):
 
     def attend_backward(
         self,
-        of_q: Cotangents,
+        of_q: BackwardInputs,
         keys: Keys,
         rows: Rows,
         score: Score,

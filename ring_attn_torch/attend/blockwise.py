@@ -27,7 +27,7 @@ from torch import Tensor
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import Cotangents, Gradients, State
+from .state import BackwardInputs, Gradients, State
 from .tiles import Part, Rows, accumulation_dtype
 
 LOG2E = math.log2(math.e)
@@ -44,17 +44,17 @@ class Blockwise:
         out, lse = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
         return (out.to(q.dtype) if last else out), lse
 
-    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> Cotangents:
+    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
         (out, lse), (dout, dlse) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
         delta = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse
-        return Cotangents(q, dout, lse, delta, sink_gradient(score, lse, delta), out=out)
+        return BackwardInputs(q, dout, lse, delta, sink_gradient(score, lse, delta), out=out)
 
     def attend_backward(
         self,
-        of_q: Cotangents,
+        of_q: BackwardInputs,
         keys: Keys,
         rows: Rows,
         score: Score,
@@ -72,7 +72,7 @@ class Blockwise:
         """Merge the visible ones of ``keys`` into ``total`` in place, and return it."""
         return attend(q, keys, rows, score, total)
 
-    def gradients(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
         """Add the part of these keys to ``dq`` in place. Return ``dq`` and the dkv of these keys from this rank's queries."""
         return attend_backward(of_q, keys, rows, score, dq)
 
@@ -118,7 +118,7 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
     return total
 
 
-def attend_backward(of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
     """Compute all gradients in one pass over the tiles.
 
     Add the part of these keys to ``dq`` in place. Return ``dq`` and the dkv of these keys from this rank's queries.

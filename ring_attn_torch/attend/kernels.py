@@ -21,7 +21,7 @@ from .backend import sink_gradient
 from .keys import Keys, zeroed
 from .launch import aligned, launch
 from .score import Score
-from .state import Cotangents, Gradients, State
+from .state import BackwardInputs, Gradients, State
 from .tiles import Rows
 
 
@@ -44,7 +44,7 @@ class Kernels:
         out, lse = launch(steps.forward(self.call, total is None, last), arrays)
         return out, lse
 
-    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> Cotangents:
+    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
         (out, lse), (dout, dlse) = total, dtotal
         q, dout = aligned(q), aligned(dout.to(q.dtype))
@@ -58,11 +58,11 @@ class Kernels:
         bounds = None
         if score.extents is not None:
             (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
-        return Cotangents(q, dout, lse2, delta, sink_gradient(score, lse, delta.transpose(1, 2)), bounds)
+        return BackwardInputs(q, dout, lse2, delta, sink_gradient(score, lse, delta.transpose(1, 2)), bounds)
 
     def attend_backward(
         self,
-        of_q: Cotangents,
+        of_q: BackwardInputs,
         keys: Keys,
         rows: Rows,
         score: Score,
@@ -86,7 +86,7 @@ class Kernels:
             (dq,) = launch(hopper.dq(self.call), {"sums": dq})
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
-    def attend_dq(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
+    def attend_dq(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
         """Return ``dq`` (None: nothing yet) plus the part of these keys; in q's dtype after the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
@@ -94,7 +94,9 @@ class Kernels:
         (dq,) = launch(portable.dq(self.call, dq is None, last), arrays)
         return dq
 
-    def attend_dkv(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool) -> Gradients:
+    def attend_dkv(
+        self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool
+    ) -> Gradients:
         """Return ``arrived`` (None: nothing yet) plus the dkv of these keys from this rank's queries, packed as the keys are."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:

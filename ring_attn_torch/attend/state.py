@@ -14,7 +14,7 @@ Gradients = Tensor | tuple[Tensor, ...]
 """The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""
 
 
-class Cotangents(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The backward inputs of the queries, the same for every step: q [b s h d], dout [b s h e] and their row statistics.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the gradient of the sinks from these

@@ -25,11 +25,11 @@ from .blockwise import Blockwise
 from .keys import Keys
 from .launch import aligned
 from .score import Score
-from .state import Cotangents, State
+from .state import BackwardInputs, State
 from .tiles import Rows
 
 
-class Piece(NamedTuple):
+class QueryRange(NamedTuple):
     """A range of queries that see a whole range of keys or, if ``causal``, the n-th query only the keys up to the n-th."""
 
     queries: slice
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     causal: bool
 
 
-class Asked(NamedTuple):
+class VendorOptions(NamedTuple):
     """The options of a call to a vendor's kernel: the backend's name, the scale of the scores and the mask."""
 
     name: str
@@ -57,7 +57,7 @@ class Vendor(Blockwise):
         q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-            seen, seen_lse = _forward(Asked(self.name, score.scale, piece.causal), of_queries, *of_keys)
+            seen, seen_lse = _forward(VendorOptions(self.name, score.scale, piece.causal), of_queries, *of_keys)
             before = lse[:, piece.queries]
             after = torch.logaddexp(before, seen_lse.transpose(1, 2))
             weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
@@ -65,7 +65,7 @@ class Vendor(Blockwise):
             lse[:, piece.queries] = after
         return out, lse
 
-    def gradients(self, of_q: Cotangents, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
         """Add the part of these keys to ``dq`` [b s h d] in place.
 
         Return ``dq`` and the dkv [b t g d+e] of these keys from this rank's queries.
@@ -77,20 +77,20 @@ class Vendor(Blockwise):
         dk, dv = _apart(Keys(dkv), q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
-            parts = _backward(Asked(self.name, score.scale, piece.causal), *of_queries, *of_keys)
+            parts = _backward(VendorOptions(self.name, score.scale, piece.causal), *of_queries, *of_keys)
             for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
                 total[:, where] += part
         return dq, dkv
 
 
-def pieces(rows: Rows) -> Iterator[Piece]:
+def pieces(rows: Rows) -> Iterator[QueryRange]:
     """Yield the pieces of all pairs of runs of two shards. Their bands must have no upper bound."""
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)
 
 
-def _pieces_of(pair: Row) -> Iterator[Piece]:
+def _pieces_of(pair: Row) -> Iterator[QueryRange]:
     """Yield the pieces of one pair of runs.
 
     Query i sees the keys j <= i - lo: queries i < lo see no key, and keys j < -lo are seen by all queries.
@@ -100,12 +100,12 @@ def _pieces_of(pair: Row) -> Iterator[Piece]:
     queries = lambda begin, end: slice(pair.q_base + begin, pair.q_base + end)
     keys = lambda begin, end: slice(pair.k_base + begin, pair.k_base + end)
     whole = [
-        Piece(queries(first, pair.q_len), keys(0, always), False),
-        Piece(queries(first + side, pair.q_len), keys(always, pair.k_len), False),
+        QueryRange(queries(first, pair.q_len), keys(0, always), False),
+        QueryRange(queries(first + side, pair.q_len), keys(always, pair.k_len), False),
     ]
     if pair.lo > pair.hi:
         return
-    for piece in (whole[0], Piece(queries(first, first + side), keys(always, always + side), True), whole[1]):
+    for piece in (whole[0], QueryRange(queries(first, first + side), keys(always, always + side), True), whole[1]):
         if piece.queries.start < piece.queries.stop and piece.keys.start < piece.keys.stop:
             yield piece
 
@@ -114,7 +114,7 @@ def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
     return keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
-def _forward(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(asked: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out [b n h e] and lse [b h n] of one piece."""
     name, scale, causal = asked
     if name == "flash4":
@@ -129,7 +129,9 @@ def _forward(asked: Asked, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return out.transpose(1, 2), lse
 
 
-def _backward(asked: Asked, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _backward(
+    asked: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, ...]:
     """Return dq, dk and dv [b n h d] of one piece.
 
     ``out`` [b n h e] and ``lse`` [b n h] are over all keys.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.layouts import gathered_length, token_position
 from ring_attn_core.problem.checks import check_along
 
-from ..ring.agreement import Call, agree_on
+from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
 from .layout import from_layout, positions
 
@@ -117,4 +117,4 @@ def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, posi
     kind = (tuple(x.shape), str(x.dtype), x.device.type) if tensor else ((), "", "cpu")
     alike = ("x_shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("length", length)
     where = () if isinstance(position, Tensor) else (("position", position),)
-    agree_on(Call(call, kind[2], (*alike, *where)), ring, check)
+    agree_on(AgreedCall(call, kind[2], (*alike, *where)), ring, check)

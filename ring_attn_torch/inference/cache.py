@@ -17,7 +17,7 @@ from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.validation import is_integer
 
 from ..arguments import dtype_name
-from ..ring.agreement import Call, agree_on, refuse
+from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import group_name, group_of, rank_in, ranks_of
 from .merge import refuse_gradients
 from .requests import VERSIONS, Lengths, Requests, Rows, capturing, empty
@@ -109,7 +109,7 @@ class KVCache(Requests):
             raise  # refuse has raised already, which type checkers do not see
         given = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
         alike = *spec.fingerprint(), ("k_scale", given[0]), ("v_scale", given[1])
-        agree_on(Call("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
+        agree_on(AgreedCall("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> DecodeStep:
@@ -128,7 +128,7 @@ class KVCache(Requests):
             self.check_rows_room([tokens] * len(of), of, valid)
 
         arguments = ("tokens", tokens), ("requests", tuple(of)), ("valid", valid is not None)
-        agree_on(Call("KVCache.step", self.counts.device.type, arguments), self.ring, check)
+        agree_on(AgreedCall("KVCache.step", self.counts.device.type, arguments), self.ring, check)
         which = self._rows(of, rows is None)
         held = self._held(which["rows"])
         tensors: Any = appended(held, tokens, valid)
@@ -180,7 +180,7 @@ class KVCache(Requests):
         known = tuple(self.host_state.lengths[row] for row in of)
         arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
         device = self.counts.device
-        agree_on(Call("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
+        agree_on(AgreedCall("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
         which = self._rows(of, rows is None)
         cached = self._held(which["rows"])
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
@@ -203,7 +203,7 @@ class KVCache(Requests):
             refuse_gradients("KVCache.append", (k, v))
 
         arguments = ("layer", layer), ("shapes of k and v", shapes), ("dtypes", dtypes)
-        agree_on(Call("KVCache.append", self.counts.device.type, arguments), self.ring, check)
+        agree_on(AgreedCall("KVCache.append", self.counts.device.type, arguments), self.ring, check)
         if layer not in self.scaled or (self.host_state.empty and self.spec.float8 and not self.spec.scaled):
             nothing = (self.lengths == 0).all()
             of_first(self.k_scale[layer], self.v_scale[layer], nothing, (k, v), step, self.ring)

@@ -18,7 +18,7 @@ from ring_attn_core.validation import in_words
 from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
 from ..op import no_autocast
-from ..ring.agreement import Call, agree_on
+from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, is_dtensor, ranks_of
 from .merge import gather_pairs, refuse_gradients, ring_of
 
@@ -174,11 +174,11 @@ def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softc
 
 
 @lru_cache(maxsize=4096)
-def _call(problem: Decode | None) -> Call:
+def _call(problem: Decode | None) -> AgreedCall:
     """Return the call that the ranks compare."""
     if problem is None:
-        return Call("tree_attention_decode", "cpu", ())
-    return Call("tree_attention_decode", problem.device, tuple(problem.alike().items()))
+        return AgreedCall("tree_attention_decode", "cpu", ())
+    return AgreedCall("tree_attention_decode", problem.device, tuple(problem.alike().items()))
 
 
 def _check_tensors(arrays: DecodeArrays) -> None:

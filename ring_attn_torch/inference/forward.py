@@ -20,7 +20,7 @@ from ..arguments import dtype_name
 from ..attend.tiles import accumulation_dtype
 from ..data.layout import to_layout
 from ..op import no_autocast
-from ..ring.agreement import Call, agree_on, refuse
+from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of
 from .cache import KVCache
 from .decode import tree_attention_decode
@@ -195,7 +195,7 @@ def _agree(call: str, model: Any, ids: Any, cache: Any) -> None:
     """Raise the same ValueError on all ranks if model, ids and cache do not fit, at the first such call."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
-    agree_on(Call(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
+    agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
 def _ring(model: Any, cache: Any) -> Group:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.decode import merged
-from ..ring.agreement import Call, agree_on
+from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, constant, group_name, group_of, ranks_of
 
 
@@ -34,7 +34,7 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
     arrays = [x for x in pair if isinstance(x, Tensor)] if isinstance(pair, tuple | list) else []
     alike = tuple((name, (tuple(x.shape), str(x.dtype))) for name, x in zip(("out", "lse"), arrays, strict=False))
-    agree_on(Call("merge_ring", arrays[0].device.type if arrays else "cpu", alike), ring, check)
+    agree_on(AgreedCall("merge_ring", arrays[0].device.type if arrays else "cpu", alike), ring, check)
     out, lse = pair
     wide = torch.promote_types(torch.promote_types(out.dtype, lse.dtype), torch.float32)
     packed = torch.cat([out.to(wide), lse.to(wide)[..., None]], -1)

@@ -17,7 +17,7 @@ from ring_attn_core.problem.options import Options
 from ..arguments import Arrays, check_tensors, checked, dtype_name, problem_of
 from ..attend.state import State
 from ..block import attend_block
-from ..op import Asked, forward
+from ..op import OpCall, forward
 from ..ring.agreement import agree, refuse
 from ..ring.groups import group_name, rank_in, ranks_of
 from .cache import KVCache
@@ -60,7 +60,7 @@ def prefill(
     inference: not differentiable.
     """
     ring = cache.ring
-    of_ring = Asked(Options(), (), group_name(cache.group))
+    of_ring = OpCall(Options(), (), group_name(cache.group))
     try:
         window = checks.check_window(cache.spec, window)
         ragged = len({step.length, *map(sum, step.host[1] or ())}) > 1

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..arguments import dtype_name as dtype_name
 
 
-class Linear(nn.Linear):
+class LinearMap(nn.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the dtype of the weight: [..., in] -> [..., out].
 
     The weight is initialized normally with standard deviation ``in ** -0.5``, the bias with 0. ``param_dtype``: the name of their

@@ -15,7 +15,7 @@ from ring_attn_core.problem.options import Options
 from ..data.layout import positions as positions_of
 from ..ring.agreement import refuse
 from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
-from .parts import Linear, RMSNorm
+from .parts import LinearMap, RMSNorm
 from .rotary import RotaryEmbedding
 
 
@@ -30,10 +30,10 @@ class Projections(nn.Module):
         self.config, self.options, self.group = config, options, group
         kept, size, turned = config.param_dtype, config.head_dim, config.rotary
         self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = Linear(config.dim, config.heads * size, config.qkv_bias, kept)
-        self.k = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept)
-        self.v = Linear(config.dim, config.kv_heads * size, config.qkv_bias, kept)
-        self.o = Linear(config.heads * size, config.dim, config.o_bias, kept)
+        self.q = LinearMap(config.dim, config.heads * size, config.qkv_bias, kept)
+        self.k = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept)
+        self.v = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept)
+        self.o = LinearMap(config.heads * size, config.dim, config.o_bias, kept)
         self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
 

@@ -15,7 +15,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.variants.summary import SummaryOptions
 
 from ..ring.groups import group_name, local
-from ..variants.summary import Inputs, attention_with_summaries
+from ..variants.summary import SummaryInputs, attention_with_summaries
 from .parts import dtype_name
 from .projections import Projections
 
@@ -101,6 +101,6 @@ class SummaryAttention(Projections):
         """
         q, k, v = self.projected(x, positions)
         pool = None if self.pool is None else local(self.pool)
-        inputs, options = Inputs(q, k, v, pool, key_mask), replace(self.of_summaries, length=length)
+        inputs, options = SummaryInputs(q, k, v, pool, key_mask), replace(self.of_summaries, length=length)
         out, _ = attention_with_summaries(inputs, options, group_name(self.group))
         return self.o(out.flatten(2))

@@ -28,7 +28,7 @@ from .attention import RingAttention, ring_of
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .generation import Generates
-from .parts import Linear, RMSNorm, dtype_name
+from .parts import LinearMap, RMSNorm, dtype_name
 
 
 class SwiGLU(nn.Module):
@@ -40,9 +40,9 @@ class SwiGLU(nn.Module):
     def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
         super().__init__()
         self.chunk = chunk
-        self.gate = Linear(dim, hidden, bias, param_dtype)
-        self.up = Linear(dim, hidden, bias, param_dtype)
-        self.down = Linear(hidden, dim, bias, param_dtype)
+        self.gate = LinearMap(dim, hidden, bias, param_dtype)
+        self.up = LinearMap(dim, hidden, bias, param_dtype)
+        self.down = LinearMap(hidden, dim, bias, param_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._of(x) if self.chunk is None else in_chunks(self._of, x, self.chunk)
@@ -205,7 +205,7 @@ class RingTransformer(Generates, nn.Module):
         layers = (RingAttention(**config.attention(layer).arguments, **how, group=group) for layer in range(depth))
         self.blocks = nn.ModuleList(Block(attention, config.hidden, mlp_chunk, mlp_bias) for attention in layers)
         self.norm = RMSNorm(dim, eps, config.param_dtype)
-        self.head = None if tied else Linear(dim, vocab, False, config.param_dtype)
+        self.head = None if tied else LinearMap(dim, vocab, False, config.param_dtype)
 
     @classmethod
     def from_config(

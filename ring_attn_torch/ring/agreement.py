@@ -41,7 +41,7 @@ class _Unknown(NamedTuple):
     device: str
 
 
-class Call(NamedTuple):
+class AgreedCall(NamedTuple):
     """A call of a function other than ring_attention, with the ``arguments`` that must be equal on all ranks, by name.
 
     ``each_time``: compare it at every call and do not remember it, because its arguments rarely repeat.
@@ -68,7 +68,7 @@ class _History:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
-        self.agreed: set[Problem | Call] = set()
+        self.agreed: set[Problem | AgreedCall] = set()
         self.told: list[str] = []
         self.checks = 0
         self.checked: int | None = None
@@ -82,20 +82,20 @@ class _History:
         return f"ring_attn/{self.era}/check{self.checks}/{self.checked}"
 
 
-_seen_alone: set[Problem | Call] = set()
+_seen_alone: set[Problem | AgreedCall] = set()
 """The problems and calls that this process has run as a ring of one."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
-def agree(problem: Problem | Call, group: Group, error: Exception | None = None, again: bool = False) -> None:
+def agree(problem: Problem | AgreedCall, group: Group, error: Exception | None = None, again: bool = False) -> None:
     """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
 
     ``error``: this rank's own error. ``again``: exchange verdicts for a known problem too; all ranks must then pass it. Raise the
     error of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names the
     ranks that did not reach the call within the group's timeout.
     """
-    each_time = isinstance(problem, Call) and problem.each_time
+    each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
         if error is not None:
             raise error
@@ -112,7 +112,7 @@ def agree(problem: Problem | Call, group: Group, error: Exception | None = None,
         history.agreed.add(problem)
 
 
-def agree_on(call: Call, group: Group, check: Callable[[], None]) -> None:
+def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, and return once every rank of ``group`` has done so at the same call; else raise as ``agree`` does.
 
     A call that every rank has made before is not compared, unless it is ``each_time``. Under torch.compile none is.
@@ -202,7 +202,7 @@ def _store(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def _verdict(problem: Problem | Call, error: Exception | None) -> dict[str, Any]:
+def _verdict(problem: Problem | AgreedCall, error: Exception | None) -> dict[str, Any]:
     if error is None:
         return {"problem": {"call": "ring_attention"} | problem.fingerprint()}
     return {"error": type(error).__name__, "message": str(error)}

@@ -15,9 +15,9 @@ from ring_attn_core.validation import in_words
 
 from ..layers.attention import ring_of
 from ..op import unwatched
-from ..ring.agreement import Call, agree_on, tell
+from ..ring.agreement import AgreedCall, agree_on, tell
 from ..ring.groups import Group, is_dtensor, ranks_of
-from .chunked import Labels, strange_labels, sum_of_hidden, sum_of_logits
+from .cross_entropy import Labels, strange_labels, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -60,7 +60,7 @@ def loss(
         check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, reduction)
 
     alike = ("ignore_index", ignore_index), ("reduction", reduction), ("head", head is not None)
-    agree_on(Call("loss", _device(logits), alike), ring, check)
+    agree_on(AgreedCall("loss", _device(logits), alike), ring, check)
     tokens = Labels(labels.flatten().long(), ignore_index, chunk)  # unsigned dtypes cannot hold ignore_index
     flat = logits.flatten(0, -2)
     part = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
@@ -109,7 +109,7 @@ def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None
     a tensor.
     """
     ring = ring_of(group)
-    call = Call("count_labels", _device(labels), (("ignore_index", ignore_index),))
+    call = AgreedCall("count_labels", _device(labels), (("ignore_index", ignore_index),))
     agree_on(call, ring, lambda: _check(ignore_index, {"labels": labels}))
     count = _count(labels, ignore_index)
     if ranks_of(ring) > 1:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ring_attn_core.model.chunks import check_chunk
 
 from ..ring.groups import is_dtensor
-from ..training.chunked import Labels, sum_of_hidden
+from ..training.cross_entropy import Labels, sum_of_hidden
 
 
 class Head:

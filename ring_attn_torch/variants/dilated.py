@@ -21,7 +21,7 @@ from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
 from ..api import attention
 from ..arguments import Arrays, check_tensors, problem_of, refuse_transforms
-from ..ring.agreement import Call, agree_on
+from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
 from .folded_batches import folded, mixed
 
@@ -125,7 +125,7 @@ def dilated_attention(
         asked |= {"softcap": softcap, "strategy": strategy, "backend": backend, "deterministic": deterministic}
         alike = [(label, _in_words(x)) for label, x in asked.items()]
         shapes = [(f"{label}_shape", _kind(x)) for label, x in (("q", q), ("k", k), ("v", v), ("key_mask", key_mask))]
-        agree_on(Call("dilated_attention", _device(q), (*shapes, *alike)), group_of(name), check)
+        agree_on(AgreedCall("dilated_attention", _device(q), (*shapes, *alike)), group_of(name), check)
     ((options, lanes),) = made
     out, lse = attend(q, k, v, key_mask, lanes, options, name)
     return (out, lse) if return_lse else out

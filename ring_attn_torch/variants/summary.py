@@ -25,7 +25,7 @@ from ..api import attention
 from ..arguments import Arrays
 from ..block import attend_block, merge
 from ..data.gather import AllGather
-from ..ring.agreement import Call, agree_on, refuse
+from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
 
 if TYPE_CHECKING:
@@ -101,11 +101,11 @@ def summary_attention(
         )
     except ValueError as error:
         refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
-    out, lse = attention_with_summaries(Inputs(q, k, v, pool, key_mask), options, name)
+    out, lse = attention_with_summaries(SummaryInputs(q, k, v, pool, key_mask), options, name)
     return (out, lse) if return_lse else out
 
 
-class Inputs(NamedTuple):
+class SummaryInputs(NamedTuple):
     """The arrays of a call, under their public names."""
 
     q: Tensor
@@ -126,7 +126,7 @@ class Summaries(NamedTuple):
     share: Tensor | None
 
 
-def attention_with_summaries(inputs: Inputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
+def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
     """Compute ``summary_attention`` from records; return (out, lse)."""
     ring = _ring(group_name)
     plan = _agreed(inputs, options, ring)
@@ -174,7 +174,7 @@ def _far(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> t
     return out[..., :-1] / total, lse + total[..., 0].log() + math.log(options.stands_for)
 
 
-def _summaries(inputs: Inputs, plan: SummaryPlan, ring: Group) -> Summaries:
+def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summaries:
     """Return the summaries of all blocks, merged from all ranks' partial summaries."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
@@ -220,7 +220,7 @@ def _ring(group_name: str) -> Group:
     return group_of(group_name)
 
 
-def _agreed(inputs: Inputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
+def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
     """Return the plan of the call, once all ranks agree on it. Raise the same ValueError on all ranks if they do not."""
     q, k, v, pool, key_mask = inputs
     shapes: dict[str, tuple[int, ...]] = {}
@@ -245,7 +245,7 @@ def _agreed(inputs: Inputs, options: SummaryOptions, ring: Group) -> SummaryPlan
         shapes[f"{name}_shape"] = tuple(getattr(x, "shape", ()))
     alike = (*shapes.items(), ("pool", described), ("key_mask", key_mask is not None), *options.compared)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
-    agree_on(Call("summary_attention", device, alike), ring, check)
+    agree_on(AgreedCall("summary_attention", device, alike), ring, check)
     return SummaryPlan(options, ranks_of(ring), q.shape[1])
 
 

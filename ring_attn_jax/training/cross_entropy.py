@@ -20,29 +20,29 @@ from ..axes import vary_alike
 from ..layers.chunks import from_chunks, to_chunks
 
 
-class Settings(NamedTuple):
+class ChunkSettings(NamedTuple):
     """The ignored label, and the number of tokens in a chunk."""
 
     ignored: int
     chunk: int
 
 
-def sum_of_logits(logits: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+def sum_of_logits(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the sum of the cross-entropies of ``logits`` [..., vocab] at int32 ``labels`` [...], in float32; a 0-d array."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_of_logits(logits: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+def _sum_of_logits(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
     return _entropy(logits, labels, settings)[0]
 
 
-def _logits_forward(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, Any]:
+def _logits_forward(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, Any]:
     total, lse = _entropy(logits, labels, settings)
     return total, (logits, labels, lse)
 
 
-def _logits_backward(settings: Settings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
+def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
     logits, labels, lse = lax.optimization_barrier((*kept,))  # else XLA keeps the forward's float32 logits
     dlogits = (_dlogits(logits, labels, lse, settings) * dtotal).astype(logits.dtype)
     return lax.optimization_barrier(dlogits), None
@@ -51,7 +51,7 @@ def _logits_backward(settings: Settings, kept: Any, dtotal: jax.Array) -> tuple[
 _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the sum for the logits ``hidden head^T`` of hidden [b s dim], head [vocab dim], labels [b s].
 
     Computed in hidden's dtype; sums over tokens and ranks, the softmax and the head's gradient are float32.
@@ -61,16 +61,16 @@ def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, setting
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> jax.Array:
+def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
     return _of_chunks(hidden, head, labels, settings, gradients=False)[0]
 
 
-def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, Any]:
+def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, Any]:
     total, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
     return total, (dhidden, dhead)
 
 
-def _hidden_backward(settings: Settings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _hidden_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     dhidden, dhead = kept
     return (dhidden.astype(dtotal.dtype) * dtotal).astype(dhidden.dtype), dhead * dtotal, None
 
@@ -79,7 +79,7 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 
 
 def _of_chunks(
-    hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: Settings, *, gradients: bool
+    hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings, *, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
     """Return the total and, computed while the logits of a chunk exist, the gradients of hidden and of the head."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
@@ -103,7 +103,7 @@ def _of_chunks(
     return total, None if dhidden is None else from_chunks(dhidden, tokens), dhead
 
 
-def _entropy(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array]:
+def _entropy(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
     """Return the total, and the log-sum-exp of each token; a label outside the vocabulary makes the total NaN."""
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
@@ -112,7 +112,7 @@ def _entropy(logits: jax.Array, labels: jax.Array, settings: Settings) -> tuple[
     return jnp.where(kept, lse - chosen, 0).sum(), lse
 
 
-def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: Settings) -> jax.Array:
+def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the gradient of the total, in float32; NaN for a label outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
