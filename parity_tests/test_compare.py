@@ -19,7 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli import compare  # noqa: E402
 from ring_attn_cli.compare import comparison, export, user  # noqa: E402
-from ring_attn_cli.compare.comparison import Comparison, Result  # noqa: E402
+from ring_attn_cli.compare.comparison import Comparison, VariantResult  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 
 PLANTED = "parity_tests.support.planted"
@@ -56,7 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
     return compare.run(*names, json=folder / "compare.json", png=folder / "compare.png", **sizes), folder
 
 
-def of(found: tuple[Comparison, Path], variant: str) -> list[Result]:
+def of(found: tuple[Comparison, Path], variant: str) -> list[VariantResult]:
     return [result for result in found[0].results if result.variant == variant]
 
 

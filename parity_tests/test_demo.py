@@ -19,7 +19,7 @@ Console = pytest.importorskip("rich.console").Console
 from ring_attn_cli.demo import exactness, report, text, training  # noqa: E402
 from ring_attn_cli.demo.judge import Check, exit_status, missed  # noqa: E402
 from ring_attn_cli.demo.run import available  # noqa: E402
-from ring_attn_cli.demo.settings import Settings  # noqa: E402
+from ring_attn_cli.demo.settings import DemoSettings  # noqa: E402
 from ring_attn_cli.processes import Crews, Failure, Message  # noqa: E402
 from ring_attn_core.masks import causal  # noqa: E402
 from ring_attn_core.reference.oracle import Attention, exact, plain  # noqa: E402
@@ -95,7 +95,7 @@ def test_a_missed_bound_is_named_and_ends_with_status_1(value: float, tmp_path: 
 def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
     given = exactness.inputs(96)
     q, k, v, dout, dlse = given
-    truth = exactness.Truth(exact(q, k, v, causal(), dout, dlse), plain(q, k, v, causal(), dout, "float32", dlse), 0.0)
+    truth = exactness.DemoTruth(exact(q, k, v, causal(), dout, dlse), plain(q, k, v, causal(), dout, "float32", dlse), 0.0)
     right: dict[str, Attention] = dict.fromkeys(("PyTorch", "JAX"), truth.plain)
     assert not missed(check for row in exactness.rows(truth, right, right) for check in row.checks)
     swapped = np.array(getattr(truth.plain, array))
@@ -145,8 +145,8 @@ def test_a_token_in_the_wrong_place_would_be_seen():
 
 
 def test_quick_gives_way_to_what_is_asked_for():
-    assert Settings.of(True, tokens=None, steps=7) == Settings(tokens=2048, steps=7)
-    assert Settings.of(False, tokens=None, steps=None) == Settings()
+    assert DemoSettings.of(True, tokens=None, steps=7) == DemoSettings(tokens=2048, steps=7)
+    assert DemoSettings.of(False, tokens=None, steps=None) == DemoSettings()
 
 
 # --- the processes ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli.generate.run import speed  # noqa: E402
-from ring_attn_cli.generate.settings import Settings  # noqa: E402
+from ring_attn_cli.generate.settings import GenerateSettings  # noqa: E402
 from ring_attn_cli.generate.text import Text  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 from ring_attn_torch import RingTransformer, save_llama, save_weights  # noqa: E402
@@ -85,15 +85,15 @@ def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces(folder):
 
 def test_what_cannot_begin_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="is no folder with a config"):
-        Settings(weights=tmp_path, prompt=folder / "prompt.txt")
+        GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt")
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="is empty"):
-        Text(Settings(weights=folder / "weights", prompt=tmp_path / "empty.txt"))
+        Text(GenerateSettings(weights=folder / "weights", prompt=tmp_path / "empty.txt"))
     (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
     with pytest.raises(ValueError, match="is no text in UTF-8"):
-        Text(Settings(weights=folder / "weights", prompt=tmp_path / "latin.txt"))
+        Text(GenerateSettings(weights=folder / "weights", prompt=tmp_path / "latin.txt"))
     with pytest.raises(ValueError, match="--ranks must be at least 1"):
-        Settings(weights=folder / "weights", prompt=folder / "prompt.txt", ranks=0)
+        GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", ranks=0)
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder, tmp_path):
@@ -102,11 +102,11 @@ def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder
     for each in config:
         (tmp_path / "config.json").write_text(json.dumps(each))
         with pytest.raises(ValueError, match=r"prompt.txt, read as bytes, holds 195, and a vocabulary of 128 has 0 to 127"):
-            Text(Settings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2,)))
+            Text(GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2,)))
         with pytest.raises(ValueError, match="--stop holds -1, and a vocabulary of 128"):
-            Settings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2, -1))
+            GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2, -1))
     with pytest.raises(ValueError, match=r"eos_token_id of config.json holds 128, and a vocabulary of 128"):
-        Settings(weights=tmp_path, prompt=folder / "prompt.txt")
+        GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt")
 
 
 def test_the_speed_is_of_tokens_that_wait_for_nothing_but_their_step():
@@ -116,7 +116,7 @@ def test_the_speed_is_of_tokens_that_wait_for_nothing_but_their_step():
 
 
 def test_characters_of_several_tokens_come_whole(folder, tmp_path):
-    text = Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt"))
+    text = Text(GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt"))
     assert text.ids == list(PROMPT.encode())
     assert [text.add(x) for x in "aä€".encode()] == ["a", "", "ä", "", "", "€"]
     assert text.add(300) == "" and text.add(0xC3) == "" and text.end() == "\ufffd"
@@ -133,8 +133,8 @@ def test_a_tokenizer_beside_the_weights_is_used(folder, tmp_path):
     made.train_from_iterator([PROMPT] * 4, trainer)
     made.save(str(path))
     (tmp_path / "config.json").write_text(json.dumps({"vocab": 270}))
-    text = Text(Settings(weights=tmp_path, prompt=folder / "prompt.txt"))
+    text = Text(GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt"))
     with pytest.raises(ValueError, match=r"tokenizer.json, holds \d+, and a vocabulary of 256 has 0 to 255"):
-        Text(Settings(weights=folder / "weights", prompt=folder / "prompt.txt", tokenizer=path))
+        Text(GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", tokenizer=path))
     assert 1 < len(text.ids) < len(PROMPT.encode())
     assert "".join(text.add(x) for x in [*text.ids, *text.ids]) == PROMPT * 2

@@ -21,7 +21,7 @@ import pytest
 for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
     pytest.importorskip(package)
 
-from ring_attn_cli.train.config import Config, Data, Evaluation, Passkeys, Ring  # noqa: E402
+from ring_attn_cli.train.config import Config, Data, Evaluation, Passkeys, RingConfig  # noqa: E402
 from ring_attn_cli.train.loop import lines  # noqa: E402
 
 from .support import corpus  # noqa: E402
@@ -119,7 +119,7 @@ def config_of(folder: Path, name: str) -> Config:
         save_every=1,
         model={"dim": 16, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 24, "dropout_rate": 0.1},
         data=Data(folder=str(folder / "data"), pattern="**/*.txt", held_out="**/*.txt", length=64, accumulate=2),
-        ring=Ring(ranks=2, chunk=20),
+        ring=RingConfig(ranks=2, chunk=20),
         evaluation=Evaluation(every=1000, batches=1),
         passkey=Passkeys(lengths=()),
     )

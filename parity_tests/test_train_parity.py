@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from ring_attn_cli.train import jax_side  # noqa: E402
-from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, Ring  # noqa: E402
+from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
 from ring_attn_cli.train.jax_side import JaxSide, compiler_options, mesh_of  # noqa: E402
 from ring_attn_cli.train.loop import lines, train  # noqa: E402
 from ring_attn_cli.train.torch_side import Places, TorchSide  # noqa: E402
@@ -44,7 +44,7 @@ def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
         model=model | {"tied": False, "sinks": True, "alibi": True, "dropout_rate": 0.1, "param_dtype": "float64"},
         data=Data(folder=str(folder / "data"), pattern="**/*.txt", held_out="**/*.txt", length=120, batch_size=2, accumulate=2),
         optimizer=Optimizer(learning_rate=1e-2, warmup=3, clip=1.5),
-        ring=Ring(ranks=ranks, chunk=20),
+        ring=RingConfig(ranks=ranks, chunk=20),
         evaluation=Evaluation(every=5, batches=1, buckets=3),
         passkey=Passkeys(lengths=(131,), texts=3, digits=2, train_every=3),
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendFitness:
     """One backend's fitness for a problem.
 
     ``objection``: why it cannot solve the problem, or None. ``drawback``: why "auto" never takes it, or None. ``taken``: the
@@ -49,7 +49,7 @@ class Finding:
 
     name: str
     words: tuple[str, ...]
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[BackendFitness, ...] = ()
 
 
 def versions() -> dict[str, str]:
@@ -95,7 +95,7 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
     return found
 
 
-def choices(problem: Problem) -> tuple[Choice, ...]:
+def choices(problem: Problem) -> tuple[BackendFitness, ...]:
     """Return the choice of each backend, in the order in which "auto" tries them.
 
     At run time, "auto" may still go on to the next backend, if the kernels of one do not compile.
@@ -106,7 +106,9 @@ def choices(problem: Problem) -> tuple[Choice, ...]:
     left = next(x.leaves(problem) for x in BACKENDS if x.name == forward)
     passes = {forward: ("forward", "backward")} if left is None else {forward: ("forward",), "triton": ("backward",)}
     return tuple(
-        Choice(x.name, x.objection(problem), x.drawback(problem), passes.get(x.name, ()), left if x.name == forward else None)
+        BackendFitness(
+            x.name, x.objection(problem), x.drawback(problem), passes.get(x.name, ()), left if x.name == forward else None
+        )
         for x in BACKENDS
     )
 

@@ -107,9 +107,9 @@ def demo(
 ) -> None:
     """Check on this CPU that the ring is exact and PyTorch and JAX train alike. Exit with status 1 if a bound is missed."""
     with mistakes_in_one_line():
-        from .demo.run import Settings, run
+        from .demo.run import DemoSettings, run
 
-        status = run(Settings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
+        status = run(DemoSettings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
     raise typer.Exit(status)
 
 

@@ -152,11 +152,11 @@ def test_the_place_of_a_rank_is_that_of_its_main_thread():
 def test_a_narrow_terminal_cuts_no_number():
     rich = pytest.importorskip("rich.console")
     from ring_attn_cli.compare import report
-    from ring_attn_cli.compare.comparison import Comparison, Result
+    from ring_attn_cli.compare.comparison import Comparison, VariantResult
     from ring_attn_cli.compare.sweep import asked
 
     numbers = [measure.Quantity("dsinks", 2.3e-7, 5.6e-7, 12.34, 7.1e-7, 2e-7, 3e-12)]
-    result = Result(Case(), "ring", "torch", 2, tuple(numbers), (), (0.01,), 10**9)
+    result = VariantResult(Case(), "ring", "torch", 2, tuple(numbers), (), (0.01,), 10**9)
     found = Comparison(asked(["ring"], 2, "torch", 1, 9.0), (result,), (), {})
     for columns in (20, 40, 60):
         width = report.width_of(columns)

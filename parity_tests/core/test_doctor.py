@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from ring_attn_cli.doctor import Choice, choices, findings, typical, versions
+from ring_attn_cli.doctor import BackendFitness, choices, findings, typical, versions
 from ring_attn_cli.main import app
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS
@@ -161,7 +161,7 @@ def test_every_gpu_of_a_kind_is_counted(pretend: Pretend):
 def test_choices_follow_the_order_of_auto():
     listed = choices(typical("float32", 64))
     assert [choice.backend for choice in listed] == [each.name for each in BACKENDS]
-    assert listed[-1] == Choice("blockwise", None, None, ("forward", "backward"))
+    assert listed[-1] == BackendFitness("blockwise", None, None, ("forward", "backward"))
     assert [choice.taken for choice in listed].count(()) == len(listed) - 1
 
 

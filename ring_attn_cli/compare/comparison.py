@@ -23,7 +23,7 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 
 @dataclass(frozen=True)
-class Result:
+class VariantResult:
     """The result of one variant in one framework on a ring of ``ranks``. ``part``: the part that the truth covers, "" for all."""
 
     case: Case
@@ -65,7 +65,7 @@ class Comparison:
     """All results of a sweep. ``kinds``: the kind of device, by framework."""
 
     sweep: Sweep
-    results: tuple[Result, ...]
+    results: tuple[VariantResult, ...]
     left_out: tuple[LeftOut, ...]
     kinds: dict[str, str]
 
@@ -99,7 +99,7 @@ def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     cells, left_out = _contestants(sweep, frameworks)
     needed = tuple(name for name in FRAMEWORKS if any(each.framework == name for cell in cells for each in cell))
     tell(f"starting {' and '.join(TITLES[name] for name in needed)}")
-    results: list[Result] = []
+    results: list[VariantResult] = []
     with Pool(needed, sweep.rings, sweep.cases[0].device, sweep.patience) as pool:
         for cell in cells:
             found, refused = _cell(pool, sweep, cell, tell)
@@ -146,7 +146,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
     return cells, left_out
 
 
-def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[Result], list[LeftOut]]:
+def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[LeftOut]]:
     """Return all results of one case, and the variants that were refused while it ran."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
@@ -179,7 +179,7 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
-) -> Result:
+) -> VariantResult:
     """Compare one result with the truth, with the same variant on one device, and with the other framework."""
     oracle = ORACLES[one.variant.oracle]
     given = oracle.given(one.case)
@@ -196,7 +196,7 @@ def _judged(
     missed = [quantity.name for quantity in found if not quantity.within]
     evidence = Evidence(one.case, one.case.plan(one.ranks), given, truth, got, missed, cotangents, alone)
     words = diagnose(evidence, one.variant.oracle == "attention")
-    return Result(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
+    return VariantResult(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
 
 
 def _together(left_out: list[LeftOut]) -> list[LeftOut]:

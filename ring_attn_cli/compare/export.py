@@ -15,7 +15,7 @@ from typing import Any
 
 from ring_attn_core import __version__
 
-from .comparison import Comparison, Result
+from .comparison import Comparison, VariantResult
 
 SCHEMA = 1
 PACKAGES = (
@@ -44,7 +44,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
     )
 
 
-def _result(result: Result) -> dict[str, Any]:
+def _result(result: VariantResult) -> dict[str, Any]:
     return {
         "variant": result.variant,
         "framework": result.framework,

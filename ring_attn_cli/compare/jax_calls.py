@@ -14,21 +14,21 @@ from flax import nnx
 from ring_attn_jax import RingAttention, RingTransformer, dilated_attention, loss, ring_attention, summary_attention
 
 from . import user as users
-from .jax_side import Call
+from .jax_side import JaxCall
 from .oracles import DEPTH, VOCAB
 
 Arrays = dict[str, jax.Array]
 Function = Callable[[Arrays], Arrays]
 
 
-def options(call: Call) -> dict[str, Any]:
+def options(call: JaxCall) -> dict[str, Any]:
     """Return the arguments of ring_attention that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
 
 
-def ring(call: Call) -> Function:
+def ring(call: JaxCall) -> Function:
     def attention(arrays: Arrays) -> Arrays:
         out, lse = ring_attention(**arrays, **options(call), axis_name=call.axis_name, return_lse=True)
         return {"out": out, "lse": lse}
@@ -36,7 +36,7 @@ def ring(call: Call) -> Function:
     return attention
 
 
-def dilated(call: Call) -> Function:
+def dilated(call: JaxCall) -> Function:
     case = call.case
     own = {"segments": case.segments, "dilations": case.dilations, "mixing": case.mixing, "mask": case.band}
 
@@ -47,7 +47,7 @@ def dilated(call: Call) -> Function:
     return attention
 
 
-def summary(call: Call) -> Function:
+def summary(call: JaxCall) -> Function:
     case = call.case
     own = {"block": case.block, "summaries": case.summaries, "window": case.window}
 
@@ -58,12 +58,12 @@ def summary(call: Call) -> Function:
     return attention
 
 
-def _variant(call: Call) -> dict[str, Any]:
+def _variant(call: JaxCall) -> dict[str, Any]:
     """Return the arguments that dilated and summary attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
-def layer(call: Call) -> Function:
+def layer(call: JaxCall) -> Function:
     case = call.case
     dim = case.heads * case.head_dim
     module = RingAttention(dim, case.heads, **_heads(call), dropout_rate=case.dropout_rate, rngs=nnx.Rngs(0))
@@ -77,7 +77,7 @@ def layer(call: Call) -> Function:
     return apply
 
 
-def transformer(call: Call) -> Function:
+def transformer(call: JaxCall) -> Function:
     case = call.case
     dim = case.heads * case.head_dim
     module = RingTransformer(VOCAB, dim, DEPTH, case.heads, hidden=2 * dim, **_heads(call), rngs=nnx.Rngs(0))
@@ -91,7 +91,7 @@ def transformer(call: Call) -> Function:
     return apply
 
 
-def _heads(call: Call) -> dict[str, Any]:
+def _heads(call: JaxCall) -> dict[str, Any]:
     """Return the arguments that RingAttention and RingTransformer share."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
@@ -114,7 +114,7 @@ def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
     return nnx.merge(graph, nnx.from_flat_state(flat)), others
 
 
-def user(call: Call) -> Function:
+def user(call: JaxCall) -> Function:
     text = call.user or ""
     function = users.load(text)
     names = ("extents", "key_mask", "sinks", "alibi_slopes")
@@ -131,7 +131,7 @@ def user(call: Call) -> Function:
     return attention
 
 
-def ringattention(call: Call) -> Function:
+def ringattention(call: JaxCall) -> Function:
     """Return the call of the package ringattention, on contiguous shards with one chunk of queries and one of keys per rank."""
     import jax.numpy as jnp
     from ringattention import ringattention_jax as attend  # pyright: ignore[reportMissingImports]

@@ -17,14 +17,14 @@ from ..processes import Report
 from .cases import Case
 from .measure import ResidentMemory
 from .oracles import ORACLES
-from .orders import Order, Outcome, Settings, cut, importable, resolve, serve
+from .orders import Order, Outcome, WorkerSettings, cut, importable, resolve, serve
 
 SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
 CAST = {"q", "k", "v", "x"}
 """Arrays that are cast to the case's dtype; sinks, slopes and weights keep the dtype that they are drawn in."""
 
 
-class Call(NamedTuple):
+class JaxCall(NamedTuple):
     """Inputs for building a variant's function, which runs inside a shard_map over the axis ``axis_name``."""
 
     case: Case
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     user: str | None
 
 
-def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
+def work(report: Report, rank: int, settings: WorkerSettings, orders: Any) -> None:
     """Answer orders for all ranks, in one JAX program, until the pipe closes."""
     if settings.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -48,10 +48,10 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
         if len(devices) < settings.most:
             return
     importable(settings.folder)
-    serve(report, rank, orders, _Side(devices), settings.patience)
+    serve(report, rank, orders, _JaxWorker(devices), settings.patience)
 
 
-class _Side:
+class _JaxWorker:
     """One method for each kind of order."""
 
     def __init__(self, devices: list[Any]) -> None:
@@ -61,7 +61,7 @@ class _Side:
     def prepare(self, order: Order) -> Outcome:
         given, oracle, case = ORACLES[order.oracle].given(order.case), ORACLES[order.oracle], order.case
         plan = case.plan(order.ranks)
-        function = resolve(order.call)(Call(case, plan, "seq", order.user))
+        function = resolve(order.call)(JaxCall(case, plan, "seq", order.user))
         mesh = Mesh(np.array(self._devices[: order.ranks]), ("seq",), axis_types=(AxisType.Auto,))
         spec = lambda name: SEQ if name in oracle.sharded else WHOLE
 

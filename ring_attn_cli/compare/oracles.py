@@ -24,7 +24,7 @@ VOCAB, DEPTH = 61, 2
 
 
 @dataclass(frozen=True)
-class Given:
+class GlobalArrays:
     """Global arrays in the natural order of tokens, by the function's argument names.
 
     ``leaves``: names of the arrays that are differentiated; the gradient of x is named dx. ``cotangents``: by result name.
@@ -57,13 +57,13 @@ class Oracle:
     inputs and results are replicated, and the gradients of replicated inputs are partial sums of each rank.
     """
 
-    given: Callable[[Case], Given]
-    truth: Callable[[Case, Given, Collection[str]], Truth]
+    given: Callable[[Case], GlobalArrays]
+    truth: Callable[[Case, GlobalArrays, Collection[str]], Truth]
     sharded: frozenset[str]
     paddings: dict[str, object] = field(default_factory=lambda: {"key_mask": False})
 
 
-def _attention_given(case: Case) -> Given:
+def _attention_given(case: Case) -> GlobalArrays:
     rows = (case.batch, case.length)
     q, kv = (*rows, case.heads, case.head_dim), (*rows, case.kv_heads, case.head_dim)
     arrays: Arrays = dict(zip(("q", "k", "v"), case.normal(0, q, kv, kv), strict=True))
@@ -74,14 +74,14 @@ def _attention_given(case: Case) -> Given:
         leaves = (*leaves, "sinks")
     if case.slopes is not None:
         arrays["alibi_slopes"] = case.slopes
-    return Given(arrays | case.masks, leaves, {"out": dout, "lse": dlse})
+    return GlobalArrays(arrays | case.masks, leaves, {"out": dout, "lse": dlse})
 
 
 MOST_PAIRS = 2**27
 """Most (query, key) pairs over all heads and batch rows for which the whole truth is computed: about 10 s on a core."""
 
 
-def _attention_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+def _attention_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
     arrays = first_heads(case, given, cotangents, whole=case.batch * case.heads * case.length**2 <= MOST_PAIRS)
     of_exact = exact(**arrays, mask=case.band, **case.scalars)
     of_plain = plain(**arrays, mask=case.band, dtype=case.dtype, **case.scalars)
@@ -96,7 +96,7 @@ def _attention_truth(case: Case, given: Given, cotangents: Collection[str]) -> T
     return Truth(truth.exact, truth.plain, bounds, part)
 
 
-def first_heads(case: Case, given: Given, cotangents: Collection[str], whole: bool = False) -> Arrays:
+def first_heads(case: Case, given: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
     """Return the inputs of attention and its cotangents dout and dlse, under the oracle's argument names.
 
     Restrict them to batch row 0 and key head 0 unless ``whole``. Cotangents that are not in ``cotangents`` are 0.
@@ -116,7 +116,7 @@ def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
     return {name: x for name, x in attention._asdict().items() if x is not None}
 
 
-def _layer_given(case: Case) -> Given:
+def _layer_given(case: Case) -> GlobalArrays:
     dim, width, kv_width = (case.heads * case.head_dim,) * 2 + (case.kv_heads * case.head_dim,)
     shapes = {"q": (width, dim), "k": (kv_width, dim), "v": (kv_width, dim), "o": (dim, width)}
     drawn = case.normal(5, *shapes.values(), rounded=False)
@@ -124,7 +124,7 @@ def _layer_given(case: Case) -> Given:
     if case.sinks:
         (weights["sinks"],) = case.normal(4, (case.heads,), rounded=False)
     x, dout = case.normal(6, *[(case.batch, case.length, dim)] * 2)
-    return Given({"x": x} | case.masks | weights, ("x", *weights), {"out": dout})
+    return GlobalArrays({"x": x} | case.masks | weights, ("x", *weights), {"out": dout})
 
 
 def _layers(case: Case, dtype: str | None) -> Layers:
@@ -132,14 +132,14 @@ def _layers(case: Case, dtype: str | None) -> Layers:
     return Layers(LayerSettings(case.head_dim, case.band), dtype, features)
 
 
-def _layer_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+def _layer_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
     weights = {name: given.arrays[name] for name in given.leaves if name != "x"}
     arguments = weights, given.arrays["x"], given.cotangents["out"]
     right, rough = (_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype))
     return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
 
 
-def _transformer_given(case: Case) -> Given:
+def _transformer_given(case: Case) -> GlobalArrays:
     dim, hidden = case.heads * case.head_dim, 2 * case.heads * case.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, dim), "norm.weight": (dim,)}
     for at in (f"blocks.{i}." for i in range(DEPTH)):
@@ -158,10 +158,12 @@ def _transformer_given(case: Case) -> Given:
     weights = {name: w * deviation[w.ndim] + case.working("norm" in name) for name, w in drawn.items()}
     ids = np.random.default_rng((case.seed, 6)).integers(0, VOCAB, (case.batch, case.length)).astype(np.int32)
     labels = np.concatenate([ids[:, 1:], np.full((case.batch, 1), -100, np.int32)], 1)
-    return Given({"ids": ids, "labels": labels} | case.masks | weights, tuple(weights), {"loss": np.array(1, case.working)})
+    return GlobalArrays(
+        {"ids": ids, "labels": labels} | case.masks | weights, tuple(weights), {"loss": np.array(1, case.working)}
+    )
 
 
-def _transformer_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+def _transformer_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
     weights = {name: given.arrays[name] for name in given.leaves}
     arguments = weights, given.arrays["ids"], given.arrays["labels"]
     right, rough = (_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype))
@@ -173,7 +175,7 @@ def _transformer_truth(case: Case, given: Given, cotangents: Collection[str]) ->
     return Truth(right, rough, bounds)
 
 
-def _dilated_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+def _dilated_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
     call = dilated.DilatedFeatures(
         case.segments, case.dilations, case.mixing, case.band, given.arrays.get("key_mask"), case.scale, case.softcap
     )
@@ -182,13 +184,13 @@ def _dilated_truth(case: Case, given: Given, cotangents: Collection[str]) -> Tru
     return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
 
 
-def _summary_given(case: Case) -> Given:
+def _summary_given(case: Case) -> GlobalArrays:
     of_attention = _attention_given(case)
     (pool,) = case.normal(7, (case.summaries, case.kv_heads, case.head_dim))
-    return Given(of_attention.arrays | {"pool": pool}, (*of_attention.leaves, "pool"), of_attention.cotangents)
+    return GlobalArrays(of_attention.arrays | {"pool": pool}, (*of_attention.leaves, "pool"), of_attention.cotangents)
 
 
-def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Truth:
+def _summary_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
     pool, key_mask = given.arrays["pool"], given.arrays.get("key_mask")
     asked = summary.SummaryFeatures(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
     exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
@@ -205,7 +207,7 @@ def _summary_truth(case: Case, given: Given, cotangents: Collection[str]) -> Tru
     return Truth(right, rough, bounds)
 
 
-def _qkv(given: Given) -> QKV:
+def _qkv(given: GlobalArrays) -> QKV:
     """Return q, k, v and the cotangents of out and lse."""
     arrays, cotangents = given.arrays, given.cotangents
     return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]

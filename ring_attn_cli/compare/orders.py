@@ -51,7 +51,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Settings:
+class WorkerSettings:
     """The start parameters of each process. ``rings``: all ring sizes that will run. ``patience``: seconds."""
 
     rings: tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .comparison import Comparison, Result
+from .comparison import Comparison, VariantResult
 from .variants import TITLES
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def save(comparison: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def share(result: Result) -> float:
+def share(result: VariantResult) -> float:
     """Return the largest error of a result as a share of its bound: at most 1 if all bounds hold, at least ``LEAST``."""
     return max(max(quantity.relative / quantity.bound for quantity in result.quantities), LEAST)
 
 
 def _lines(panels: Any, comparison: Comparison) -> None:
     axis = comparison.sweep.axis
-    lines: dict[str, list[Result]] = {}
+    lines: dict[str, list[VariantResult]] = {}
     others = [name for name in ("ranks", "length", "heads", "head_dim", "dtype", "layout", "backend") if name != axis]
     differs = [name for name in others if len({_value(result, name) for result in comparison.results}) > 1]
     for result in comparison.results:
@@ -95,5 +95,5 @@ def _barh(panel: Axes, widths: list[float], colours: list[str]) -> None:
     panel.barh(range(len(widths)), widths, height=0.7, color=colours)
 
 
-def _value(result: Result, name: str) -> Any:
+def _value(result: VariantResult, name: str) -> Any:
     return result.ranks if name == "ranks" else getattr(result.case, name)

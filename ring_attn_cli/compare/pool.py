@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..processes import Crews, Failure, Message
-from .orders import Order, Outcome, Settings, here, where_at
+from .orders import Order, Outcome, WorkerSettings, here, where_at
 from .variants import TITLES
 
 GRACE = 1.0
@@ -41,7 +41,7 @@ class Pool:
         self._patience = patience
         self._place = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
         store = str(Path(self._place.name, "store"))
-        self._settings = Settings(tuple(sorted(rings)), device, patience, store, here())
+        self._settings = WorkerSettings(tuple(sorted(rings)), device, patience, store, here())
         self._crews = Crews(patience)
         self._pipes: dict[str, list[Connection]] = {}
         self._frameworks = frameworks

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .comparison import Comparison, Result
+from .comparison import Comparison, VariantResult
 from .measure import Quantity
 from .sweep import SWEPT
 from .variants import TITLES
@@ -60,7 +60,7 @@ CAPTION = (
 )
 
 
-def _table(title: str, results: list[Result]) -> Table:
+def _table(title: str, results: list[VariantResult]) -> Table:
     """Return the table of all results of a case."""
     drawn = Table(title=title, title_justify="left", title_style="bold", caption=CAPTION, caption_justify="left")
     for name in ("variant", "in", "ranks", "array"):
@@ -77,7 +77,7 @@ def _table(title: str, results: list[Result]) -> Table:
     return drawn
 
 
-def _one(result: Result) -> Table:
+def _one(result: VariantResult) -> Table:
     """Return the table of one result, for a narrow console."""
     milliseconds, memory = _cost(result)
     title = f"{result.label}: {milliseconds} ms, {memory} MiB"
@@ -90,7 +90,7 @@ def _one(result: Result) -> Table:
     return drawn
 
 
-def _cost(result: Result) -> tuple[str, str]:
+def _cost(result: VariantResult) -> tuple[str, str]:
     """Return the median time in ms and the peak memory in MiB, as text."""
     memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}"
     return f"{result.median_seconds * 1e3:.4g}", memory

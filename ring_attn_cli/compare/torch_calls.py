@@ -15,20 +15,20 @@ from torch import Tensor
 from ring_attn_torch import RingAttention, RingTransformer, dilated_attention, loss, ring_attention, summary_attention
 
 from . import user as users
-from .torch_side import Call
+from .torch_side import TorchCall
 
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensors]
 
 
-def options(call: Call) -> dict[str, Any]:
+def options(call: TorchCall) -> dict[str, Any]:
     """Return the arguments of ring_attention that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
 
 
-def ring(call: Call) -> Function:
+def ring(call: TorchCall) -> Function:
     def attention(arrays: Tensors) -> Tensors:
         out, lse = ring_attention(**arrays, **options(call), group=call.group, return_lse=True)
         return {"out": out, "lse": lse}
@@ -36,12 +36,12 @@ def ring(call: Call) -> Function:
     return attention
 
 
-def vendor(call: Call) -> Function:
+def vendor(call: TorchCall) -> Function:
     """Return the call of the ring with a vendor's kernels, which do not differentiate lse."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 
-def dilated(call: Call) -> Function:
+def dilated(call: TorchCall) -> Function:
     case = call.case
     own = {"segments": case.segments, "dilations": case.dilations, "mixing": case.mixing, "mask": case.band}
 
@@ -52,7 +52,7 @@ def dilated(call: Call) -> Function:
     return attention
 
 
-def summary(call: Call) -> Function:
+def summary(call: TorchCall) -> Function:
     case = call.case
     own = {"block": case.block, "summaries": case.summaries, "window": case.window}
 
@@ -63,12 +63,12 @@ def summary(call: Call) -> Function:
     return attention
 
 
-def _variant(call: Call) -> dict[str, Any]:
+def _variant(call: TorchCall) -> dict[str, Any]:
     """Return the arguments that dilated and summary attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
-def layer(call: Call) -> Function:
+def layer(call: TorchCall) -> Function:
     case = call.case
     dim = case.heads * case.head_dim
     module = RingAttention(dim, case.heads, **_heads(call), dropout_rate=case.dropout_rate, group=call.group).to(call.device)
@@ -82,7 +82,7 @@ def layer(call: Call) -> Function:
     return apply
 
 
-def transformer(call: Call) -> Function:
+def transformer(call: TorchCall) -> Function:
     case = call.case
     dim = case.heads * case.head_dim
     from .oracles import DEPTH, VOCAB
@@ -98,7 +98,7 @@ def transformer(call: Call) -> Function:
     return apply
 
 
-def _heads(call: Call) -> dict[str, Any]:
+def _heads(call: TorchCall) -> dict[str, Any]:
     """Return the arguments that RingAttention and RingTransformer share."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
@@ -112,7 +112,7 @@ def _split(arrays: Tensors, module: torch.nn.Module) -> tuple[Tensors, Tensors]:
     return {n: x for n, x in arrays.items() if n not in names}, {n: x for n, x in arrays.items() if n in names}
 
 
-def user(call: Call) -> Function:
+def user(call: TorchCall) -> Function:
     text = call.user or ""
     function = users.load(text)
     names = ("extents", "key_mask", "sinks", "alibi_slopes")
@@ -128,7 +128,7 @@ def user(call: Call) -> Function:
     return attention
 
 
-def sdpa(call: Call) -> Function:
+def sdpa(call: TorchCall) -> Function:
     """Return the call of torch's scaled_dot_product_attention on one device.
 
     The mask is passed as a dense array unless it is causal or full without extents and key_mask.
@@ -159,7 +159,7 @@ def sdpa(call: Call) -> Function:
     return attention
 
 
-def context_parallel(call: Call) -> Function:
+def context_parallel(call: TorchCall) -> Function:
     """Return the call of PyTorch's experimental context parallelism, with its load balancing (zigzag)."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel as parallel
@@ -182,7 +182,7 @@ def context_parallel(call: Call) -> Function:
     return attention
 
 
-def ring_flash_attn(call: Call) -> Function:
+def ring_flash_attn(call: TorchCall) -> Function:
     from ring_flash_attn import zigzag_ring_flash_attn_func  # pyright: ignore[reportMissingImports]
 
     def attention(arrays: Tensors) -> Tensors:
@@ -192,7 +192,7 @@ def ring_flash_attn(call: Call) -> Function:
     return attention
 
 
-def ring_attention_pytorch(call: Call) -> Function:
+def ring_attention_pytorch(call: TorchCall) -> Function:
     """Return the call of the package ring-attention-pytorch, striped if causal.
 
     Its ring is the default process group, so one rank is computed without a ring.

@@ -20,13 +20,13 @@ from ..processes import Report
 from .cases import Case
 from .measure import ResidentMemory
 from .oracles import ORACLES
-from .orders import Order, Outcome, Settings, cut, importable, resolve, serve
+from .orders import Order, Outcome, WorkerSettings, cut, importable, resolve, serve
 
 CAST = {"q", "k", "v", "x"}
 """Arrays that are cast to the case's dtype; sinks, slopes and weights keep the dtype that they are drawn in."""
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """Inputs for building a variant's function on this rank."""
 
     case: Case
@@ -37,14 +37,14 @@ class Call(NamedTuple):
     user: str | None
 
 
-class Prepared(NamedTuple):
+class ReadyVariant(NamedTuple):
     """A prepared call: ``run`` computes the results and gradients of this rank's shards; ``group`` is its ring."""
 
     run: Callable[[], dict[str, Tensor]]
     group: Any
 
 
-def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
+def work(report: Report, rank: int, settings: WorkerSettings, orders: Any) -> None:
     """Answer orders as one rank until the pipe closes."""
     if settings.device == "gpu":
         devices = torch.cuda.device_count()
@@ -62,22 +62,22 @@ def work(report: Report, rank: int, settings: Settings, orders: Any) -> None:
         report("ready", (rank, {"devices": devices, "kind": kind}))
     else:
         report("ready", (rank, {"devices": settings.most, "kind": "cpu"}))
-    serve(report, rank, orders, _Side(rank, groups, settings.device), settings.patience)
+    serve(report, rank, orders, _TorchWorker(rank, groups, settings.device), settings.patience)
 
 
-class _Side:
+class _TorchWorker:
     """One method for each kind of order."""
 
     def __init__(self, rank: int, groups: dict[int, Any], device: str) -> None:
         self._rank, self._groups = rank, groups
         self._device = torch.device("cuda", rank) if device == "gpu" else torch.device("cpu")
-        self._known: dict[Any, Prepared] = {}
+        self._known: dict[Any, ReadyVariant] = {}
 
     def prepare(self, order: Order) -> Outcome:
         given, oracle, plan = ORACLES[order.oracle].given(order.case), ORACLES[order.oracle], order.case.plan(order.ranks)
         self._share_cores(order.ranks)
         group = self._groups[order.ranks]
-        function = resolve(order.call)(Call(order.case, plan, self._rank, group, self._device, order.user))
+        function = resolve(order.call)(TorchCall(order.case, plan, self._rank, group, self._device, order.user))
         dtype = getattr(torch, order.case.dtype)
 
         def mine(name: str, x: np.ndarray, pad: Any = 0) -> Tensor:
@@ -107,7 +107,7 @@ class _Side:
             pairs = zip(given.leaves, leaves, gradients, strict=True)
             return found | {"d" + name: torch.zeros_like(x) if gradient is None else gradient for name, x, gradient in pairs}
 
-        prepared = self._known[order.key] = Prepared(run, group)
+        prepared = self._known[order.key] = ReadyVariant(run, group)
         results = prepared.run()
         whole = {name: [_numpy(x)] for name, x in results.items() if self._rank == 0 or name in oracle.sharded or name[0] == "d"}
         return Outcome(whole, frozenset(used))

@@ -29,7 +29,7 @@ CLOSE = 1e-6
 """Bound of the relative difference of two float32 results: of two frameworks, or of a ring and one device."""
 
 
-class Inputs(NamedTuple):
+class DemoInputs(NamedTuple):
     """q [1 s h d], k, v [1 s g d] and the cotangents of out and lse: float32 global sequences in natural order."""
 
     q: np.ndarray
@@ -39,14 +39,14 @@ class Inputs(NamedTuple):
     dlse: np.ndarray
 
 
-class Result(NamedTuple):
+class DemoResult(NamedTuple):
     """Attention of global sequences in natural order, and its seconds."""
 
     attention: Attention
     seconds: float
 
 
-class Truth(NamedTuple):
+class DemoTruth(NamedTuple):
     """Exact attention in float64 and plain attention in float32, of all heads or of some, and the seconds of both."""
 
     exact: Attention
@@ -54,7 +54,7 @@ class Truth(NamedTuple):
     seconds: float
 
 
-def inputs(tokens: int) -> Inputs:
+def inputs(tokens: int) -> DemoInputs:
     """Embed the text byte by byte with its positions and project it, with random weights from a fixed seed.
 
     The positions give each token its own q, k and v, so that a misplaced token changes the result.
@@ -70,26 +70,26 @@ def inputs(tokens: int) -> Inputs:
         return y.reshape(1, tokens, heads, HEAD_DIM).astype(np.float32)
 
     random = lambda *dims: rng.standard_normal((1, tokens, HEADS, *dims), np.float32)
-    return Inputs(projected(HEADS), projected(KV_HEADS), projected(KV_HEADS), random(HEAD_DIM), random())
+    return DemoInputs(projected(HEADS), projected(KV_HEADS), projected(KV_HEADS), random(HEAD_DIM), random())
 
 
-def work(report: Report, given: Inputs, mask: Band, kv_head: int) -> None:
+def work(report: Report, given: DemoInputs, mask: Band, kv_head: int) -> None:
     """Compute and report the truth of one key head and its query heads, in a process of its own."""
     began = time.perf_counter()
     q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in given)
     exact = oracle.exact(q, k, v, mask, dout, dlse)
     plain = oracle.plain(q, k, v, mask, dout, "float32", dlse)
-    report("truth", (kv_head, Truth(exact, plain, time.perf_counter() - began)))
+    report("truth", (kv_head, DemoTruth(exact, plain, time.perf_counter() - began)))
 
 
-def joined(parts: Mapping[int, Truth]) -> Truth:
+def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
     """Concatenate the truths of the key heads into that of all heads."""
     inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
     whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
-    return Truth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))
+    return DemoTruth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))
 
 
-class Row(NamedTuple):
+class CheckRow(NamedTuple):
     """The checks of one array, by framework, and the check between the frameworks if there are two."""
 
     name: str
@@ -102,12 +102,12 @@ class Row(NamedTuple):
         return [*self.exact.values(), *self.one_device.values(), *([self.frameworks] if self.frameworks else [])]
 
 
-def rows(truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> list[Row]:
+def rows(truth: DemoTruth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> list[CheckRow]:
     """Return one row for each of out, lse, dq, dk and dv. ``rings`` and ``one_device`` map a framework to its result."""
     return [_row(name, truth, rings, one_device) for name in COMPARED]
 
 
-def _row(name: str, truth: Truth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> Row:
+def _row(name: str, truth: DemoTruth, rings: Mapping[str, Attention], one_device: Mapping[str, Attention]) -> CheckRow:
     of = attrgetter(name)
     limit = bound(of(truth.plain), of(truth.exact), "float32")
     exact, alone = {}, {}
@@ -116,6 +116,8 @@ def _row(name: str, truth: Truth, rings: Mapping[str, Attention], one_device: Ma
         exact[framework] = Check(f"{name}: {framework} ring against exact float64", error, limit)
         alone[framework] = Check(f"{name}: {framework} ring against one device", apart, CLOSE)
     if len(rings) != 2:
-        return Row(name, exact, alone, None)
+        return CheckRow(name, exact, alone, None)
     (a, ring_a), (b, ring_b) = rings.items()
-    return Row(name, exact, alone, Check(f"{name}: {a} ring against {b} ring", relative_error(of(ring_a), of(ring_b)), CLOSE))
+    return CheckRow(
+        name, exact, alone, Check(f"{name}: {a} ring against {b} ring", relative_error(of(ring_a), of(ring_b)), CLOSE)
+    )

@@ -14,10 +14,10 @@ from ..processes import Crews, Message
 from . import exactness, report
 from .exactness import PARTS
 from .gathered import EXACT, Gathered
-from .settings import MASK, Settings
+from .settings import MASK, DemoSettings
 
 
-def gather(settings: Settings, frameworks: list[str], console: Console) -> Gathered:
+def gather(settings: DemoSettings, frameworks: list[str], console: Console) -> Gathered:
     """Return all results of the demo, and print the exactness as soon as it is known.
 
     Raise :class:`processes.Failure` if a process fails.
@@ -32,7 +32,7 @@ def gather(settings: Settings, frameworks: list[str], console: Console) -> Gathe
 
 
 @contextmanager
-def _started(settings: Settings, frameworks: list[str], board: _Board) -> Iterator[Crews]:
+def _started(settings: DemoSettings, frameworks: list[str], board: _Board) -> Iterator[Crews]:
     """Start the processes, and end them on exit."""
     package = __name__.rpartition(".")[0]
     given = exactness.inputs(settings.tokens)
@@ -52,7 +52,7 @@ def _started(settings: Settings, frameworks: list[str], board: _Board) -> Iterat
 class _Board(Progress):
     """Progress bars, one for each crew, with its current stage."""
 
-    def __init__(self, settings: Settings, console: Console) -> None:
+    def __init__(self, settings: DemoSettings, console: Console) -> None:
         name, words = TextColumn("{task.fields[crew]:7}"), TextColumn("{task.description}")
         super().__init__(name, BarColumn(20), TimeElapsedColumn(), words, console=console)
         self._settings = settings

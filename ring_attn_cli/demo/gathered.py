@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from ..processes import Message
 from . import exactness, training
-from .exactness import PARTS, Result, Row, Truth
+from .exactness import PARTS, CheckRow, DemoResult, DemoTruth
 from .judge import Check
-from .training import Step
+from .training import DemoStep
 
 EXACT = "exact"
 """The name of the crew that computes the truth; the other crews have their framework's name."""
@@ -19,10 +19,10 @@ class Gathered:
     """The results so far, by framework. ``rows`` is filled once all results of the exactness part are in."""
 
     frameworks: list[str]
-    truth: dict[int, Truth] = field(default_factory=dict)
-    results: dict[str, dict[str, Result]] = field(default_factory=lambda: {part: {} for part in PARTS})
-    steps: dict[str, list[Step]] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    truth: dict[int, DemoTruth] = field(default_factory=dict)
+    results: dict[str, dict[str, DemoResult]] = field(default_factory=lambda: {part: {} for part in PARTS})
+    steps: dict[str, list[DemoStep]] = field(default_factory=dict)
+    rows: list[CheckRow] = field(default_factory=list)
 
     def take(self, message: Message) -> bool:
         """Store the data of a message. Return True if it completes ``rows``."""

@@ -18,12 +18,12 @@ from ring_attn_jax import RingTransformer, from_layout, from_numpy, loss, shard_
 
 from ..processes import Report
 from . import training
-from .exactness import Inputs, Result
-from .settings import MASK, Settings
-from .training import Step
+from .exactness import DemoInputs, DemoResult
+from .settings import MASK, DemoSettings
+from .training import DemoStep
 
 
-def work(report: Report, settings: Settings, given: Inputs) -> None:
+def work(report: Report, settings: DemoSettings, given: DemoInputs) -> None:
     """Compute the attention and the training of all ranks, in one JAX program."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings.ranks)
@@ -32,15 +32,15 @@ def work(report: Report, settings: Settings, given: Inputs) -> None:
 
     report("stage", "attention over the ring")
     began = time.perf_counter()
-    report("ring", Result(attention(settings, given, mesh), time.perf_counter() - began))
+    report("ring", DemoResult(attention(settings, given, mesh), time.perf_counter() - began))
     report("stage", "attention on one device")
     began = time.perf_counter()
-    report("one device", Result(attention(settings, given, alone), time.perf_counter() - began))
+    report("one device", DemoResult(attention(settings, given, alone), time.perf_counter() - began))
     report("stage", "training, first compiled")
     train(report, settings, mesh)
 
 
-def attention(settings: Settings, given: Inputs, mesh: Mesh) -> Attention:
+def attention(settings: DemoSettings, given: DemoInputs, mesh: Mesh) -> Attention:
     """Return attention and gradients of global sequences: shard, call, run the backward, and gather."""
     ranks, layout, tokens = mesh.size, settings.layout, settings.tokens
 
@@ -54,7 +54,7 @@ def attention(settings: Settings, given: Inputs, mesh: Mesh) -> Attention:
     return Attention(*map(np.asarray, run(*map(jnp.asarray, given))))
 
 
-def train(report: Report, settings: Settings, mesh: Mesh) -> None:
+def train(report: Report, settings: DemoSettings, mesh: Mesh) -> None:
     """Train on consecutive stretches of text, one for each step, and report each loss."""
     model = RingTransformer(**training.MODEL, layout=settings.layout, mask=MASK, rngs=nnx.Rngs(0))
     from_numpy(model, training.weights(to_numpy(model)))
@@ -80,4 +80,4 @@ def train(report: Report, settings: Settings, mesh: Mesh) -> None:
         text = jnp.asarray(training.batch(step, settings.tokens))
         shards = shard_batch(text, settings.layout, settings.ranks)
         weights, state, value = update(weights, state, shards.ids, shards.positions, shards.labels)
-        report("step", Step(float(value), time.perf_counter() - began))
+        report("step", DemoStep(float(value), time.perf_counter() - began))

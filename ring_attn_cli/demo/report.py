@@ -20,9 +20,9 @@ from ring_attn_core import __version__
 
 from ..plan import image, words
 from . import training
-from .exactness import CLOSE, HEAD_DIM, HEADS, KV_HEADS, PARTS, Row
+from .exactness import CLOSE, HEAD_DIM, HEADS, KV_HEADS, PARTS, CheckRow
 from .judge import Check, missed
-from .settings import Settings
+from .settings import DemoSettings
 
 if TYPE_CHECKING:
     from .gathered import Gathered
@@ -36,7 +36,7 @@ STYLES: dict[str, dict[str, Any]] = {
 ROUNDING = 2.0**-24
 
 
-def opening(settings: Settings, left_out: list[str]) -> Group:
+def opening(settings: DemoSettings, left_out: list[str]) -> Group:
     """Return the description of the run, and the frameworks left out."""
     plan = settings.plan
     travel = words.travel_in_words(plan)
@@ -50,7 +50,7 @@ def opening(settings: Settings, left_out: list[str]) -> Group:
     return Group(*lines)
 
 
-def exactness(rows: list[Row], frameworks: list[str]) -> Group:
+def exactness(rows: list[CheckRow], frameworks: list[str]) -> Group:
     """Return the table of errors: each array against the truth, the other framework and one device, with bounds."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title="Is the ring exact?", title_justify="left", title_style="bold")
     column = partial(table.add_column, justify="right", no_wrap=True)
@@ -110,7 +110,7 @@ def _number(check: Check) -> str:
     return f"{check.value:.1e}" if check.passed else f"[red]{check.value:.1e}[/]"
 
 
-def write(out: Path, settings: Settings, gathered: Gathered, seconds: float) -> list[Path]:
+def write(out: Path, settings: DemoSettings, gathered: Gathered, seconds: float) -> list[Path]:
     """Write losses.png, plan.png and demo.json into the folder ``out`` and return their paths."""
     paths = [out / "losses.png", out / "plan.png", out / "demo.json"]
     plot_losses(gathered.losses, paths[0], words.title(settings.plan))
@@ -119,7 +119,7 @@ def write(out: Path, settings: Settings, gathered: Gathered, seconds: float) -> 
     return paths
 
 
-def document(settings: Settings, gathered: Gathered, seconds: float) -> dict[str, Any]:
+def document(settings: DemoSettings, gathered: Gathered, seconds: float) -> dict[str, Any]:
     """Return every number of the demo as JSON-compatible data."""
     checks = gathered.checks
     timings: dict[str, Any] = {"all": seconds, "exact float64": max(truth.seconds for truth in gathered.truth.values())}

@@ -13,13 +13,13 @@ from ..processes import Failure
 from . import report
 from .gather import gather
 from .judge import exit_status
-from .settings import Settings
+from .settings import DemoSettings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
 ASKED = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
 
 
-def run(settings: Settings, framework: str = "both", out: Path = Path("demo-output")) -> int:
+def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
     ``framework``: "both", "jax" or "torch". Return the exit status: 0, 1 if a bound is missed or a process fails, 130 after

@@ -17,7 +17,7 @@ QUICK: dict[str, Any] = {"tokens": 2048, "steps": 3}
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """The settings of the demo. ``tokens``: tokens of each sequence. ``steps``: training steps.
 
     Raise ValueError if the layout is unknown or a number is out of its range.
@@ -29,7 +29,7 @@ class Settings:
     layout: str = "zigzag"
 
     @classmethod
-    def of(cls, quick: bool, **given: int | str | None) -> Settings:
+    def of(cls, quick: bool, **given: int | str | None) -> DemoSettings:
         """Return the defaults, with those of ``--quick`` if ``quick``, replaced by the given values that are not None."""
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return cls(**(QUICK if quick else {}) | chosen)

@@ -25,12 +25,12 @@ from ring_attn_torch import (
 
 from ..processes import Report
 from . import training
-from .exactness import Inputs, Result
-from .settings import MASK, Settings
-from .training import Step
+from .exactness import DemoInputs, DemoResult
+from .settings import MASK, DemoSettings
+from .training import DemoStep
 
 
-def work(report: Report, rank: int, settings: Settings, given: Inputs, store: str) -> None:
+def work(report: Report, rank: int, settings: DemoSettings, given: DemoInputs, store: str) -> None:
     """Compute the attention and the training of one rank; rank 0 reports for all."""
     torch.set_num_threads(1)
     patience = timedelta(seconds=settings.patience)
@@ -40,17 +40,17 @@ def work(report: Report, rank: int, settings: Settings, given: Inputs, store: st
 
     tell("stage", "attention over the ring")
     began = time.perf_counter()
-    tell("ring", Result(attention(settings, given, rank), time.perf_counter() - began))
+    tell("ring", DemoResult(attention(settings, given, rank), time.perf_counter() - began))
     if rank == 0:
         tell("stage", "attention on one device")
         began = time.perf_counter()
-        tell("one device", Result(attention(settings, given, 0, alone), time.perf_counter() - began))
+        tell("one device", DemoResult(attention(settings, given, 0, alone), time.perf_counter() - began))
     tell("stage", "training")
     train(tell, settings, rank)
     dist.destroy_process_group()
 
 
-def attention(settings: Settings, given: Inputs, rank: int, group: Any = None) -> Attention:
+def attention(settings: DemoSettings, given: DemoInputs, rank: int, group: Any = None) -> Attention:
     """Return attention and gradients of global sequences: shard, call, run the backward, and gather."""
     ranks, layout, tokens = dist.get_world_size(group), settings.layout, settings.tokens
     q, k, v, dout, dlse = (to_layout(torch.from_numpy(x), layout, ranks).chunk(ranks, 1)[rank].contiguous() for x in given)
@@ -67,7 +67,7 @@ def attention(settings: Settings, given: Inputs, rank: int, group: Any = None) -
     return Attention(*map(gathered, (out, lse, *gradients)))
 
 
-def train(report: Report, settings: Settings, rank: int) -> None:
+def train(report: Report, settings: DemoSettings, rank: int) -> None:
     """Train on consecutive stretches of text, one for each step, and report each loss.
 
     All ranks end with the same weights.
@@ -84,4 +84,4 @@ def train(report: Report, settings: Settings, rank: int) -> None:
         value.backward()
         sum_gradients(model)
         optimizer.step()
-        report("step", Step(value.item(), time.perf_counter() - began))
+        report("step", DemoStep(value.item(), time.perf_counter() - began))

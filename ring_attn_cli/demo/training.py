@@ -18,7 +18,7 @@ FALL = 0.99
 """Bound of the ratio of the last loss to the first."""
 
 
-class Step(NamedTuple):
+class DemoStep(NamedTuple):
     loss: float
     seconds: float
 

@@ -40,9 +40,9 @@ def generate(
     with mistakes_in_one_line():
         from ..processes import Failure
         from .run import run
-        from .settings import Settings
+        from .settings import GenerateSettings
 
-        asked = Settings(
+        asked = GenerateSettings(
             weights=weights,
             prompt=prompt_file,
             text=prompt,

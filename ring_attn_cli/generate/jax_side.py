@@ -10,10 +10,10 @@ from jax.sharding import AxisType
 
 from ring_attn_jax import load_llama, load_weights
 
-from .settings import Settings
+from .settings import GenerateSettings
 
 
-def run(settings: Settings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
+def run(settings: GenerateSettings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
     """Generate on accelerators if there are enough for all ranks, else on JAX's CPU devices. Report progress by ``tell``."""
     jax.config.update("jax_num_cpu_devices", settings.ranks)
     dtypes = [settings.dtype, *(settings.config.get(name) for name in ("param_dtype", "compute_dtype", "dtype", "torch_dtype"))]

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..processes import Crews
-from .settings import Settings
+from .settings import GenerateSettings
 from .text import Text, harmless
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors")}
@@ -25,7 +25,7 @@ PATIENCE = 1800.0
 """Seconds without a message after which the run fails; a chunk of a long prompt or compiling a large model takes long."""
 
 
-def run(settings: Settings) -> None:
+def run(settings: GenerateSettings) -> None:
     """Generate, and write the new text to stdout and the progress to stderr.
 
     Raise ValueError if the settings are invalid, :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a
@@ -35,7 +35,7 @@ def run(settings: Settings) -> None:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
     text = Text(settings)
-    with Watch(text, Console(stderr=True, highlight=False)) as watch:
+    with GenerateWatch(text, Console(stderr=True, highlight=False)) as watch:
         if settings.framework == "jax":
             from . import jax_side
 
@@ -50,7 +50,7 @@ def run(settings: Settings) -> None:
                 watch(message.kind, message.data)
 
 
-class Watch:
+class GenerateWatch:
     """A context manager that shows a progress bar for the prompt, then the text as it arrives, then the speed."""
 
     def __init__(self, text: Text, console: Console) -> None:
@@ -61,7 +61,7 @@ class Watch:
         self._began = time.monotonic()
         self._came: list[float] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> GenerateWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -14,7 +14,7 @@ from ..processes import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GenerateSettings:
     """The options of ``ring-attn generate``. Raise ValueError if one of them is invalid.
 
     ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: most new tokens. ``stop``: None means the ids of the

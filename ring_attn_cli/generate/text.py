@@ -7,7 +7,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from .settings import Settings
+from .settings import GenerateSettings
 
 BYTES = 256
 
@@ -19,7 +19,7 @@ class Text:
     such as a beginning of sequence, are added only for Hugging Face's folders, because ``ring-attn train`` adds none.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GenerateSettings) -> None:
         beside = settings.weights / "tokenizer.json"
         path = settings.tokenizer or (beside if beside.is_file() else None)
         self._tokenizer = None if path is None else _read(path)

@@ -11,10 +11,10 @@ from ring_attn_torch import load_llama, load_weights
 
 from ..processes import Report
 from ..train.torch_side import backend_of, device_of
-from .settings import Settings
+from .settings import GenerateSettings
 
 
-def work(report: Report, rank: int, settings: Settings, ids: list[int], store: str) -> None:
+def work(report: Report, rank: int, settings: GenerateSettings, ids: list[int], store: str) -> None:
     """Generate as one rank, in a process that the command started; rank 0 reports for all."""
     if dist.is_torchelastic_launched():
         report("mistake", "torchrun has started this command, which starts its own processes: run it once, with --ranks")

@@ -61,7 +61,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class RingConfig:
     """The parallelism of a run, and the options of ``RingTransformer``.
 
     ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with other rows. ``chunk``: tokens whose
@@ -117,7 +117,7 @@ class Config:
     model: Mapping[str, Any] = field(default_factory=dict)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    ring: Ring = field(default_factory=Ring)
+    ring: RingConfig = field(default_factory=RingConfig)
     evaluation: Evaluation = field(default_factory=Evaluation)
     passkey: Passkeys = field(default_factory=Passkeys)
 

@@ -8,7 +8,7 @@ from typing import TypedDict
 from .config import Config
 
 
-class Arguments(TypedDict):
+class DatasetArguments(TypedDict):
     """The arguments of ``SequenceShardedDataset`` that are equal on all ranks."""
 
     folder: str
@@ -22,7 +22,7 @@ class Arguments(TypedDict):
     cache: Path
 
 
-def arguments(config: Config, held_out: bool) -> Arguments:
+def arguments(config: Config, held_out: bool) -> DatasetArguments:
     """Return the dataset arguments, with the token cache in the run's folder because the data's may be read-only."""
     of = config.data
     return {

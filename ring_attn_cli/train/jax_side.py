@@ -39,7 +39,7 @@ from .arithmetic import first_weights, rates
 from .config import DTYPES, Config, Optimizer
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
-from .side import Machine, Step
+from .side import Machine, TrainStep
 
 AXES = "data", "seq"
 MOST_BYTES = 4096
@@ -182,13 +182,13 @@ class JaxSide:
         whole, targets, of = jnp.asarray(ids), jnp.asarray(labels), self._config.ring
         return shard_batch(whole, of.layout, of.ranks, labels=targets, documents=jnp.zeros_like(whole))
 
-    def step(self, number: int, microbatches: list[Shard]) -> Step:
+    def step(self, number: int, microbatches: list[Shard]) -> TrainStep:
         seed = jnp.asarray(self._config.seed + number)
         both = self._model, self._optimizer
         graph, state = nnx.split(both)
         value, norm, state = self._step(graph, state, self._placed(microbatches), seed, self._how(microbatches[0]))
         nnx.update(both, state)
-        return Step(float(value), float(norm))
+        return TrainStep(float(value), float(norm))
 
     def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:
         sums, counts = _losses(self._model, self._placed([microbatch]), tuple(ends), self._how(microbatch))

@@ -14,7 +14,7 @@ from ..processes import Crews, Terminated, check_count, hear_interrupts
 from . import data, folder, lock, picture
 from .config import Config
 from .loop import LOG
-from .watch import Watch
+from .watch import TrainWatch
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "optax", "orbax.checkpoint", "safetensors")}
 PATIENCE = 1800.0
@@ -88,7 +88,7 @@ def _in_jax(config: Config, program: Program | None) -> None:
         jax_side.joined(program.coordinator, program.processes, program.process)
     first = jax_side.is_first()
     with lock.held(config, first, jax_side.of_first):
-        with Watch(config, Console(highlight=False, quiet=not first)) as watch:
+        with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
             jax_side.run(config, watch)
         if first:
             _finish(config)
@@ -101,7 +101,7 @@ def _in_torch(config: Config) -> None:
         from . import torch_side
 
         first = torch_side.is_first()
-        with Watch(config, Console(highlight=False, quiet=not first)) as watch:
+        with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
             torch_side.launched(config, watch)
         if first:
             _finish(config)
@@ -112,7 +112,7 @@ def _in_torch(config: Config) -> None:
         with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
             members = [(rank, config, str(Path(place, "store"))) for rank in range(ranks)]
             crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
-            with Watch(config, Console(highlight=False)) as watch:
+            with TrainWatch(config, Console(highlight=False)) as watch:
                 for message in crews.messages():
                     if message.kind == "mistake":
                         raise ValueError(message.data)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ring_attn_core.model.progress import ResumePoint
 
 
-class Step(NamedTuple):
+class TrainStep(NamedTuple):
     loss: float
     """Mean over all labels of the step, in nats."""
     norm: float
@@ -50,7 +50,7 @@ class Side(Protocol):
         """Return the microbatch of global rows, each of them one document."""
         ...
 
-    def step(self, number: int, microbatches: list[Any]) -> Step:
+    def step(self, number: int, microbatches: list[Any]) -> TrainStep:
         """Run one optimizer step; ``number`` counts from 0."""
         ...
 

@@ -39,7 +39,7 @@ from .arithmetic import first_weights, rates
 from .config import Config
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
-from .side import Machine, Step
+from .side import Machine, TrainStep
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
@@ -184,7 +184,7 @@ class TorchSide:
         of = self._config.ring
         return shard_batch(whole, of.layout, of.ranks, self._rank, labels=targets, documents=torch.zeros_like(whole))
 
-    def step(self, number: int, microbatches: list[Shard]) -> Step:
+    def step(self, number: int, microbatches: list[Shard]) -> TrainStep:
         microbatches = list(map(self._placed, microbatches))
         total = sum(count_labels(shard.labels, group=self._places.everybody) for shard in microbatches)
         assert isinstance(total, Tensor)
@@ -204,7 +204,7 @@ class TorchSide:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
         self._optimizer.step()
-        return Step(value.item(), norm.item())
+        return TrainStep(value.item(), norm.item())
 
     @torch.no_grad()
     def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:

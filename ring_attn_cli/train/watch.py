@@ -15,7 +15,7 @@ EVERY = 10.0
 """Seconds between two printed steps if the output is not a terminal."""
 
 
-class Watch:
+class TrainWatch:
     """A context manager that shows a progress bar with the latest step's numbers, and a line for each evaluation.
 
     If the output is not a terminal, print a line for a step each ``EVERY`` seconds instead of the bar.
@@ -29,7 +29,7 @@ class Watch:
         self._found: list[str] = []
         self._told = float("-inf")
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> TrainWatch:
         self._progress.start()
         return self
 

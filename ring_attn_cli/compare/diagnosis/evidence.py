@@ -13,7 +13,7 @@ from ring_attn_core.reference.tolerance import relative_error
 
 from ..cases import Arrays, Case
 from ..measure import first
-from ..oracles import Given, Truth, by_name, first_heads
+from ..oracles import GlobalArrays, Truth, by_name, first_heads
 from .dense import Dense
 
 ROWS = 96
@@ -30,7 +30,7 @@ class Evidence:
 
     case: Case
     plan: RingPlan
-    given: Given
+    given: GlobalArrays
     truth: Truth
     got: Arrays
     missed: Collection[str]
