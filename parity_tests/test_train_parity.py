@@ -20,7 +20,7 @@ from ring_attn_cli.train import jax_side  # noqa: E402
 from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
 from ring_attn_cli.train.jax_side import JaxSide, compiler_options, mesh_of  # noqa: E402
 from ring_attn_cli.train.loop import lines, train  # noqa: E402
-from ring_attn_cli.train.torch_side import Places, TorchSide  # noqa: E402
+from ring_attn_cli.train.torch_side import RankPlace, TorchSide  # noqa: E402
 
 from .support import corpus  # noqa: E402
 from .support.selection import first  # noqa: E402
@@ -52,7 +52,7 @@ def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
 
 def on_ranks(group: Any, config: Config, stop: int = 0) -> None:
     """What one rank does; it is stopped before the lines of step ``stop`` are told."""
-    side = TorchSide(config, Places(group, group, 0, torch.device("cpu")))
+    side = TorchSide(config, RankPlace(group, group, 0, torch.device("cpu")))
 
     def tell(kind: str, line: dict[str, Any]) -> None:
         if kind == "step" and line["step"] == stop:

@@ -81,7 +81,7 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
-class Open(Protocol):
+class OpenFile(Protocol):
     """An open file."""
 
     def fileno(self) -> int:
@@ -89,7 +89,7 @@ class Open(Protocol):
         ...
 
 
-def read_at(file: Open, offset: int, count: int) -> bytes:
+def read_at(file: OpenFile, offset: int, count: int) -> bytes:
     """Return ``count`` bytes from ``offset``, or fewer at the end of the file.
 
     Threads and forked processes may share ``file``, except on Windows, because ``pread`` does not move the file offset.
@@ -108,7 +108,7 @@ def read_at(file: Open, offset: int, count: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def sample(file: Open, samples: int = SAMPLES) -> str:
+def sample(file: OpenFile, samples: int = SAMPLES) -> str:
     """Return a digest of a file's size and of ``samples`` blocks, evenly spread from its first to its last byte.
 
     A file that is not larger than these blocks is digested whole.

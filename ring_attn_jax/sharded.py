@@ -86,12 +86,12 @@ def sharded_ring_attention(
         backend=backend,
         deterministic=deterministic,
     )
-    where = Where.of(mesh, axis_name, batch_axes, head_axis)
+    where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
     return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw), options, where, return_lse)
 
 
-class Where(NamedTuple):
+class ShardedAxes(NamedTuple):
     """The mesh axes over which tokens, batch rows and heads are sharded."""
 
     mesh: Mesh | AbstractMesh
@@ -100,7 +100,7 @@ class Where(NamedTuple):
     head_axis: str | None
 
     @classmethod
-    def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> Where:
+    def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
         """Return the record. Raise ValueError if ``mesh`` is not a mesh, lacks an axis, or an axis is named twice."""
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
@@ -127,7 +127,7 @@ class Where(NamedTuple):
         return {"q": PartitionSpec(*tokens, *heads), "k": keys, "v": keys, **of_optional, "dropout_seed": PartitionSpec()}
 
 
-def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Where, return_lse: bool = False) -> Any:
+def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_ring_attention`` from records."""
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
@@ -146,7 +146,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Whe
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
+    where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
     """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
@@ -163,7 +163,7 @@ def _compiled(
     return program(on_shards, where, dict(specs), return_lse, mapped)
 
 
-def program(on_shards: Any, where: Where, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
+def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
     """Return the jitted shard_map of a function of the shards, which returns out, or with ``return_lse`` (out, lse).
 
     ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
@@ -180,7 +180,7 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
-def _check_extents(extents: Any, keys: int, options: Options, where: Where) -> None:
+def _check_extents(extents: Any, keys: int, options: Options, where: ShardedAxes) -> None:
     """Raise ValueError if values are wrong that this process can read: not inside jit, nor those of other hosts."""
     values = on_host(jnp.asarray(extents))
     if values is None:
@@ -217,7 +217,7 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
-def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: Where) -> None:
+def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:
     """Raise ValueError if an array is not 4-dimensional, or the members of the mesh cannot share it equally."""
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -223,7 +223,7 @@ def unwatched(tensors: Iterable[Any]) -> bool:
     )
 
 
-class Keeping:
+class StoredResults:
     """A context that lets a recomputed function reuse its stored (out, lse) instead of running the ring again.
 
     Inside this ``with``, every call asks ``known`` for its (out, lse) before it runs, and passes its result to ``keep``. It is
@@ -231,7 +231,7 @@ class Keeping:
     """
 
     def __init__(self) -> None:
-        self._tokens: list[Token[Keeping | None]] = []
+        self._tokens: list[Token[StoredResults | None]] = []
 
     def known(self) -> State | None:
         """Return the stored pair of the next call, in call order and without gradients, or None to compute it."""
@@ -247,9 +247,9 @@ class Keeping:
         _keeping.reset(self._tokens.pop())
 
 
-_keeping: ContextVar[Keeping | None] = ContextVar("ring_attn_keeping", default=None)
+_keeping: ContextVar[StoredResults | None] = ContextVar("ring_attn_keeping", default=None)
 
 
-def keeping() -> Keeping | None:
-    """Return the innermost ``Keeping`` of this thread, or None outside of any and under torch.compile."""
+def keeping() -> StoredResults | None:
+    """Return the innermost ``StoredResults`` of this thread, or None outside of any and under torch.compile."""
     return None if torch.compiler.is_compiling() else _keeping.get()

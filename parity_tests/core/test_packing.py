@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attn_core.data.packing import Contexts, Piece, shuffled
+from ring_attn_core.data.packing import Contexts, DocumentSpan, shuffled
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
@@ -37,10 +37,10 @@ def test_every_token_stands_in_one_place_and_in_order(lengths: list[int], length
 def test_the_drawing_on_top_of_the_file_is_true():
     contexts = Contexts([5, 2, 8, 4], 6)
     assert len(contexts) == 4
-    assert contexts.pieces(0) == (Piece(0, 0, 0, 5), Piece(1, 0, 5, 1))
-    assert contexts.pieces(1) == (Piece(1, 1, 0, 1), Piece(2, 0, 1, 5))
-    assert contexts.pieces(2) == (Piece(2, 5, 0, 3), Piece(3, 0, 3, 3))
-    assert contexts.pieces(3) == (Piece(3, 3, 0, 1),)
+    assert contexts.pieces(0) == (DocumentSpan(0, 0, 0, 5), DocumentSpan(1, 0, 5, 1))
+    assert contexts.pieces(1) == (DocumentSpan(1, 1, 0, 1), DocumentSpan(2, 0, 1, 5))
+    assert contexts.pieces(2) == (DocumentSpan(2, 5, 0, 3), DocumentSpan(3, 0, 3, 3))
+    assert contexts.pieces(3) == (DocumentSpan(3, 3, 0, 1),)
 
 
 @pytest.mark.parametrize("spread", [30, 3_000, 30_000])

@@ -97,7 +97,7 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
     done: list[tuple[int, int]] = []
     with jax.enable_x64(True):
         model = model_of("features")
-        placed = decode_loop.Placed.of(model)
+        placed = decode_loop.PlacedModel.of(model)
         kinds = placed.compiled.step._cache_size()
         got = model.generate(
             PROMPTS, NEW - 1, stop=stop, on_token=lambda *x: came.append(x), progress=lambda now, total: done.append((now, total))
@@ -125,7 +125,7 @@ def test_a_request_with_all_its_tokens_is_left_out_and_other_numbers_compile_not
     with jax.enable_x64(True):
         model = model_of("features", ranks)
         check_each(model.generate)
-        compiled = decode_loop.Placed.of(model).compiled
+        compiled = decode_loop.PlacedModel.of(model).compiled
         kinds = [program._cache_size() for program in compiled]
         got = model.generate(FULL, [2, 9, 5])
         assert [program._cache_size() for program in compiled] == kinds

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn_torch import RingTransformer, from_numpy, loss, op
 from ring_attn_torch.layers import offload
-from ring_attn_torch.layers.offload import Host
+from ring_attn_torch.layers.offload import OffloadedTensors
 from ring_attn_torch.layers.transformer import Block
 from ring_attn_torch.ring.strategies import ring as hops
 
@@ -112,7 +112,7 @@ def test_two_forward_passes_keep_apart_what_they_keep():
 @pytest.mark.parametrize("activations", LITTLE)
 def test_nothing_is_kept_where_nobody_wants_gradients(activations):
     model, ids, _ = small(activations)
-    with torch.no_grad(), patch.object(Host, "put") as put, patch.object(op, "Eager") as eager:
+    with torch.no_grad(), patch.object(OffloadedTensors, "put") as put, patch.object(op, "Eager") as eager:
         model(ids)
     assert not put.called and not eager.apply.called
 
@@ -179,16 +179,16 @@ def test_a_block_is_fetched_before_the_one_after_it_is_computed_again():
 def test_what_was_offloaded_is_given_up_without_the_garbage_collector():
     model, ids, labels = small("offload")
     pages: list[weakref.ref] = []
-    put = Host.put
+    put = OffloadedTensors.put
 
-    def noted(host: Host, x: Tensor):
+    def noted(host: OffloadedTensors, x: Tensor):
         page = put(host, x)
         pages.append(weakref.ref(page))
         return page
 
     gc.disable()
     try:
-        with patch.object(Host, "put", noted):
+        with patch.object(OffloadedTensors, "put", noted):
             loss(model(ids), labels).backward()
             assert len(pages) == 9
             assert not [page for page in pages if page() is not None]
@@ -203,7 +203,7 @@ def test_what_was_offloaded_is_given_up_without_the_garbage_collector():
 def test_a_tensor_comes_back_as_it_was_in_any_number_of_pieces(monkeypatch, dtype, shape):
     monkeypatch.setattr(offload, "PIECE", 64)
     x = torch.randn(shape).to(dtype).transpose(0, -1)
-    host = Host()
+    host = OffloadedTensors()
     host.begin()
     page = host.put(x)
     page.leave()
@@ -242,7 +242,7 @@ def beside(device: torch.device) -> Iterator[tuple[Any, Any]]:
 
 def test_nobody_uses_what_is_not_yet_copied(monkeypatch):
     monkeypatch.setattr(offload, "_beside", beside)
-    x, host = torch.randn(2, 5, 7), Host()
+    x, host = torch.randn(2, 5, 7), OffloadedTensors()
     kept = x.clone()
     host.begin()
     pages = [host.put(each) for each in x]

@@ -88,12 +88,12 @@ def test_what_a_block_keeps_is_counted_to_the_byte(activations, monkeypatch):
     from ring_attn_torch.layers import offload, recompute
 
     model, kept = made(activations, compute_dtype="bfloat16"), []
-    contexts, put = recompute.contexts, offload.Host.put
+    contexts, put = recompute.contexts, offload.OffloadedTensors.put
     noted = lambda store: lambda x: (kept.append(x.nbytes), store(x))[1]
     if activations == "recompute":
         monkeypatch.setattr(recompute, "contexts", lambda store: contexts(noted(store)))
     else:
-        monkeypatch.setattr(offload.Host, "put", lambda host, x: noted(lambda x: put(host, x))(x))
+        monkeypatch.setattr(offload.OffloadedTensors, "put", lambda host, x: noted(lambda x: put(host, x))(x))
     model(torch.zeros((1, TOKENS), dtype=torch.long))
     block = block_kept(model.config, TOKENS)
     expected = total(block) if activations == "offload" else total(block[1:])  # torch's checkpoint keeps the input itself

@@ -138,12 +138,12 @@ def checkpointed(group: Any, offloads: bool, every: int) -> tuple[Outcome, int, 
     torch.set_grad_enabled(True)
     model, forward, rings, pages = make("llama", implementation="ring"), loop.forward, [], []
     counted = lambda *arguments: (rings.append(1), forward(*arguments))[1]
-    put = offload.Host.put
+    put = offload.OffloadedTensors.put
     paged = lambda host, x: (pages.append(1), put(host, x))[1]
     model.activation_checkpointing_enable(offload=offloads, every_n_layers=every)
     functions = lambda: [layer._gradient_checkpointing_func for layer in model.model.layers]
     before = functions()
-    counting = patch.object(loop, "forward", counted), patch.object(offload.Host, "put", paged)
+    counting = patch.object(loop, "forward", counted), patch.object(offload.OffloadedTensors, "put", paged)
     with in_float64(), hf.sequence_parallel(model, group), counting[0], counting[1]:
         loss = model(**batch(LLAMA)).loss
         loss.backward()

@@ -51,7 +51,7 @@ class VariantResult:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedVariant:
     """A variant that does not run in a framework on rings of ``ranks``, with the reason."""
 
     variant: str
@@ -66,7 +66,7 @@ class Comparison:
 
     sweep: Sweep
     results: tuple[VariantResult, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[SkippedVariant, ...]
     kinds: dict[str, str]
 
     @property
@@ -121,7 +121,7 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
     return there
 
 
-def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[LeftOut]]:
+def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
     """Return the contestants of each case, and the variants left out. Raise ValueError if a named variant runs nowhere."""
     cells, left_out = [], []
     for case in sweep.cases:
@@ -136,7 +136,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
                     if reason is None:
                         cell.append(_Contestant(variant, framework, ranks, own))
                     elif variant.user is None or framework in variant.calls:
-                        reasons.append(LeftOut(variant.name, framework, (ranks,), reason))
+                        reasons.append(SkippedVariant(variant.name, framework, (ranks,), reason))
             if len(cell) == before and variant.name in sweep.named:
                 raise ValueError(_nothing(reasons) if reasons else f"{variant.name} runs in none of {', '.join(frameworks)}")
             left_out += reasons
@@ -146,7 +146,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
     return cells, left_out
 
 
-def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[LeftOut]]:
+def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
     """Return all results of one case, and the variants that were refused while it ran."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
@@ -157,7 +157,7 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
         except Mistake as mistake:
             if not (mistake.everywhere and ALL in sweep.named and each.variant.user is None):
                 raise ValueError(f"{each.variant.name} {mistake}") from None
-            refused.append(LeftOut(each.variant.name, each.framework, (each.ranks,), str(mistake)))
+            refused.append(SkippedVariant(each.variant.name, each.framework, (each.ranks,), str(mistake)))
     whole = {
         each: joined(outcome.shards, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks))
         for each, outcome in outcomes.items()
@@ -199,14 +199,14 @@ def _judged(
     return VariantResult(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
 
 
-def _together(left_out: list[LeftOut]) -> list[LeftOut]:
+def _together(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
     """Merge the entries that differ only in their ring sizes."""
     rings: dict[tuple[str, str, str], set[int]] = {}
     for each in left_out:
         rings.setdefault((each.variant, each.framework, each.reason), set()).update(each.ranks)
-    return [LeftOut(name, framework, tuple(sorted(ranks)), reason) for (name, framework, reason), ranks in rings.items()]
+    return [SkippedVariant(name, framework, tuple(sorted(ranks)), reason) for (name, framework, reason), ranks in rings.items()]
 
 
-def _nothing(reasons: list[LeftOut]) -> str:
+def _nothing(reasons: list[SkippedVariant]) -> str:
     """Return the message that says why nothing runs, with each reason once."""
     return "; ".join(dict.fromkeys(f"{each.variant} in {TITLES[each.framework]}: {each.reason}" for each in reasons))

@@ -211,7 +211,7 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
             raise ValueError(f"{where} has no key {name!r}: {meant}it has {', '.join(known)}")
 
 
-class Form(NamedTuple):
+class ValueType(NamedTuple):
     """A type of config values.
 
     ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: the conversion to the record's value.
@@ -224,12 +224,12 @@ class Form(NamedTuple):
     most: float = LARGEST
 
 
-FORMS: dict[str, Form] = {
-    "Mapping": Form("a table", lambda x: isinstance(x, dict), dict),
-    "tuple": Form("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
-    "float": Form("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
-    "str": Form("a text", lambda x: isinstance(x, str), str),
-    "int": Form("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
+FORMS: dict[str, ValueType] = {
+    "Mapping": ValueType("a table", lambda x: isinstance(x, dict), dict),
+    "tuple": ValueType("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
+    "float": ValueType("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
+    "str": ValueType("a text", lambda x: isinstance(x, str), str),
+    "int": ValueType("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
 }
 """Forms by a name in the annotation of a field; the first name that it contains counts."""
 

@@ -118,7 +118,7 @@ class Batch(NamedTuple):
     extents: Any
 
 
-class How(NamedTuple):
+class StaticArguments(NamedTuple):
     """The static arguments of a compiled function: ``chunk`` and ``length`` in tokens, ``rows`` of a microbatch."""
 
     mesh: Mesh
@@ -209,8 +209,8 @@ class JaxSide:
         unit = 1 if sys.platform == "darwin" else 1024
         return Machine(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
-    def _how(self, shard: Shard) -> How:
-        return How(self._mesh, self._config.ring.chunk, shard.length, self._config.rows)
+    def _how(self, shard: Shard) -> StaticArguments:
+        return StaticArguments(self._mesh, self._config.ring.chunk, shard.length, self._config.rows)
 
     def _placed(self, microbatches: list[Shard]) -> Batch:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
@@ -239,7 +239,7 @@ def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None
 
 
-def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: How) -> tuple[Any, Any, Any]:
+def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArguments) -> tuple[Any, Any, Any]:
     """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
 
     Uses ``jax.jit`` because ``nnx.jit`` does not take compiler options.
@@ -266,7 +266,7 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: How) -> tu
 
 
 @partial(nnx.jit, static_argnames=("ends", "how"))
-def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: How) -> tuple[jax.Array, jax.Array]:
+def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: StaticArguments) -> tuple[jax.Array, jax.Array]:
     one = Batch(*(x[0] for x in batch))
     hidden, before = _hidden(model, one, how), one.positions - one.extents[..., 0]
     sums, counts = [], []
@@ -278,19 +278,19 @@ def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: Ho
 
 
 @partial(nnx.jit, static_argnames=("how",))
-def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: How) -> jax.Array:
+def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: StaticArguments) -> jax.Array:
     hidden = _hidden(model, Batch(*(x[0] for x in batch)), how)[where]
     best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
     return jax.lax.with_sharding_constraint(best, NamedSharding(how.mesh, PartitionSpec()))  # replicated for all processes
 
 
-def _hidden(model: RingTransformer, batch: Batch, how: How, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
+def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
     """Return the input of the head. With a ``seed``, apply dropout with it and with the row index within the step."""
     given = batch.ids, batch.positions, how.length
     return model(*given, extents=batch.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
 
-def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: How) -> jax.Array:
+def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: StaticArguments) -> jax.Array:
     """Return the sum of the loss over all labels, in chunks of tokens."""
     where: dict[str, Any] = {"axis_name": "seq", "mesh": how.mesh, "batch_axes": "data"}
     return loss(hidden, labels, head=model.head_weight, chunk=how.chunk, reduction="sum", **where)

@@ -98,7 +98,7 @@ def run(config: Config, tell: Tell, device: torch.device) -> None:
     """Train on the ranks of the default group."""
     ring, replicas = config.ring.ranks, config.ring.replicas
     mesh = init_device_mesh(device.type, (replicas, ring), mesh_dim_names=("data", "seq"))
-    places = Places(mesh.get_group("seq"), dist.group.WORLD, mesh.get_local_rank("data"), device)
+    places = RankPlace(mesh.get_group("seq"), dist.group.WORLD, mesh.get_local_rank("data"), device)
     train(config, TorchSide(config, places), tell if dist.get_rank() == 0 else lambda kind, values: None)
 
 
@@ -114,7 +114,7 @@ def backend_of(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-class Places(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a rank: the groups of its ring and of all ranks, the index of its replica, and its device."""
 
     ring: Any
@@ -126,7 +126,7 @@ class Places(NamedTuple):
 class TorchSide:
     """The ``Side`` of one rank of a run in PyTorch."""
 
-    def __init__(self, config: Config, places: Places) -> None:
+    def __init__(self, config: Config, places: RankPlace) -> None:
         self._config, self._places = config, places
         self._rank = dist.get_rank(places.ring)
         self.first = dist.get_rank(places.everybody) == 0

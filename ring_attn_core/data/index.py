@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 from ..files import parse_json
 from ..runs import Run
 from ..validation import in_words, is_integer
-from .packing import Contexts, Piece, shuffled
+from .packing import Contexts, DocumentSpan, shuffled
 from .settings import DatasetSettings
 
 FORMAT = 1
 """Version of the state; it changes with the state's fields or the order of the batches."""
 
 
-class Read(NamedTuple):
+class ShardSpan(NamedTuple):
     """Tokens of a document in consecutive slots of a shard."""
 
     slot: int
     """The first slot."""
-    piece: Piece
+    piece: DocumentSpan
     first: int
     """Index in the document of the token in the first slot; each next slot has the token ``stride`` further on."""
     count: int
@@ -35,7 +35,7 @@ class Read(NamedTuple):
     """Number of tokens with a label (the token after each): all, or all but the last if it ends the piece."""
 
 
-def reads(pieces: Iterable[Piece], runs: Sequence[Run]) -> Iterator[Read]:
+def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
     """Yield the reads of one packed row on a rank: the part of each piece in each of the rank's runs.
 
     A run of stride 1 reads one token more than it holds if its last piece goes on: the label of its last token. A run of another
@@ -50,7 +50,7 @@ def reads(pieces: Iterable[Piece], runs: Sequence[Run]) -> Iterator[Read]:
                 position, final = run.start + begin * run.stride, run.start + (end - 1) * run.stride
                 ends = final == piece.begin + piece.count - 1
                 first = piece.first + position - piece.begin
-                yield Read(slot + begin, piece, first, end - begin, run.stride, end - begin - ends)
+                yield ShardSpan(slot + begin, piece, first, end - begin, run.stride, end - begin - ends)
         slot += run.length
 
 
@@ -72,7 +72,7 @@ class Index:
         self.end = None if settings.epochs is None else settings.epochs * self.batches
         """Batches of all epochs; None if there is not an end."""
 
-    def batch(self, number: int) -> list[tuple[Piece, ...]]:
+    def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
         """Return the pieces of each packed row of this replica in a batch; a row beyond the end of the data is empty."""
         epoch, at = divmod(number, self.batches)
         contexts, order = self._contexts(epoch)

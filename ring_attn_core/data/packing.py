@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class DocumentSpan(NamedTuple):
     """A span of consecutive tokens of a document within one packed row."""
 
     document: int
@@ -45,7 +45,7 @@ class Contexts:
         """Return the number of rows that hold a token; only the last may have empty slots."""
         return -(-self.tokens // self._length)
 
-    def pieces(self, context: int) -> tuple[Piece, ...]:
+    def pieces(self, context: int) -> tuple[DocumentSpan, ...]:
         """Return the pieces of a row in order of position; an empty tuple beyond the last token."""
         start, found = context * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
@@ -53,7 +53,7 @@ class Contexts:
         while position < stop:
             begins = self._ends[at - 1] if at else 0
             count = min(self._ends[at], stop) - position
-            found.append(Piece(self._order[at], position - begins, position - start, count))
+            found.append(DocumentSpan(self._order[at], position - begins, position - start, count))
             position, at = position + count, at + 1
         return tuple(found)
 

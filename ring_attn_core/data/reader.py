@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import Identity, identity, open_file, read_at, sample
 from .documents import Document, vanished
-from .index import Read
+from .index import ShardSpan
 from .settings import LARGEST
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ MOST_OPEN = 64
 """The most files that a reader keeps open."""
 
 
-class _Held:
+class _SharedFile:
     """An open file, closed when the reader and all reading threads have released it."""
 
     def __init__(self, path: str) -> None:
@@ -49,7 +49,7 @@ class Reader:
         self._begin()
 
     def _begin(self) -> None:
-        self._files: OrderedDict[str, _Held] = OrderedDict()
+        self._files: OrderedDict[str, _SharedFile] = OrderedDict()
         self._seen: dict[str, Identity] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -69,7 +69,7 @@ class Reader:
             except OSError as error:
                 raise vanished(path, error) from error
 
-    def read(self, read: Read) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [count] and labels [labelled] of a read."""
         if read.stride == 1:
             tokens = self._tokens(read.piece.document, read.first, max(read.count, read.labelled + 1), 1)
@@ -102,19 +102,19 @@ class Reader:
             raise ValueError(f"{document.path} ended while it was read: make the dataset anew when it is written")
         return data
 
-    def _opened(self, document: Document) -> _Held:
+    def _opened(self, document: Document) -> _SharedFile:
         if self._process != os.getpid():  # a fork may have copied the lock while a thread held it
             self._begin()
         with self._lock:
             held = self._files.get(document.path)
             if held is None:
-                held = self._files[document.path] = _Held(document.path)
+                held = self._files[document.path] = _SharedFile(document.path)
                 if len(self._files) > MOST_OPEN:
                     self._files.popitem(last=False)
             self._files.move_to_end(document.path)
             return held
 
-    def _check_same(self, document: Document, file: _Held) -> None:
+    def _check_same(self, document: Document, file: _SharedFile) -> None:
         seen, now = self._seen.get(document.path, document.identity), identity(file.fileno())
         if now == seen:
             return

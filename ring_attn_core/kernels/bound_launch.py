@@ -34,10 +34,10 @@ class Parameters(NamedTuple):
 
     values: list[Any]
     arrays: list[tuple[int, str]]
-    descriptors: list[tuple[int, str, Encoded]]
+    descriptors: list[tuple[int, str, DescriptorCache]]
 
 
-class Encoded(dict[int, bytes]):
+class DescriptorCache(dict[int, bytes]):
     """A cache of the TMA descriptors of one array, by address; a missing one is encoded."""
 
     def __init__(self, of: DescriptorFormat) -> None:
@@ -86,7 +86,7 @@ def parameters(launch: Launch, kernel: Any) -> Parameters:
         if isinstance(x, Scalar):
             of.values.append(x.value)
         elif isinstance(x, Descriptor):
-            of.descriptors.append((len(of.values), x.name, Encoded(descriptor_format(x, next(formats)))))
+            of.descriptors.append((len(of.values), x.name, DescriptorCache(descriptor_format(x, next(formats)))))
             of.values.extend([b"", *x.shape, *x.strides])
         else:
             of.arrays.append((len(of.values), x.name))

@@ -23,7 +23,7 @@ LONGEST = 48
 PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 
-class Copy(NamedTuple):
+class Replica(NamedTuple):
     """A description of the replica of an entry on one ``holder``, such as ("rank", 2).
 
     ``kind``: type, dtype and shape in words, which all copies must share. ``part``: the shard of an array that is sharded on
@@ -36,26 +36,26 @@ class Copy(NamedTuple):
     part: str = ""
 
 
-Table = Mapping[str, Sequence[Copy]]
+Table = Mapping[str, Sequence[Replica]]
 """The copies of each entry on one process, by the entry's name."""
 
 
 def as_told(tables: Iterable[Any]) -> list[Table]:
     """Return tables as Table, from their form in JSON."""
-    copy = lambda holder, *rest: Copy((holder[0], holder[1]), *rest)
+    copy = lambda holder, *rest: Replica((holder[0], holder[1]), *rest)
     return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
 
 
-class Unlike(ValueError):
+class RankDifference(ValueError):
     """An error of some ranks only, or a difference between ranks; it may go away if a file system shows changes late."""
 
 
 def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
-    """Raise Unlike if the texts that ranks found of ``what``, one a rank, differ. ``holder``: such as "rank"."""
+    """Raise RankDifference if the texts that ranks found of ``what``, one a rank, differ. ``holder``: such as "rank"."""
     if len(set(found)) > 1:
         others = [f"{holder} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
         listed = "; ".join(others[:MOST_HOLDERS])
-        raise Unlike(
+        raise RankDifference(
             f"{what} are not the same on every {holder}: {holder} 0 read {found[0]}; {listed}. Load them when nobody saves "
             "there, from one folder that all hosts share or from equal copies of it"
         )
@@ -80,17 +80,17 @@ def check_plain(name: str, x: Any, arrays: str) -> None:
         raise ValueError(f"{name} must be {arrays} or {PLAIN} to be compared between ranks, got {in_words(x)}")
 
 
-def plain_copy(holder: tuple[str, int], x: Any) -> Copy:
+def plain_copy(holder: tuple[str, int], x: Any) -> Replica:
     """Return the copy of a value that passes ``check_plain``. NaNs are compared by their bits."""
     kind = type(x).__name__
     if _is_numpy(x):
-        return Copy(holder, array_kind(kind, x.dtype, x.shape), array_content(x.tobytes(), x.item() if x.size == 1 else None))
+        return Replica(holder, array_kind(kind, x.dtype, x.shape), array_content(x.tobytes(), x.item() if x.size == 1 else None))
     text = hex(x) if isinstance(x, int) and x.bit_length() > 64 else repr(x)  # Python refuses to write very long ints in decimal
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}... {digest(text.encode())}"
     elif x != x:
         text = f"{text} {digest(struct.pack('<d', x))}"
-    return Copy(holder, kind, text)
+    return Replica(holder, kind, text)
 
 
 def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
@@ -133,7 +133,7 @@ def differences(tables: Sequence[Table], unit: str) -> list[str]:
     return [name + text for name, text in told.items() if text]
 
 
-def _difference(told: Sequence[Sequence[Copy] | None], unit: str) -> str:
+def _difference(told: Sequence[Sequence[Replica] | None], unit: str) -> str:
     """Return the difference between the copies of an entry, in words that follow its name; "" if they are equal."""
     copies = [copy for each in told for copy in each or ()]
     kinds = _grouped((copy.kind, copy.holder) for copy in copies)

@@ -108,7 +108,7 @@ ASKED = tuple(field.name for field in fields(SummaryOptions))
 """The names of the options. torch.compile can trace attribute lookups by these names, but not ``asdict``."""
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """Bytes that one rank sends in a forward and in a backward pass."""
 
     forward: int
@@ -198,7 +198,7 @@ class SummaryPlan:
         rank = first + only_where(exists, holder)
         return rank * self.slots + block - rank * local // size, exists
 
-    def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> Sent:
+    def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
         """Return the bytes that each rank sends. ``dims``: (head_dim, v_dim); ``itemsize``: bytes of an element of q, k, v.
 
         Forward: at each hop of the window a shard of k and v, and its key mask as bits; to each other rank the rank's partial
@@ -212,7 +212,7 @@ class SummaryPlan:
         home = 1 if self.ring.home else 0
         parts = batch * self.slots * self.options.summaries * kv_heads * (sum(dims) + 1 + key_mask) * wide
         far = parts * (self.ranks - 1) if self.blocks else 0
-        return Sent(len(hops) * keys + far, len(hops) * keys + (len(hops) + home) * numbers * wide + far)
+        return SentBytes(len(hops) * keys + far, len(hops) * keys + (len(hops) + home) * numbers * wide + far)
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:

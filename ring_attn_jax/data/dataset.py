@@ -107,7 +107,7 @@ class SequenceShardedDataset:
             raise ModuleNotFoundError(
                 "SequenceShardedDataset.grain() needs grain: run pip install grain", name="grain"
             ) from missing
-        return MapDataset.source(Source(self._batches, self._batches.start))
+        return MapDataset.source(ShardSource(self._batches, self._batches.start))
 
     @property
     def batches(self) -> int:
@@ -140,7 +140,7 @@ class SequenceShardedDataset:
         self._batches.resume(state)
 
 
-class Source:
+class ShardSource:
     """A random access data source for grain: the shards from batch ``start`` on, by number."""
 
     def __init__(self, batches: Batches, start: int) -> None:

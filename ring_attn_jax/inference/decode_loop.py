@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.model.generation import Generation
 
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from .cache import KVCache
 from .forward import decoded, inside_shard_map, last_hidden, logits_of
 from .sampling import drawn
@@ -22,7 +22,7 @@ Read = Callable[[], list[int]]
 SAME = PartitionSpec()
 
 
-class Placed(NamedTuple):
+class PlacedModel(NamedTuple):
     """A model with its weights on each device of a mesh: compiled programs, and the arrays that they take."""
 
     mesh: Mesh
@@ -31,7 +31,7 @@ class Placed(NamedTuple):
     weights: tuple[jax.Array, ...]
 
     @classmethod
-    def of(cls, model: Any) -> Placed:
+    def of(cls, model: Any) -> PlacedModel:
         """Return the record; a model without a mesh becomes a ring of one on its device.
 
         Raise ValueError if the model's mesh has no devices.
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
 
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
-        if isinstance(model.where, Where):
+        if isinstance(model.where, ShardedAxes):
             mesh, axis_name = model.where.mesh, model.where.axis_name
             if not isinstance(mesh, Mesh):
                 raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
@@ -138,7 +138,7 @@ class DecodeLoop:
     all their tokens.
     """
 
-    def __init__(self, placed: Placed, cache: KVCache, asked: Generation) -> None:
+    def __init__(self, placed: PlacedModel, cache: KVCache, asked: Generation) -> None:
         self._placed, self.cache = placed, cache
         choice = asked.sampling.choice
         number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x)))

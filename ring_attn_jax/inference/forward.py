@@ -22,7 +22,7 @@ from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..data.extents import on_host
 from ..data.layout import to_layout
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from .cache import KVCache
 from .decode import tree_attention_decode
 from .prefill import prefill
@@ -95,7 +95,7 @@ def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tupl
     """Call ``function(model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
     from flax import nnx
 
-    if not isinstance(model.where, Where):
+    if not isinstance(model.where, ShardedAxes):
         return function(model, cache, new)
     graph, state = nnx.split(model)
     where, same = model.where, PartitionSpec()
@@ -205,7 +205,7 @@ def check_model(model: Any, traced: bool = False) -> None:
             "generate looks at tokens on the host and compiles its own step, and here it is traced: call it outside of jit. "
             "Inside of jit there are decode_step and prefill_prompts"
         )
-    if isinstance(model.where, Where) and model.where.head_axis is not None:
+    if isinstance(model.where, ShardedAxes) and model.where.head_axis is not None:
         raise ValueError(
             f"head_axis={model.where.head_axis!r} splits heads over devices (tensor parallelism), and generation computes with "
             "whole weights on every device: make the model without it, with save_weights and load_weights"
@@ -225,7 +225,7 @@ def _check(model: Any, ids: Any, cache: KVCache) -> None:
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
     where = model.where
     instead = "make it and the cache with mesh=, of one device where there is but one"
-    whole = isinstance(where, Where)
+    whole = isinstance(where, ShardedAxes)
     axis, ranks = (where.axis_name, where.ranks) if whole else (where, ring_size(where, "a model without a mesh", instead))
     if (axis, ranks) != (cache.axis_name, cache.spec.ranks):
         raise ValueError(

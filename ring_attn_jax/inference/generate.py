@@ -12,7 +12,7 @@ import numpy as np
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, bucket, local_tokens
 
 from .cache import KVCache
-from .decode_loop import DecodeLoop, Placed
+from .decode_loop import DecodeLoop, PlacedModel
 from .forward import check_model, computes_in
 
 
@@ -26,7 +26,7 @@ def generated(
         if function is not None and not callable(function):
             raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
     _agree(asked)
-    placed = Placed.of(model)
+    placed = PlacedModel.of(model)
     layout, ranks = model.blocks[0].attention.options.layout, placed.mesh.shape[placed.axis_name]
     shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(asked)]
     sizes, where = asked.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
@@ -42,7 +42,7 @@ def _chunks(asked: Generation) -> list[tuple[int, list[int], int]]:
     return [(start, lengths, bucket(max(lengths))) for start, lengths in asked.chunks()]
 
 
-def _prefilled(placed: Placed, cache: KVCache, asked: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
+def _prefilled(placed: PlacedModel, cache: KVCache, asked: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
     """Return the hidden states of the prompts' last tokens, and the cache with the prompts' keys."""
     dtype = asked.config.compute_dtype or asked.config.param_dtype
     hidden, done = placed.put(np.zeros((len(asked.prompts), asked.config.dim), dtype)), 0

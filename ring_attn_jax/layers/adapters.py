@@ -19,7 +19,7 @@ from ring_attn_core.runs import Band
 from ..arguments import Arrays
 from ..attend.dropout import Draw, draw_of
 from ..data.extents import on_host
-from ..sharded import Where, sharded
+from ..sharded import ShardedAxes, sharded
 from .whole_mask import parts_of, visible_of
 
 
@@ -60,7 +60,7 @@ def attention_fn(
     ``decode=True``, which calls with one token, works on a ring of one only.
     """
     options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
-    return RingAttentionFunction(Where.of(mesh, axis_name, batch_axes, head_axis), options)
+    return RingAttentionFunction(ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), options)
 
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]
@@ -81,7 +81,7 @@ class FlaxFunction:
     It takes the arguments that flax passes and refuses those that no attention here can honour; a subclass attends.
     """
 
-    where: Where
+    where: ShardedAxes
     options: Options
 
     def __call__(

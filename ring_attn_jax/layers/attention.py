@@ -23,7 +23,7 @@ from ..arguments import Arrays
 from ..attend.dropout import draw_of
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
-from ..sharded import Where, sharded
+from ..sharded import ShardedAxes, sharded
 from .parts import dtype_name
 from .projections import Projections
 
@@ -103,7 +103,7 @@ class RingAttention(Projections):
         options = Options(
             layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
-        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        where = axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
         super().__init__(config, options, where, rngs)
         self.sinks = nnx.Param(jnp.zeros(heads, accumulation_dtype(jnp.dtype(config.param_dtype)))) if sinks else None
 
@@ -145,7 +145,7 @@ class RingAttention(Projections):
         arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw)
         kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
         options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
-        if isinstance(self.where, Where):
+        if isinstance(self.where, ShardedAxes):
             out = sharded(q, k, v, arrays, options, self.where)
         else:
             out, _ = attention(q, k, v, arrays, options, self.where)
@@ -153,4 +153,4 @@ class RingAttention(Projections):
 
     def _held(self, tokens: int) -> int:
         """Return the number of tokens that all ranks hold if this one holds ``tokens``; with a mesh ``tokens`` are all."""
-        return tokens if isinstance(self.where, Where) else tokens * ring_size(self.where)
+        return tokens if isinstance(self.where, ShardedAxes) else tokens * ring_size(self.where)

@@ -11,18 +11,18 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..data.layout import from_layout, to_layout
-from ..sharded import Where, on_explicit_axes
+from ..sharded import ShardedAxes, on_explicit_axes
 
 
 class Rows(NamedTuple):
     """The mesh axes over which rows are sharded, and the number of tokens in a row."""
 
     layout: str
-    where: Where
+    where: ShardedAxes
     length: int
 
     @classmethod
-    def of(cls, ids: jax.Array, mask: jax.Array | None, layout: str, where: Where) -> Rows:
+    def of(cls, ids: jax.Array, mask: jax.Array | None, layout: str, where: ShardedAxes) -> Rows:
         """Return the record. Raise ValueError if the arrays do not fit."""
         check_whole(ids, mask)
         members = math.prod(where.mesh.shape[axis] for axis in where.batch_axes)

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from ring_attn_core.model.chunks import even_chunk
 
 from ..axes import explicit_axes, on_auto_axes, sharded_like, vary_alike
-from ..sharded import Where, on_explicit_axes
+from ..sharded import ShardedAxes, on_explicit_axes
 from .parts import gathered_over
 
 
 def in_chunks(
-    function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: Where | None
+    function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: ShardedAxes | None
 ) -> jax.Array:
     """Return ``function(weights, x)`` for x [b s ...], at most ``chunk`` tokens at a time, recomputed in the backward.
 

@@ -16,7 +16,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from ..variants.dilated import dilated_attention
 from ..variants.sharded_dilated import sharded_dilated_attention
 from .parts import dtype_name
@@ -82,7 +82,7 @@ class DilatedRingAttention(Projections):
         options = Options(
             layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
         )
-        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        where = axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
         super().__init__(config, options, where, rngs)
         self.patterns = patterns
 
@@ -109,7 +109,7 @@ class DilatedRingAttention(Projections):
             "backend": options.backend,
             "deterministic": options.deterministic,
         }
-        if isinstance(self.where, Where):
+        if isinstance(self.where, ShardedAxes):
             out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())
         else:
             out = dilated_attention(q, k, v, axis_name=self.where, **arguments)

@@ -16,7 +16,7 @@ from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
 from ..data.extents import whole
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from ..variants.sharded_dilated import sharded_dilated_attention
 from .adapters import DropoutArguments, FlaxFunction, Triple, check_fits, nan_unless
 
@@ -52,7 +52,7 @@ def dilated_attention_fn(
     Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or
     sharded_dilated_attention raises.
     """
-    where = Where.of(mesh, axis_name, batch_axes, head_axis)
+    where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     options = Options(
         layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
     )

@@ -13,7 +13,7 @@ from ring_attn_core.releases import warn_if_untried
 
 from ..axes import ring_size
 from ..data.layout import positions as positions_of
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from .parts import LinearMap, RMSNorm
 from .rotary import RotaryEmbedding
 
@@ -25,7 +25,7 @@ class Projections(nnx.Module):
     axis of the shard_map around the layer, or the axes of a mesh that global arrays are sharded over.
     """
 
-    def __init__(self, config: AttentionConfig, options: Options, where: Where | str, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: AttentionConfig, options: Options, where: ShardedAxes | str, rngs: nnx.Rngs) -> None:
         warn_if_untried("flax")
         self.config, self.options, self.where = config, options, where
         kept, size, turned = config.param_dtype, config.head_dim, config.rotary
@@ -71,9 +71,9 @@ class Projections(nnx.Module):
         return layout_positions(self.options.layout, self.where, tokens)
 
 
-def layout_positions(layout: str, where: Where | str, tokens: int) -> jax.Array:
+def layout_positions(layout: str, where: ShardedAxes | str, tokens: int) -> jax.Array:
     """Return the global positions of a rank's shard of ``tokens`` in that layout, or of all on a mesh, int32 [tokens]."""
-    if isinstance(where, Where):
+    if isinstance(where, ShardedAxes):
         held = jnp.concatenate([positions_of(layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
     else:
         ranks = ring_size(where)

@@ -16,7 +16,7 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.variants.summary import SummaryOptions
 
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from ..variants.summary import SummaryInputs, attention_with_summaries, sharded
 from .parts import dtype_name
 from .projections import Projections
@@ -85,7 +85,7 @@ class SummaryAttention(Projections):
             backend=backend,
             deterministic=deterministic,
         )
-        where = axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        where = axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
         super().__init__(config, Options(layout="contiguous", softcap=softcap), where, rngs)
         self.of_summaries = of_summaries
         make = nnx.initializers.zeros if summaries == 1 else nnx.initializers.normal(1.0)
@@ -105,7 +105,7 @@ class SummaryAttention(Projections):
         q, k, v = self.projected(x, positions)
         inputs = SummaryInputs(q, k, v, None if self.pool is None else self.pool[...], key_mask)
         options = replace(self.of_summaries, length=length)
-        if isinstance(self.where, Where):
+        if isinstance(self.where, ShardedAxes):
             out = sharded(inputs, options, self.where)
         else:
             out, _ = attention_with_summaries(inputs, options, self.where)

@@ -20,7 +20,7 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
 from ..axes import sharded_like
-from ..sharded import Where
+from ..sharded import ShardedAxes
 from .activations import Caller, caller
 from .attention import RingAttention
 from .auto_shard import Rows, check_alone
@@ -44,7 +44,7 @@ class SwiGLU(nnx.Module):
         hidden: int,
         param_dtype: str = "float32",
         chunk: int | None = None,
-        where: Where | None = None,
+        where: ShardedAxes | None = None,
         bias: bool = False,
         *,
         rngs: nnx.Rngs,
@@ -78,7 +78,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, eps, kept)
-        where = attention.where if isinstance(attention.where, Where) else None
+        where = attention.where if isinstance(attention.where, ShardedAxes) else None
         self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, where, mlp_bias, rngs=rngs)
 
     def __call__(
@@ -215,7 +215,7 @@ class RingTransformer(Generates, nnx.Module):
         if auto_shard and mesh is None:
             raise ValueError("auto_shard=True shards whole arrays over a mesh: pass mesh=...")
         self.auto_shard = auto_shard
-        self.layout, self.where = layout, axis_name if mesh is None else Where.of(mesh, axis_name, batch_axes, head_axis)
+        self.layout, self.where = layout, axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
         self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
         self.embed = nnx.Embed(vocab, dim, embedding_init=init, param_dtype=kept, rngs=rngs)
@@ -274,7 +274,7 @@ class RingTransformer(Generates, nnx.Module):
         global logits [batch, tokens, vocab]; without positions, length, extents and key_mask.
         """
         check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
-        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, Where) else None
+        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, ShardedAxes) else None
         if rows is not None:
             ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):

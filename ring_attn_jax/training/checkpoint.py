@@ -21,7 +21,7 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
 
 from ..layers.transformer import RingTransformer
-from .checkpoint_files import EARLIER, Files, kinds_of, run_of
+from .checkpoint_files import EARLIER, CheckpointFiles, kinds_of, run_of
 from .ranks import agreed, by_process, check_kinds
 
 
@@ -48,7 +48,7 @@ class Checkpoints:
         check_keep(keep)
         self.folder, self.keep = Path(folder).resolve(), keep
         self._folder = CheckpointFolder(self.folder, "step_{}", (RUN, EARLIER))
-        self._files = Files()
+        self._files = CheckpointFiles()
         self._pending: tuple[int, Future[None]] | None = None
         self._undeleted = ""
         self._is_closed = False

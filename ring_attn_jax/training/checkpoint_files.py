@@ -25,7 +25,7 @@ PATIENCE_MS = 20 * 60 * 1000
 _saves = count()
 
 
-class Files:
+class CheckpointFiles:
     """Writer and reader of arrays by name with orbax; it writes in the background."""
 
     def __init__(self) -> None:

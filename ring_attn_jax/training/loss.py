@@ -17,7 +17,7 @@ from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
 from ..axes import axes_of, checks_are_off, on_auto_axes
-from ..sharded import Where, on_explicit_axes
+from ..sharded import ShardedAxes, on_explicit_axes
 from .cross_entropy import ChunkSettings, sum_of_hidden, sum_of_logits
 
 
@@ -62,7 +62,7 @@ def loss(
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     settings = ChunkSettings(ignore_index, chunk)
     if mesh is not None:
-        names = Where.of(mesh, axis_name, batch_axes, None)
+        names = ShardedAxes.of(mesh, axis_name, batch_axes, None)
         axes = names.axis_name, *names.batch_axes
         on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
         return _mapped(on_shards, names, logits, labels, head)
@@ -106,7 +106,7 @@ def _over_ranks(
     return total if reduction == "sum" else total / jnp.maximum(count, 1).astype(total.dtype)
 
 
-def _mapped(on_shards: Any, where: Where, logits: jax.Array, labels: jax.Array, head: jax.Array | None) -> jax.Array:
+def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: jax.Array, head: jax.Array | None) -> jax.Array:
     """Map ``on_shards`` over the mesh on global arrays: tokens, rows and the head sharded as in ``where``."""
     sizes = math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks
     if labels.ndim != 2 or any(tokens % size for tokens, size in zip(labels.shape, sizes, strict=True)):

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from ring_attn_core.model.replica_check import (
-    Copy,
+    RankDifference,
+    Replica,
     Table,
-    Unlike,
     array_content,
     array_kind,
     as_told,
@@ -78,7 +78,7 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
         yield name, x
 
 
-def _copies(x: Any) -> list[Copy]:
+def _copies(x: Any) -> list[Replica]:
     """Return this process's replicas of a value: for an array one for each of its devices whose part others hold as well."""
     if not isinstance(x, jax.Array):
         return [plain_copy(("process", jax.process_index()), x)]
@@ -89,8 +89,8 @@ def _copies(x: Any) -> list[Copy]:
     for shard in x.addressable_shards:
         part = parts[shard.device]
         if held[part] > 1 or of_every_process:
-            copies.append(Copy(("device", shard.device.id), kind, _content(shard.data), part))
-    return copies or [Copy(("process", jax.process_index()), kind, "an array without copies")]
+            copies.append(Replica(("device", shard.device.id), kind, _content(shard.data), part))
+    return copies or [Replica(("process", jax.process_index()), kind, "an array without copies")]
 
 
 def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
@@ -135,7 +135,7 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
 
     ``mesh``: of a model that is made in the block. If some process has no devices in it, each process raises its own errors only.
     The texts that the block appends to the yielded list must be the same in each process. If they are not, or only some processes
-    had an error, the ValueError is an Unlike.
+    had an error, the ValueError is a RankDifference.
     """
     error, alike = None, list[str]()
     try:
@@ -152,7 +152,9 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
     errors = [told["error"] for told in everybody]
     for process, told in enumerate(errors):
         if told is not None:
-            raise (OSError if told[0] else Unlike if None in errors else ValueError)(f"process {process}: {told[1]}") from error
+            raise (OSError if told[0] else RankDifference if None in errors else ValueError)(
+                f"process {process}: {told[1]}"
+            ) from error
     check_alike(f"what processes have read while {call}", "process", [", ".join(told["alike"]) for told in everybody])
 
 
@@ -164,7 +166,7 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
     if jax.process_count() == 1:
         return
     holder = ("process", jax.process_index())
-    table = {name: [Copy(holder, array_kind("Array", x.dtype, x.shape), "")] for name, x in arrays.items()}
+    table = {name: [Replica(holder, array_kind("Array", x.dtype, x.shape), "")] for name, x in arrays.items()}
     if len(set(_gathered(essence(table)))) > 1:
         tables = as_told(json.loads(each) for each in _gathered(json.dumps(table)))
         check_copies(tables, "process", "Make the same model in every process")

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.replica_check import Unlike
+from ring_attn_core.model.replica_check import RankDifference
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
@@ -78,7 +78,7 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
                     config = naming.config(held)
                     empty = described(held, with_dtypes(config, *dtypes), naming, ring)
                     alike.append(held.digest(config))
-            except Unlike as error:
+            except RankDifference as error:
                 if pause is None:
                     raise ValueError(str(error)) from error
                 time.sleep(pause)

@@ -16,7 +16,7 @@ from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
 from ..axes import described, dtype_names, mapped_over_mesh
-from ..sharded import Where, check_shards, on_mesh, program
+from ..sharded import ShardedAxes, check_shards, on_mesh, program
 from .dilated import attend
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def sharded_dilated_attention(
     Offsets and head groups count the heads of the global array: over ``head_axis`` each member must hold a multiple of each
     dilation, and ``mixing`` must be "softmax", so that all members keep the same tokens. Raise ValueError otherwise.
     """
-    where, patterns = Where.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
+    where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(
         layout="contiguous",
         mask=mask,
@@ -84,7 +84,7 @@ def sharded_dilated_attention(
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    where: Where,
+    where: ShardedAxes,
     specs: tuple[tuple[str, PartitionSpec], ...],
     options: Options,
     patterns: Patterns,

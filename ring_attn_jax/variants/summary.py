@@ -28,7 +28,7 @@ from ..arguments import Arrays
 from ..attend.tiles import accumulation_dtype
 from ..axes import described, dtype_names, mapped_over_mesh, ring_size
 from ..block import attend_block, merge
-from ..sharded import Where, check_shards, on_mesh, program
+from ..sharded import ShardedAxes, check_shards, on_mesh, program
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -145,7 +145,7 @@ def sharded_summary_attention(
         backend=backend,
         deterministic=deterministic,
     )
-    where = Where.of(mesh, axis_name, batch_axes, head_axis)
+    where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     return sharded(SummaryInputs(q, k, v, pool, key_mask), options, where, return_lse)
 
 
@@ -266,7 +266,7 @@ def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> Summ
     return checked({"q": q.shape, "k": k.shape, "v": v.shape}, of_pool, options, ranks)
 
 
-def sharded(inputs: SummaryInputs, options: SummaryOptions, where: Where, return_lse: bool = False) -> Any:
+def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_summary_attention`` from records."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
@@ -283,7 +283,7 @@ def sharded(inputs: SummaryInputs, options: SummaryOptions, where: Where, return
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    where: Where, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
+    where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
 ) -> Any:
     """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 

@@ -28,7 +28,7 @@ def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     return _ready(launch, arrays[launch.inputs[0]].device)(arrays)
 
 
-class _Ready:
+class _ReadyLaunch:
     """A launch prepared for one device: templates of its outputs and, on a GPU, the compiled and loaded kernel."""
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
@@ -58,9 +58,9 @@ class _Ready:
 
 
 @lru_cache(maxsize=4096)
-def _ready(launch: Launch, device: torch.device) -> _Ready:
+def _ready(launch: Launch, device: torch.device) -> _ReadyLaunch:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return _Ready(launch, device)
+        return _ReadyLaunch(launch, device)
 
 
 def _like(x: Output, device: torch.device) -> Tensor:

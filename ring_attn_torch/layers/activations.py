@@ -27,6 +27,6 @@ def caller(activations: str) -> Caller | None:
         from .recompute import recomputed
 
         return recomputed
-    from .offload import Host, offloaded  # imports torch._dynamo
+    from .offload import OffloadedTensors, offloaded  # imports torch._dynamo
 
-    return partial(offloaded, Host())
+    return partial(offloaded, OffloadedTensors())

@@ -31,18 +31,18 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
         return torch.cat([function(part) for part in parts], 1)
     if torch.compiler.is_compiling():  # the compiler decides what is recomputed
         return torch.cat([checkpoint(function, part, use_reentrant=False, preserve_rng_state=False) for part in parts], 1)
-    kept = [Kept(part) for part in parts]
+    kept = [SavedTensor(part) for part in parts]
     apply = lambda part: checkpoint(lambda: function(part()), use_reentrant=False, preserve_rng_state=False)
     with saved_tensors_hooks(_itself, _itself):  # checkpoint of PyTorch 2.11 saves an empty tensor per chunk
         return torch.cat([apply(part) for part in kept], 1)
 
 
-class Kept:
+class SavedTensor:
     """A tensor saved for the backward as autograd saves one: through the saved-tensor hooks that are set when it is made."""
 
     def __init__(self, x: Tensor) -> None:
         self._first: Tensor | None = x
-        self._node = _Keep.apply(torch.empty(0, requires_grad=True), x)
+        self._node = _SaveTensor.apply(torch.empty(0, requires_grad=True), x)
 
     def __call__(self) -> Tensor:
         """Return the tensor itself on the first call, and what the hooks unpack on later calls."""
@@ -50,7 +50,7 @@ class Kept:
         return self._node.grad_fn.saved_tensors[0] if x is None else x
 
 
-class _Keep(torch.autograd.Function):
+class _SaveTensor(torch.autograd.Function):
     """An autograd node that saves a tensor and takes no part in any gradient."""
 
     @staticmethod

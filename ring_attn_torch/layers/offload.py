@@ -32,7 +32,7 @@ ON_THEIR_WAY = 3
 
 
 @torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
-def offloaded(host: Host, function: Function, x: Tensor, *shared: object) -> Tensor:
+def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: object) -> Tensor:
     """Return ``function(x, *shared)`` and offload x and attention's (out, lse) to the host; shared inputs stay on the device."""
     host.begin()
     place, shape = x.data_ptr(), x.shape
@@ -47,7 +47,7 @@ def offloaded(host: Host, function: Function, x: Tensor, *shared: object) -> Ten
         return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(contexts, host.put))
 
 
-class Host:
+class OffloadedTensors:
     """The offloaded tensors of the blocks of one forward pass."""
 
     def __init__(self) -> None:

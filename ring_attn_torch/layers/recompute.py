@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..attend.state import State
-from ..op import Keeping
+from ..op import StoredResults
 
 Function = Callable[..., Tensor]
 """A function of a block's input and the arguments that all blocks share, tensors and None among them; all are positional."""
@@ -32,13 +32,13 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=partial(contexts, stay))
 
 
-def contexts(put: Callable[[Tensor], Fetch]) -> tuple[Keeping, Keeping]:
+def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResults]:
     """Return the contexts of a function's first run, which stores each (out, lse) by ``put``, and of its recomputation."""
     kept: list[tuple[Fetch, Fetch]] = []
     return RecordPass(put, kept), ReplayPass(kept)
 
 
-class RecordPass(Keeping):
+class RecordPass(StoredResults):
     """The context of the first run, which stores each (out, lse)."""
 
     def __init__(self, put: Callable[[Tensor], Fetch], kept: list[tuple[Fetch, Fetch]]) -> None:
@@ -50,7 +50,7 @@ class RecordPass(Keeping):
         self._kept.append((self._put(out.detach()), self._put(lse.detach())))
 
 
-class ReplayPass(Keeping):
+class ReplayPass(StoredResults):
     """The context of the recomputation, which fetches each (out, lse), beginning with the first whenever it is entered."""
 
     def __init__(self, kept: list[tuple[Fetch, Fetch]]) -> None:

@@ -35,7 +35,7 @@ LONGEST_NAP = 0.25
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
 
 
-class _Unknown(NamedTuple):
+class _UnknownProblem(NamedTuple):
     """A placeholder for the problem if an error occurs before one exists."""
 
     device: str
@@ -137,7 +137,7 @@ def agreed(problem: Problem, group: Group) -> bool:
 
 def refuse(error: Exception, group: Group, device: str) -> None:
     """Report an ``error`` that occurred before a problem existed to the other ranks, and raise what all of them raise."""
-    agree(_Unknown(device), group, error)  # type: ignore[arg-type]
+    agree(_UnknownProblem(device), group, error)  # type: ignore[arg-type]
 
 
 @contextmanager

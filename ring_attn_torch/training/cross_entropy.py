@@ -39,7 +39,7 @@ class Labels(NamedTuple):
 def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
     """Return the sum of the cross-entropies of ``logits`` [n vocab] as a 0-d tensor, in at least float32."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _OfLogits.apply(logits, *labels)[0]  # type: ignore[index]
+        return _SumOfLogits.apply(logits, *labels)[0]  # type: ignore[index]
     return _of_logits(logits, labels)[0]
 
 
@@ -54,11 +54,11 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
-            return _OfHidden.apply(hidden, head, *labels)  # type: ignore[return-value]
+            return _SumOfHidden.apply(hidden, head, *labels)  # type: ignore[return-value]
         return _of_hidden(hidden, head, labels, (False, False))[0]
 
 
-class _OfLogits(torch.autograd.Function):
+class _SumOfLogits(torch.autograd.Function):
     """A sum that saves the caller's logits and their log-sum-exp, and computes their gradient in the backward, in their dtype."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class _OfLogits(torch.autograd.Function):
         return dlogits, None, None, None
 
 
-class _OfHidden(torch.autograd.Function):
+class _SumOfHidden(torch.autograd.Function):
     """A sum that computes the gradients in the forward, while the logits of a chunk exist; the backward only scales them."""
 
     @staticmethod

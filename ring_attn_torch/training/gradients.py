@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers.attention import ring_of
 from ..ring.groups import Group, is_dtensor, local, ranks_of
-from .sharded import Reduced, dim_ranks, reduced_by_fsdp
+from .sharded import GradientReduction, dim_ranks, reduced_by_fsdp
 from .weights import named_parameters
 
 
@@ -67,7 +67,7 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
         x.copy_(total.view_as(x))
 
 
-def _is_summed(name: str, p: nn.Parameter, by_fsdp: Reduced | None, ring: Group) -> bool:
+def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
     """Return True if FSDP has already summed the gradient of ``p`` over the ring. Raise ValueError if over a part of it only."""
     if ranks_of(ring) == 1:
         return True

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ring_attn_core.model.replica_check import (
-    Copy,
-    Unlike,
+    RankDifference,
+    Replica,
     array_content,
     array_kind,
     as_told,
@@ -104,7 +104,7 @@ def _check(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a {type(x).__name__} of layout {x.layout}: pass the dense tensors that it is made of")
 
 
-def _copy(holder: tuple[str, int], x: Any) -> Copy:
+def _copy(holder: tuple[str, int], x: Any) -> Replica:
     if not isinstance(x, Tensor):
         return plain_copy(holder, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
@@ -115,7 +115,7 @@ def _copy(holder: tuple[str, int], x: Any) -> Copy:
         flat = x.detach().resolve_conj().resolve_neg().contiguous().flatten()
         data = flat.view(torch.uint8).cpu().numpy()
         value = x.item() if x.numel() == 1 and x.dtype in SHOWN else None
-    return Copy(holder, kind, array_content(data, value), part)
+    return Replica(holder, kind, array_content(data, value), part)
 
 
 def _kind(kind: str, x: Tensor) -> str:
@@ -138,7 +138,7 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
 
     The error is an OSError if it was one, and else a ValueError. Every rank of ``ring`` must enter at the same ``call``; a rank
     with an error waits only briefly for the others. Texts that the block appends to the yielded list must be the same on every
-    rank. If they are not, or if only some ranks had an error, the ValueError is an Unlike.
+    rank. If they are not, or if only some ranks had an error, the ValueError is a RankDifference.
     """
     error, alike = None, list[str]()
     try:
@@ -159,7 +159,7 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
     errors = [told["error"] for told in everybody]
     for rank, told in enumerate(errors):
         if told is not None:
-            raise (OSError if told[0] else Unlike if None in errors else ValueError)(f"rank {rank}: {told[1]}") from error
+            raise (OSError if told[0] else RankDifference if None in errors else ValueError)(f"rank {rank}: {told[1]}") from error
     check_alike(f"what ranks have read while {call}", "rank", [", ".join(told["alike"]) for told in everybody])
 
 
@@ -170,7 +170,7 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
     """
     if ring is None or ranks_of(ring) == 1:
         return
-    table = {name: [Copy(("rank", rank_in(ring)), _kind("Tensor", x), "")] for name, x in tensors.items()}
+    table = {name: [Replica(("rank", rank_in(ring)), _kind("Tensor", x), "")] for name, x in tensors.items()}
     if len(set(tell(call, essence(table), ring))) > 1:
         check_copies(as_told(tell(call, table, ring)), "rank", "Make the same model on every rank")
 

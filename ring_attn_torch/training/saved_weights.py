@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.replica_check import Unlike
+from ring_attn_core.model.replica_check import RankDifference
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
@@ -81,7 +81,7 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
                     config = naming.config(held)
                     empty = described(held, with_dtypes(config, *dtypes), naming, ring)
                     alike.append(held.digest(config))
-            except Unlike as error:
+            except RankDifference as error:
                 if pause is None:
                     raise ValueError(str(error)) from error
                 time.sleep(pause)

@@ -12,7 +12,7 @@ from torch import nn
 from ..ring.groups import is_dtensor
 
 
-class Reduced(NamedTuple):
+class GradientReduction(NamedTuple):
     """FSDP's reduction of a gradient: the ranks it sums over, one tuple for each dim of its mesh, and the divisor."""
 
     ranks: list[tuple[int, ...]]
@@ -30,13 +30,13 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, Reduced]:
+def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
     """Return the gradient reduction of every parameter that ``fully_shard`` has sharded.
 
     FSDP does not publish its divisor, so this reads its private attributes, one of which PyTorch has renamed once.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
-    found: dict[nn.Parameter, Reduced] = {}
+    found: dict[nn.Parameter, GradientReduction] = {}
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return found
     for each in module.modules():
@@ -52,8 +52,8 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _reduced(group: Any) -> Reduced:
+def _reduced(group: Any) -> GradientReduction:
     kinds = (getattr(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate"))
     ranks = [ranks_in(each) for each in kinds if each is not None]
     factor = group.gradient_divide_factor
-    return Reduced(ranks, float(prod(map(len, ranks)) if factor is None else factor))
+    return GradientReduction(ranks, float(prod(map(len, ranks)) if factor is None else factor))

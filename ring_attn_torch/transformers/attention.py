@@ -12,7 +12,7 @@ from ring_attn_core.runs import Band
 
 from ..api import ring_attention
 from ..ring.groups import group_name, group_of
-from .cached_call import Continued
+from .cached_call import CachedMask
 from .global_batch import LayerMask, ModelRing
 from .masks import ask, check_alone
 from .pattern import NoWindow
@@ -79,7 +79,7 @@ def ring_attention_forward(
         attention_mask = _without_mask(name, bool(causes), sliding_window, query.shape[2])
     if isinstance(attention_mask, NoWindow):
         raise _no_window(name, attention_mask.size)
-    if isinstance(attention_mask, Continued):
+    if isinstance(attention_mask, CachedMask):
         if dropout:
             raise ValueError(f"{name} drops {dropout} of its attention in a call with a cache: call model.eval() first")
         options = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}

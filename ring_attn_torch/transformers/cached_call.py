@@ -45,14 +45,14 @@ class CachedCall:
     longest: Tensor | None
     step: DecodeStep | None = None
 
-    def seen(self, pattern: Pattern) -> Continued:
+    def seen(self, pattern: Pattern) -> CachedMask:
         """Return the mask of ``pattern`` in this call. Raise ValueError if it has chunks or is not causal."""
         if pattern.chunk or pattern.band.lo != 0:
             raise ValueError(
                 "this layer sees chunks, or tokens after its own, and a cache on a ring knows causal attention, with a window or "
                 'without: generate outside of sequence_parallel, after model.set_attn_implementation("sdpa")'
             )
-        return Continued(self, pattern.band.hi)
+        return CachedMask(self, pattern.band.hi)
 
     def begun(self, k: Tensor, v: Tensor) -> DecodeStep:
         """Return the cache's step for the new tokens, made from the first layer's k and v [batch, tokens, kv_heads, dim]."""
@@ -90,7 +90,7 @@ class CachedCall:
         self.cache.tokens += self.tokens
 
 
-class Continued(NamedTuple):
+class CachedMask(NamedTuple):
     """The mask of layers of one kind: a token sees itself and up to ``window`` tokens before it, None: all."""
 
     turn: CachedCall

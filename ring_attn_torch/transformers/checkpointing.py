@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..layers.offload import Host, offloaded
+from ..layers.offload import OffloadedTensors, offloaded
 from ..layers.recompute import Function, recomputed
 
 FUNCTION = "_gradient_checkpointing_func"
@@ -24,7 +24,7 @@ class Checkpointing:
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.before: dict[nn.Module, Any] = {}
-        self.host = Host()
+        self.host = OffloadedTensors()
 
         def offloading(function: Function, x: Tensor, *shared: object) -> Tensor:
             return offloaded(self.host, function, x, *shared)
@@ -36,7 +36,7 @@ class Checkpointing:
 
         Called before each call of the model, because a Trainer may set checkpointing at any time.
         """
-        self.host = Host()
+        self.host = OffloadedTensors()
         for layer in self.layers:
             function = layer.__dict__.get(FUNCTION, recomputed)
             if function not in self.ours:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_attn_core.masks import causal, full
 
 from ..ring.groups import group_name, group_of, ranks_of
-from .cached_call import CachedCall, Continued
+from .cached_call import CachedCall, CachedMask
 from .global_batch import GlobalBatch, LayerMask, ModelRing
 from .pattern import MaskFunction, NoWindow, Pattern, candidates, fits, intervals
 
@@ -24,7 +24,7 @@ NAME = "ring"
 """The value of ``attn_implementation``."""
 
 
-class _Calls(threading.local):
+class _BatchStack(threading.local):
     """The global sequences of a thread's calls in progress, the innermost last.
 
     ``asked``: the number of times that layers have called ring attention in this thread.
@@ -35,7 +35,7 @@ class _Calls(threading.local):
         self.asked = 0
 
 
-_calls = _Calls()
+_calls = _BatchStack()
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def ring_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **others: Any,
-) -> LayerMask | Continued | NoWindow:
+) -> LayerMask | CachedMask | NoWindow:
     """Return the mask of one kind of layer, as called by transformers' create_causal_mask and similar functions, with keywords.
 
     Raise ValueError with another cache than the ring's, with cross attention, outside of ``sequence_parallel`` on several ranks,

@@ -35,7 +35,7 @@ from .models import answers_once, check_head, check_model, hugging_face_model
 from .rotary import rotary_by_length, told_the_longest
 from .settings import check_backend, device_of, ring_of_model
 
-_inside: WeakKeyDictionary[nn.Module, Calls] = WeakKeyDictionary()
+_inside: WeakKeyDictionary[nn.Module, ModelCalls] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def on_shards(
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:
         raise ValueError("gather_logits=True asks for logits and loss_chunk for none: pass one of them")
-    calls = Calls(inside, ring, gather_logits, loss_chunk)
+    calls = ModelCalls(inside, ring, gather_logits, loss_chunk)
     calls.factor = ring.ranks if averaged else 1
     with ExitStack() as stack:
         _inside[inside] = calls
@@ -174,12 +174,12 @@ def _check_weights(model: nn.Module, ring: ModelRing) -> None:
             )
 
 
-def calls_of(model: nn.Module) -> Calls:
+def calls_of(model: nn.Module) -> ModelCalls:
     """Return the hooks around the calls of ``model``, which must be inside sequence_parallel."""
     return _inside[hugging_face_model(model)]
 
 
-class _Call(NamedTuple):
+class _ModelCall(NamedTuple):
     """A call of ``module`` in progress; if ``summed``, its head returns the sum of the losses in place of logits."""
 
     module: nn.Module
@@ -188,14 +188,14 @@ class _Call(NamedTuple):
     summed: bool
 
 
-class _Open(threading.local):
+class _OpenCalls(threading.local):
     """The calls of a model in progress in a thread."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_ModelCall] = []
 
 
-class Calls:
+class ModelCalls:
     """The hooks that run before and after each call of a model."""
 
     def __init__(self, model: PreTrainedModel, ring: ModelRing, gather_logits: bool, loss_chunk: int | None) -> None:
@@ -203,17 +203,17 @@ class Calls:
         self.head = None if loss_chunk is None else Head(model, loss_chunk)
         self.factor = 1
         """The factor of the loss's gradient."""
-        self._of_threads = _Open()
+        self._of_threads = _OpenCalls()
         self.checkpointing = Checkpointing(model)
         self.accelerates = AccelerateHooks(model)
         self.mixing: MixingLayers | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelCalls:
         """Raise ValueError: the hooks of a copied model would be those of the original."""
         raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
 
     @property
-    def open(self) -> list[_Call]:
+    def open(self) -> list[_ModelCall]:
         """Return the calls in progress in this thread."""
         return self._of_threads.calls
 
@@ -247,7 +247,7 @@ class Calls:
             summed = True
         if isinstance(shards.whole, CachedCall):
             shards.whole.enter(self.model, scope)
-        self.open.append(_Call(module, shards, scope, summed))
+        self.open.append(_ModelCall(module, shards, scope, summed))
         return (), shards.kwargs
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:

@@ -33,7 +33,7 @@ from .rows import count_partly_seen, keys_seen, load_row, partly_seen, tiles_in_
 from .scores import scores
 
 
-class Loaded(NamedTuple):
+class QueryValues(NamedTuple):
     """The values of a query tile that each key tile needs: q, dout, and ``lse2`` and ``delta`` of each query."""
 
     q: Any
@@ -113,7 +113,7 @@ def dq(
     lse2 = tl.load(lse2_BHS + at_sums, mask=i < q_slot, other=float("inf"))
     delta = tl.load(delta_BHS + at_sums, mask=i < q_slot, other=0.0)
     slope = None if alibi_slopes_ptr is None else tl.load(alibi_slopes_ptr + head).to(tl.float32)
-    loaded = Loaded(q_tile, dout_tile, lse2, delta)
+    loaded = QueryValues(q_tile, dout_tile, lse2, delta)
     tile = QueryTile(batch, head, m0, i, slope)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     visited = 0

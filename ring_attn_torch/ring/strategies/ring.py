@@ -21,7 +21,7 @@ from ..transfer import Transfer, send
 def circulate(keys: Keys, ring: Ring) -> Iterator[Step]:
     """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
     if not ring.plan.hops:
-        yield Stay(keys, rows(ring, 0))
+        yield LocalStep(keys, rows(ring, 0))
         return
     hops = (*ring.plan.hops, 0)
     travelling = None
@@ -31,7 +31,7 @@ def circulate(keys: Keys, ring: Ring) -> Iterator[Step]:
         keys, travelling = step.next_keys, step.travelling
 
 
-class Stay:
+class LocalStep:
     """The only ``Step`` of a ring in which no keys travel."""
 
     def __init__(self, keys: Keys, rows: Rows) -> None:
