@@ -31,6 +31,7 @@ def ring_attention(
     layout: str = "zigzag",
     mask: Band = causal(),
     extents: Int[Array, "batch seq_local 2"] | None = None,
+    key_extents: Int[Array, "batch kv_local 2"] | None = None,
     key_mask: Bool[Array, "batch kv_local"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -52,7 +53,7 @@ def ring_attention(
         lse_i = log sum_j exp(s_ij)
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Query i may see key j if ``mask``, ``extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
+    Query i may see key j if ``mask``, ``extents``, ``key_extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
     lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
     online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
@@ -66,6 +67,8 @@ def ring_attention(
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``.
+        key_extents: integers ``[batch, kv_local, 2]``, sharded like k: first and end (exclusive) of the global *query* positions
+            that may see each key, as in a prefix tree: ``tree_extents``.
         key_mask: bool ``[batch, kv_local]``, sharded like k, True if a key may be attended; any pattern.
         scale: the factor of q . k; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
@@ -106,7 +109,7 @@ def ring_attention(
         deterministic=deterministic,
     )
     draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
-    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw), options, axis_name)
+    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw, key_extents), options, axis_name)
     return (out, lse) if return_lse else out
 
 
@@ -115,5 +118,5 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
     compiled = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
     if not q.size:  # no dropout without elements; XLA fails on a shard_map of empty arrays only
         arrays = arrays._replace(dropout_seed=None)
-    (inputs,) = vary_alike((axis_name,), OpInputs(q, k, v, arrays.key_mask, compiled.scored(arrays)))
+    (inputs,) = vary_alike((axis_name,), OpInputs(q, k, v, arrays.key_mask, arrays.key_extents, compiled.scored(arrays)))
     return attention_of(inputs, compiled.ring(axis_name), compiled.backend)

@@ -34,6 +34,7 @@ class Arrays(NamedTuple):
     sinks: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
     dropout_seed: Draw | None = None
+    key_extents: jax.Array | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class CompiledCall(NamedTuple):
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
-        given = {name: x for name, x in arrays.given.items() if name != "key_mask"}
+        given = {name: x for name, x in arrays.given.items() if name not in ("key_mask", "key_extents")}
         if arrays.alibi_slopes is not None:
             given["alibi_slopes"] = lax.stop_gradient(arrays.alibi_slopes)
         return replace(self.score, **given)

@@ -73,7 +73,7 @@ def attend_block(
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     if not q.size:  # no dropout without elements
         arrays = arrays._replace(dropout_seed=None)
-    inputs, rows = vary_alike((), OpInputs(q, k, v, key_mask, compiled.scored(arrays)), rows)
+    inputs, rows = vary_alike((), OpInputs(q, k, v, key_mask, None, compiled.scored(arrays)), rows)
     (inputs,) = reverse_only(inputs)
     return _attention(inputs, rows, compiled.backend)
 
@@ -117,7 +117,7 @@ def _attention(inputs: OpInputs, rows: jax.Array, backend: Backend) -> State:
 
 
 def _keys(inputs: OpInputs, backend: Backend) -> Keys:
-    return pack(inputs.k, inputs.v, inputs.key_mask, backend.apart)
+    return pack(inputs.k, inputs.v, inputs.key_mask, inputs.key_extents, backend.apart)
 
 
 def _forward(inputs: OpInputs, rows: jax.Array, backend: Backend) -> tuple[State, tuple[OpInputs, jax.Array, State]]:

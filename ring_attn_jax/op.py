@@ -28,19 +28,20 @@ LSE_NAME = "ring_attn_lse"
 class OpInputs(NamedTuple):
     """The arrays of a call, together with those of its score.
 
-    Shapes: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None.
+    Shapes: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None, key_extents int [b t 2] or None.
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     key_mask: jax.Array | None
+    key_extents: jax.Array | None
     score: Score
 
     @property
     def gradients(self) -> OpInputs:
         """The tree of the gradients, with None in each place."""
-        return OpInputs(*(None,) * 4, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
+        return OpInputs(*(None,) * 5, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
 
 
 def attention_of(inputs: OpInputs, ring: Ring, backend: Backend) -> State:
@@ -65,7 +66,7 @@ def round_the_ring(inputs: OpInputs, ring: Ring, backend: Backend, total: State 
 
 
 def _keys(inputs: OpInputs, ring: Ring, backend: Backend) -> Keys:
-    return pack(inputs.k, inputs.v, inputs.key_mask, apart=backend.apart and not ring.plan.hops)
+    return pack(inputs.k, inputs.v, inputs.key_mask, inputs.key_extents, apart=backend.apart and not ring.plan.hops)
 
 
 def _forward(inputs: OpInputs, ring: Ring, backend: Backend) -> tuple[State, tuple[OpInputs, State]]:
@@ -89,7 +90,7 @@ def _gradients(inputs: OpInputs, total: State, dtotal: State, ring: Ring, backen
         dsinks = None if dsinks is None else dsinks.astype(inputs.score.sinks.dtype)  # type: ignore[union-attr]
         return dq.astype(inputs.q.dtype), dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype), dsinks
 
-    q, k, v, _, score = inputs
+    q, k, v, _, _, score = inputs
     specs = *map(sharded_like, (q, k, v)), None if score.sinks is None else sharded_like(score.sinks)
     return on_auto_axes(backward, specs)(inputs, total, dtotal)
 

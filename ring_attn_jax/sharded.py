@@ -44,6 +44,7 @@ def sharded_ring_attention(
     layout: str = "zigzag",
     mask: Band = causal(),
     extents: Int[Array, "batch tokens 2"] | None = None,
+    key_extents: Int[Array, "batch kv_tokens 2"] | None = None,
     key_mask: Bool[Array, "batch kv_tokens"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -88,7 +89,7 @@ def sharded_ring_attention(
     )
     where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
-    return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw), options, where, return_lse)
+    return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw, key_extents), options, where, return_lse)
 
 
 class ShardedAxes(NamedTuple):
@@ -123,7 +124,7 @@ class ShardedAxes(NamedTuple):
         batch = self.batch_axes or None
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
-        of_optional = {"extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
+        of_optional = {"extents": tokens, "key_extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
         return {"q": PartitionSpec(*tokens, *heads), "k": keys, "v": keys, **of_optional, "dropout_seed": PartitionSpec()}
 
 

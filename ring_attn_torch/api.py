@@ -36,6 +36,7 @@ def ring_attention(
     layout: str = "zigzag",
     mask: Band = causal(),
     extents: Int[Tensor, "batch seq_local 2"] | None = None,
+    key_extents: Int[Tensor, "batch kv_local 2"] | None = None,
     key_mask: Bool[Tensor, "batch kv_local"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -57,7 +58,7 @@ def ring_attention(
         lse_i = log sum_j exp(s_ij)
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Query i may see key j if ``mask``, ``extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
+    Query i may see key j if ``mask``, ``extents``, ``key_extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
     lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
     online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
@@ -74,6 +75,8 @@ def ring_attention(
             each query may see, as ``document_extents`` and ``prefix_extents`` return them. Values outside the keys and reversed
             ones are refused at every call on a CPU. On a GPU, where reading values waits for the device, they are refused at the
             first call of a problem and clamped later.
+        key_extents: integers ``[batch, kv_local, 2]``, sharded like k: first and end (exclusive) of the global *query* positions
+            that may see each key, as in a prefix tree: ``tree_extents``.
         key_mask: bool ``[batch, kv_local]``, sharded like k, True if the key may be attended; any pattern.
         scale: the factor of q . k; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
@@ -131,8 +134,8 @@ def ring_attention(
     except Exception as error:
         refuse(error, group_of(name), _device(q))
     dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
-    none = extents is None and key_mask is None and sinks is None and alibi_slopes is None
-    arrays = NOTHING if none else Arrays(extents, key_mask, sinks, alibi_slopes)
+    none = extents is None and key_extents is None and key_mask is None and sinks is None and alibi_slopes is None
+    arrays = NOTHING if none else Arrays(extents, key_mask, sinks, alibi_slopes, None, key_extents)
     out, lse = attention(q, k, v, arrays, dropout, options, name)
     return (out, lse) if return_lse else out
 

@@ -40,6 +40,7 @@ class Arrays(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
+    key_extents: Tensor | None = None
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -83,7 +84,7 @@ class CompiledCall(NamedTuple):
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
         """Return k, v and the key mask as they travel."""
-        return pack(k, v, arrays.key_mask, apart=self.backend.apart and not self.plan.hops)
+        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.hops)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ring_attn_core.problem.checks import check_extents
+from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
 from .arguments import NOTHING, Arrays, checked, checked_backward, problem_of
@@ -72,12 +72,15 @@ def forward(
     """Return out and lse of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
     group, arrays = group_of(call.group), call.arrays(given)
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
-    extents = arrays.extents
+    extents, key_extents = arrays.extents, arrays.key_extents
     try:
-        compiled = checked(problem, anywhere=False)
-        look = extents is not None and (problem.device == "cpu" or not agreed(problem, group))
+        compiled, rank = checked(problem, anywhere=False), rank_in(group)
+        some = extents is not None or key_extents is not None
+        look = some and (problem.device == "cpu" or not agreed(problem, group))
         if extents is not None and look:
-            check_extents(extents.long(), compiled.plan.q_runs[rank_in(group)], compiled.plan.kv_length)
+            check_extents(extents.long(), compiled.plan.q_runs[rank], compiled.plan.kv_length)
+        if key_extents is not None and look:
+            check_key_extents(key_extents.long(), compiled.plan.k_runs[rank], compiled.plan.length)
     except Exception as error:
         agree(problem, group, error)
         raise

@@ -18,7 +18,7 @@ from ring_attn_jax.attend import dropout
 
 from ..fuzz import fuzz
 from ..support.cases import CHOSEN, REST, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, one_hot
-from ..support.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
+from ..support.combinations import COMBINATIONS, EVERYTHING, TREES, WITH_BLANKS
 from ..support.documents import check_documents, packed
 from ..support.selection import first
 from .ring import mesh_of, options, run, run_once, whole
@@ -67,6 +67,11 @@ def test_future_tokens_change_nothing_on_any_rank(layout):
 @pytest.mark.parametrize("case", COMBINATIONS, ids=str)
 def test_any_two_features_together_are_exact(case):
     check(case, run(case))
+
+
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_key_extents_are_exact(case):
+    check(case, run(replace(case, poison=True)))
 
 
 @pytest.mark.parametrize("case", first(EVERYTHING[::-1]), ids=lambda case: case.layout)

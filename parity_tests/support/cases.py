@@ -33,7 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Case:
     """One problem. ``tiles`` are (block_q, block_k) of the blockwise backend: small ones, so that short sequences have many.
 
-    ``extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn features, ``data``
+    ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn features, ``data``
     that of the arrays. ``poison`` fills fully masked queries and unused keys with NaN and inf on the way to a ring, which must
     change nothing.
     """
@@ -61,6 +61,7 @@ class Case:
     seed: int = 20240229
     poison: bool = False
     data: int = 0
+    key_extents: str | None = None
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -95,6 +96,8 @@ class Case:
             drawn["extents"] = draw.extents(self.extents, rng, self.batch, self.length, keys)
         if self.key_mask:
             drawn["key_mask"] = draw.key_mask(self.key_mask, rng, self.batch, keys, np.isin(np.arange(keys), last_shard))
+        if self.key_extents:
+            drawn["key_extents"] = draw.key_extents(self.key_extents, rng, self.batch, keys, self.length)
         if self.sinks:
             drawn["sinks"] = draw.sinks(rng, self.heads).astype(data)
         if self.alibi:
@@ -118,7 +121,7 @@ class Case:
     @property
     def visible(self) -> np.ndarray:
         """The visible pairs of queries and keys, bool [b s t]."""
-        sees = {name: x for name, x in self.features.items() if name in ("extents", "key_mask")}
+        sees = {name: x for name, x in self.features.items() if name in ("extents", "key_extents", "key_mask")}
         seen = visible(self.mask, range(self.length), range(self.plan.kv_length), **sees)
         return np.broadcast_to(seen, (self.batch, *seen.shape[1:]))
 
@@ -166,7 +169,11 @@ class Case:
         return self.plan if of == "q" else replace(self.plan, seq_local=self.plan.kv_local, length=self.plan.kv_length)
 
 
-PADDING: dict[str, tuple[str, Any]] = {"extents": ("q", [-(2**30), 2**30]), "key_mask": ("k", True)}
+PADDING: dict[str, tuple[str, Any]] = {
+    "extents": ("q", [-(2**30), 2**30]),
+    "key_extents": ("k", [-(2**30), 2**30]),
+    "key_mask": ("k", True),
+}
 """The kind of sharding ("q" or "k") and the padding value, which must not matter."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
 
-from ring_attn_core import LAYOUTS, causal, sliding_window
+from ring_attn_core import LAYOUTS, causal, full, sliding_window
 
 from .cases import DTYPES, HEADS, LENGTHS, MASKS, RANKS, Case
 
@@ -27,6 +27,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "v_dim": {"equal": {}, "other": {"v_dim": 5}},
     "extents": {str(name): {"extents": name} for name in (None, "documents", "prefix", "padding", "any")},
     "key_mask": {str(name): {"key_mask": name} for name in (None, "random", "shard", "none")},
+    "key_extents": {str(name): {"key_extents": name} for name in (None, "tree", "any")},
     "softcap": {"no": {}, "yes": {"softcap": 2.0}},
     "sinks": {"no": {}, "yes": {"sinks": True}},
     "alibi": {"no": {}, "yes": {"alibi": True}},
@@ -68,6 +69,16 @@ COMBINATIONS = [Case(**{name: value for axis in AXES for name, value in AXES[axi
 
 WITH_BLANKS = [case for case in COMBINATIONS if not (case.visible.any(1).all() and case.visible.any(2).all())]
 """The cases with a fully masked query or an unused key."""
+
+TREES = [
+    Case(key_extents="tree", ranks=1, length=61),
+    Case("contiguous", key_extents="tree", length=61),
+    Case("striped", key_extents="tree", ranks=3, dtype="float16"),
+    Case("zigzag", key_extents="tree", ranks=8, length=48, sinks=True, softcap=2.0),
+    Case("zigzag", full(), key_extents="any", ranks=2, kv_length=61, v_dim=5, dropout_rate=0.3),
+    Case("striped", full(), key_extents="any", extents="any", key_mask="random", alibi=True, length=61),
+]
+"""Key extents: of prefix trees, whose tiles lie in gaps, beside each other and in whole, and of any intervals."""
 
 FEATURES: dict[str, Any] = {"extents": "documents", "key_mask": "random", "softcap": 2.0, "sinks": True, "alibi": True}
 EVERYTHING = [Case(layout, sliding_window(30, 9), length=57, dropout_rate=0.3, **FEATURES) for layout in LAYOUTS]

@@ -47,6 +47,21 @@ EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {
 }
 """Functions of one batch row with that many queries and keys: [queries, 2], first and end (exclusive) key position."""
 
+
+def tree(rng: Rng, keys: int, queries: int) -> np.ndarray:
+    """Draw a prefix tree in depth-first order: a key may be seen from the end of its segment's subtree backwards to itself."""
+    ends = np.union1d(rng.integers(1, max(keys, 2), max(keys // 7, 1)), [keys])
+    starts, depth = np.concatenate([[0], ends[:-1]]), [0]
+    for _ in starts[1:]:
+        depth.append(int(rng.integers(1, depth[-1] + 2)))
+    last = [next((ends[m - 1] for m in range(n + 1, len(depth)) if depth[m] <= depth[n]), keys) for n in range(len(depth))]
+    segment = np.searchsorted(ends, np.arange(keys), "right")
+    return np.stack([np.arange(keys), np.array(last)[segment]], -1)
+
+
+KEY_EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {"tree": tree, "any": anything}
+"""Functions of one batch row with that many keys and queries: [keys, 2], first and end (exclusive) query position."""
+
 KEY_MASKS = ("random", "shard", "none", "ends")
 """Names of key masks. ``random``: three keys of five are visible. ``shard``: a rank's whole shard is masked (on one rank: in one
 batch row), and a few more. ``none``: a batch row without keys. ``ends``: a fifth is masked at either end."""
@@ -56,6 +71,12 @@ def extents(name: str, rng: Rng, batch: int, queries: int, keys: int) -> np.ndar
     """Draw extents, int32 [batch, queries, 2], within the keys."""
     rows = [EXTENTS[name](rng, queries, keys) for _ in range(batch)]
     return np.clip(np.reshape(rows, (batch, queries, 2)), 0, keys).astype(np.int32)
+
+
+def key_extents(name: str, rng: Rng, batch: int, keys: int, queries: int) -> np.ndarray:
+    """Draw key extents, int32 [batch, keys, 2], within the queries."""
+    rows = [KEY_EXTENTS[name](rng, keys, queries) for _ in range(batch)]
+    return np.clip(np.reshape(rows, (batch, keys, 2)), 0, queries).astype(np.int32)
 
 
 def key_mask(name: str, rng: Rng, batch: int, keys: int, shard: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from ring_attn_torch.attend import kernels as fused
 from ring_attn_torch.attend.score import Score
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
-from ..support.combinations import COMBINATIONS, EVERYTHING
+from ..support.combinations import COMBINATIONS, EVERYTHING, TREES
 from ..support.selection import first
 from ..support.spawn import Ranks
 from . import ring
@@ -100,6 +100,11 @@ def on_few_ranks(cases: list[Case], most: int) -> list[Case]:
     """Small rings: the interpreter takes 10 ms a program. And no bfloat16, of which it multiplies the bits as integers."""
     halves = lambda dtype: "float16" if dtype == "bfloat16" else dtype
     return [replace(case, ranks=min(case.ranks, most), dtype=halves(case.dtype)) for case in cases]
+
+
+@pytest.mark.parametrize("case", on_few_ranks(TREES, most=2), ids=str)
+def test_key_extents_are_exact(interpreter, case):
+    check(case, run(interpreter, replace(case, poison=True)))
 
 
 @pytest.mark.exhaustive

@@ -28,7 +28,7 @@ from ..support.cases import (
     check_same,
     one_hot,
 )
-from ..support.combinations import COMBINATIONS, EVERYTHING, WITH_BLANKS
+from ..support.combinations import COMBINATIONS, EVERYTHING, TREES, WITH_BLANKS
 from ..support.documents import check_documents, packed
 from .ring import run, run_or_restart
 
@@ -77,6 +77,11 @@ def test_future_tokens_change_nothing_on_any_rank(gloo, layout, ranks, token):
 @pytest.mark.parametrize("case", COMBINATIONS, ids=str)
 def test_any_two_features_together_are_exact(gloo, case):
     check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_key_extents_are_exact(gloo, case):
+    check(case, run(gloo, replace(case, poison=True)))
 
 
 @pytest.mark.parametrize("case", EVERYTHING, ids=lambda case: case.layout)

@@ -110,7 +110,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         given=frozenset(names),
         packed=bool(plan.hops),
         aligned=plan.by_counter and not anywhere,
-        clean=plan.blank_keys or "extents" in names or anywhere,
+        clean=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
         tf32=backend == "triton_tf32",
         capability=problem.capability,
         tma=problem.tma,

@@ -72,6 +72,7 @@ def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[i
     """Raise ValueError if the shape or dtype of an optional array does not fit q and k."""
     axes, shape, dtypes = {
         "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),
+        "key_extents": ("[batch, tokens of k, 2]", (*k_shape[:2], 2), INTEGERS),
         "key_mask": ("[batch, tokens of k]", tuple(k_shape[:2]), ("bool",)),
         "sinks": ("[heads]", (q_shape[2],), DTYPES),
         "alibi_slopes": ("[heads]", (q_shape[2],), DTYPES),
@@ -90,15 +91,28 @@ def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_
     ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
     If the values are not checked, an extent that leaves the keys is clipped, and a reversed one sees no key.
     """
-    for base, length, start, stride in q_runs:
+    _check_intervals("extents", extents, q_runs, ("query", "key", "kv_length"), kv_length)
+
+
+def check_key_extents(key_extents: Any, k_runs: Iterable[tuple[int, int, int, int]], length: int) -> None:
+    """Raise ValueError if a key extent is reversed or leaves the queries; as ``check_extents`` does for extents."""
+    _check_intervals("key_extents", key_extents, k_runs, ("key", "query", "length"), length)
+
+
+def _check_intervals(
+    name: str, extents: Any, runs: Iterable[tuple[int, int, int, int]], words: tuple[str, str, str], most: int
+) -> None:
+    """Raise ValueError if an interval is reversed or leaves 0 .. ``most``. ``words``: its owner, its other side, and ``most``."""
+    of, others, limit = words
+    for base, length, start, stride in runs:
         first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
-        wrong = (first < 0) | (end < first) | (end > kv_length)
+        wrong = (first < 0) | (end < first) | (end > most)
         if wrong.any():
             b, i = next((b, i) for b, row in enumerate(wrong.tolist()) for i, bad in enumerate(row) if bad)
             got = [int(first[b, i]), int(end[b, i])]
             raise ValueError(
-                f"extents must be 0 <= first <= end <= kv_length = {kv_length}, got {got} for the query "
-                f"at position {start + stride * i} of batch row {b}: they are global key positions, the end exclusive"
+                f"{name} must be 0 <= first <= end <= {limit} = {most}, got {got} for the {of} "
+                f"at position {start + stride * i} of batch row {b}: they are global {others} positions, the end exclusive"
             )
 
 
@@ -209,6 +223,7 @@ FARTHEST = 2**30
 
 _HINTS = {
     "extents": "It holds first and end (exclusive) of the key positions that each query may see, sharded like q",
+    "key_extents": "It holds first and end (exclusive) of the query positions that may see each key, sharded like k",
     "key_mask": "It says which keys may be attended, True or False, sharded like k: of a mask of 0 and 1 pass mask != 0, of an "
     "additive one mask == 0; what differs between queries belongs into mask or extents",
     "sinks": "It holds one logit for every query head",

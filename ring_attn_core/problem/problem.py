@@ -65,7 +65,7 @@ class Problem:
     @property
     def blanks(self) -> bool:
         """Return whether some query, padding included, may be fully masked."""
-        return self.plan.blanks or any(array.name in ("extents", "key_mask") for array in self.arrays)
+        return self.plan.blanks or any(array.name in ("extents", "key_extents", "key_mask") for array in self.arrays)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that all ranks of a ring must share, by name, ready for JSON."""

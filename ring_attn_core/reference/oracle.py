@@ -44,6 +44,8 @@ class Features(NamedTuple):
     """[h]: constants without a gradient."""
     dropout_rate: float = 0.0
     dropout_seed: int | None = None
+    key_extents: Array | None = None
+    """int [b t 2]: first and end (exclusive) of the query positions that may see each key."""
 
 
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
@@ -67,7 +69,14 @@ def plain(
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, rounding(dtype))
 
 
-def visible(mask: Band, queries: range, keys: range, extents: Array | None = None, key_mask: Array | None = None) -> Array:
+def visible(
+    mask: Band,
+    queries: range,
+    keys: range,
+    extents: Array | None = None,
+    key_mask: Array | None = None,
+    key_extents: Array | None = None,
+) -> Array:
     """Return bool [b or 1, queries, keys]: whether each query sees each key. ``queries``, ``keys``: global positions."""
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
@@ -78,6 +87,9 @@ def visible(mask: Band, queries: range, keys: range, extents: Array | None = Non
     if extents is not None:
         first, end = np.moveaxis(extents[:, queries.start : queries.stop, :, None], 2, 0)
         seen = seen & (first <= j) & (j < end)
+    if key_extents is not None:
+        first, end = np.moveaxis(key_extents[:, None, keys.start : keys.stop], 3, 0)
+        seen = seen & (first <= i) & (i < end)
     if key_mask is not None:
         seen = seen & key_mask[:, None, keys.start : keys.stop]
     return seen
@@ -132,7 +144,8 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
         j0 = 0 if mask.hi is None else min(max(i0 - mask.hi, 0), t)
         j1 = t if mask.lo is None else min(max(i1 - mask.lo, j0), t)
         rows, keys = np.s_[..., i0:i1, :], np.s_[..., j0:j1, :]
-        seen = visible(mask, range(i0, i1), range(j0, j1), features.extents, features.key_mask)[:, None, None]
+        hiding = features.extents, features.key_mask, features.key_extents
+        seen = visible(mask, range(i0, i1), range(j0, j1), *hiding)[:, None, None]
         scores, steepness = _softcapped((q_[rows] @ k_[keys].swapaxes(-1, -2)) * scale, features.softcap)
         if features.alibi_slopes is not None:
             scores = scores + per_head(features.alibi_slopes) * (np.arange(j0, j1) - np.arange(i0, i1)[:, None]).astype(dtype)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import BEYOND, RingCall
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 
 from .backend import sink_gradient
-from .keys import Keys
+from .keys import Keys, clipped
 from .launch import launch
 from .score import Score
 from .state import BackwardInputs, Gradients, State
@@ -125,9 +125,9 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
     else:
         arrays["k"], arrays["v"] = keys.kv, keys.v
     if score.extents is not None:
-        extents = jnp.maximum(score.extents, 0)
-        wide = extents.dtype.itemsize >= 4
-        arrays["extents"] = (jnp.minimum(extents, BEYOND) if wide else extents).astype(jnp.int32)
+        arrays["extents"] = clipped(score.extents)
+    if keys.extents is not None:
+        arrays["key_extents"] = keys.extents
     if keys.bits is not None:
         arrays["key_mask"], arrays["key_mask_spans"] = launch(
             portable.unpack_key_mask(*keys.kv.shape[:2]), {"key_mask_bits": keys.bits}

@@ -1,4 +1,4 @@
-"""The arrays that travel round the ring: keys and values in one array, and the key mask as bits."""
+"""The arrays that travel round the ring: keys and values in one array, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 
@@ -7,29 +7,41 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ring_attn_core.kernels.call import BEYOND
+
 
 class Keys(NamedTuple):
     """``kv`` [b t g d+e]: k, then v on the last dimension; or, if nothing travels, k alone and ``v`` [b t g e] unpacked.
 
-    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended; None if all may.
+    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended; None if all may. ``extents`` int32
+    [b t 2]: first and end (exclusive) of the query positions that may see each key, not negative; None if all may.
     """
 
     kv: jax.Array
     bits: jax.Array | None = None
     v: jax.Array | None = None
+    extents: jax.Array | None = None
 
 
-def pack(k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, apart: bool = False) -> Keys:
-    """Pack k [b t g d], v [b t g e] and key_mask bool [b t].
+def pack(
+    k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, key_extents: jax.Array | None = None, apart: bool = False
+) -> Keys:
+    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
 
-    Masked keys and values become 0, even if they hold NaN.
+    Masked keys and values become 0, even if they hold NaN. Extents are clipped to positions that fit the kernels' arithmetic.
     """
     arrays = [k, v] if apart else [jnp.concatenate([k, v], -1)]
     bits = None
     if key_mask is not None:
         arrays = [jnp.where(key_mask[..., None, None], x, 0) for x in arrays]
         bits = jnp.packbits(key_mask, axis=1, bitorder="little")
-    return Keys(arrays[0], bits, *arrays[1:])
+    return Keys(arrays[0], bits, arrays[1] if apart else None, None if key_extents is None else clipped(key_extents))
+
+
+def clipped(extents: jax.Array) -> jax.Array:
+    """Return extents [b n 2] of any integer dtype as int32, clipped to 0 .. ``BEYOND``."""
+    extents = jnp.maximum(extents, 0)
+    return (jnp.minimum(extents, BEYOND) if extents.dtype.itemsize >= 4 else extents).astype(jnp.int32)
 
 
 def unpack(keys: Keys) -> jax.Array | None:

@@ -84,11 +84,15 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The inputs of a call; ``seen`` bool [b t] is the key mask, ``streams`` uint32 [b h] are the Philox keys of dropout."""
+    """The inputs of a call.
+
+    ``seen`` bool [b t]: the key mask. ``key_extents`` int32 [b t 2]. ``streams`` uint32 [b h]: the Philox keys of dropout.
+    """
 
     q: jax.Array
     kv: jax.Array
     seen: jax.Array | None
+    key_extents: jax.Array | None
     rows: jax.Array
     score: Score
     streams: jax.Array | None
@@ -96,7 +100,7 @@ class Part:
     @classmethod
     def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Part:
         draws = None if score.dropout_seed is None else streams(score.dropout_seed, q.shape[0], q.shape[2])
-        return cls(q, keys.kv, unpack(keys), rows, score, draws)
+        return cls(q, keys.kv, unpack(keys), keys.extents, rows, score, draws)
 
     @property
     def groups(self) -> int:
@@ -110,7 +114,7 @@ class Part:
     @property
     def batch_rows(self) -> int:
         """Number of batch rows that visit the same tiles."""
-        return self.q.shape[0] if self.score.extents is None else 1
+        return self.q.shape[0] if self.score.extents is None and self.key_extents is None else 1
 
     @cached_property
     def blocks(self) -> tuple[int, int]:
@@ -144,7 +148,13 @@ class Part:
                 keys = Tile.of(k_run, row.k_base, row.k_len, tile, self.slots[1], block_k, queries.batch)
                 return Pair(self, queries, keys, row)
 
-            return lax.fori_loop(first, last, lambda tile, state: key_tile(pair(tile), state), state)
+            def visit(tile: jax.Array, state):  # type: ignore[no-untyped-def]
+                met = pair(tile)
+                if self.key_extents is None:
+                    return key_tile(met, state)
+                return lax.cond(met.reached, lambda: key_tile(met, state), lambda: state)
+
+            return lax.fori_loop(first, last, visit, state)
 
         return lax.fori_loop(0, self.rows.shape[1], key_run, state)
 
@@ -228,9 +238,24 @@ class Pair:
             first, end = (x[..., None] for x in self.part.extents(self.queries))
             k_pos = self.k_pos[None, None]
             visible &= (k_pos >= first) & (k_pos < end)
+        if self.part.key_extents is not None:
+            visible &= self.within_key_extents
         if self.part.seen is not None:
             visible &= self.keys.tokens_of(self.part.seen)[:, None]
         return visible[:, None, None]
+
+    @cached_property
+    def within_key_extents(self) -> jax.Array:
+        """True if a query lies within the key extent of a key, bool [1 block_q block_k]."""
+        assert self.part.key_extents is not None
+        first, end = jnp.unstack(self.keys.tokens_of(self.part.key_extents)[:, None], axis=-1)
+        q_pos = self.q_pos[None, :, None]
+        return (q_pos >= first) & (q_pos < end)
+
+    @property
+    def reached(self) -> jax.Array:
+        """Whether a query of the tile lies within the key extent of a key of the tile."""
+        return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property
     def q_pos(self) -> jax.Array:

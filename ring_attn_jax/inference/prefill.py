@@ -82,7 +82,7 @@ def prefill(
         total = total if sinks is None else _with_sinks(total, sinks)
     written = cache.append(layer, new[0], new[1], step)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # count once: with the chunk, or with the cached keys
-    inputs = OpInputs(q, k, v, arrays.key_mask, compiled.scored(arrays))
+    inputs = OpInputs(q, k, v, arrays.key_mask, None, compiled.scored(arrays))
     inputs, total = vary_alike((cache.axis_name,), inputs, total)
     out, _ = round_the_ring(inputs, compiled.ring(cache.axis_name), compiled.backend, total)
     if step.ragged:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ring_attn_core.dropout import WORD
 from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import BEYOND, RingCall
+from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 
 from .backend import sink_gradient
-from .keys import Keys, zeroed
+from .keys import Keys, clipped, zeroed
 from .launch import aligned, launch
 from .score import Score
 from .state import BackwardInputs, Gradients, State
@@ -114,7 +114,9 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     else:
         arrays["k"], arrays["v"] = aligned(keys.kv), aligned(keys.v)
     if score.extents is not None:
-        arrays["extents"] = aligned(score.extents.long().clamp(0, BEYOND).int())
+        arrays["extents"] = aligned(clipped(score.extents))
+    if keys.extents is not None:
+        arrays["key_extents"] = aligned(keys.extents)
     if keys.bits is not None:
         arrays["key_mask"], arrays["key_mask_spans"] = launch(
             portable.unpack_key_mask(*keys.kv.shape[:2]), {"key_mask_bits": aligned(keys.bits)}

@@ -1,4 +1,4 @@
-"""The tensors that travel round the ring: keys and values in one array, and the key mask as bits."""
+"""The tensors that travel round the ring: keys and values in one array, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn_core.kernels.call import BEYOND
+
 
 class Keys(NamedTuple):
     """A shard of keys and values, packed in one array or, if nothing travels, as two.
 
     ``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, with ``v`` [b t g e]. ``bits`` uint8 [b, ceil(t / 8)]: bit
-    j % 8 of byte j // 8 is 1 if key j may be attended; None: all may.
+    j % 8 of byte j // 8 is 1 if key j may be attended; None: all may. ``extents`` int32 [b t 2]: first and end (exclusive) of the
+    query positions that may see each key, not negative; None: all may.
     """
 
     kv: Tensor
     bits: Tensor | None = None
     v: Tensor | None = None
+    extents: Tensor | None = None
 
 
-def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = False) -> Keys:
-    """Pack k [b t g d], v [b t g e] and key_mask bool [b t]. Masked keys and values become 0, even if they are NaN."""
+def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tensor | None = None, apart: bool = False) -> Keys:
+    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
+
+    Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
+    """
     # Contiguous, since cat adopts the memory order of dimensions that k and v share.
     arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
     bits = None
@@ -30,7 +37,12 @@ def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, apart: bool = Fal
         whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
         whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
         bits = (whole << _bit(whole)).sum(-1).to(torch.uint8)
-    return Keys(arrays[0], bits, *arrays[1:])
+    return Keys(arrays[0], bits, arrays[1] if apart else None, None if key_extents is None else clipped(key_extents))
+
+
+def clipped(extents: Tensor) -> Tensor:
+    """Return extents [b n 2] of any integer dtype as int32, clipped to 0 .. ``BEYOND``."""
+    return extents.long().clamp(0, BEYOND).int()
 
 
 def zeroed(x: Tensor, where: Tensor) -> Tensor:

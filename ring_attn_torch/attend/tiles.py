@@ -64,13 +64,14 @@ class Tile(NamedTuple):
 class Part:
     """The batch rows that visit the same tiles, with their slices of ``q``, ``kv`` and the arrays of ``score``.
 
-    ``seen``: their key mask; ``streams`` [b h]: their Philox keys for dropout.
+    ``seen``: their key mask; ``key_extents`` int64 [b t 2]; ``streams`` [b h]: their Philox keys for dropout.
     """
 
     batch: slice
     q: Tensor
     kv: Tensor
     seen: Tensor | None
+    key_extents: Tensor | None
     rows: Rows
     score: Score
     streams: Tensor | None
@@ -81,14 +82,15 @@ class Part:
             return
         seen = unpack(keys)
         draws = None if score.dropout_seed is None else streams(score.dropout_seed.to(q.device), q.shape[0], q.shape[2])
-        if score.extents is None:
-            yield cls(slice(None), q, keys.kv, seen, rows, score, draws)
+        if score.extents is None and keys.extents is None:
+            yield cls(slice(None), q, keys.kv, seen, None, rows, score, draws)
             return
         for b in range(q.shape[0]):
             batch = slice(b, b + 1)
-            mine = score._replace(extents=score.extents[batch].long())
+            extents, key_extents = (None if x is None else x[batch].long() for x in (score.extents, keys.extents))
             some_seen, some_draws = (None if x is None else x[batch] for x in (seen, draws))
-            yield cls(batch, q[batch], keys.kv[batch], some_seen, rows, mine, some_draws)
+            mine = score._replace(extents=extents)
+            yield cls(batch, q[batch], keys.kv[batch], some_seen, key_extents, rows, mine, some_draws)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """Return the batched product a b in a buffer that the next product of this name reuses. Fresh memory costs 5 %."""
@@ -119,7 +121,16 @@ class Part:
             begin, end = self.keys_within_extents(queries, row)
             first, last = visible_tiles(queries.first, queries.end, row.lo, row.hi, begin, end, block_k)
             for j0 in range(first * block_k, last * block_k, block_k):
-                yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
+                if self.reached(queries, run, j0, row):
+                    yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
+
+    def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
+        """Return whether the key extents of the key tile from ``first`` on may hold a query of ``queries``."""
+        if self.key_extents is None:
+            return True
+        least, greatest = self._key_reach[run, first]
+        start, end = (row.q_start + row.stride * i for i in (queries.first, queries.end - 1))
+        return least <= end and start < greatest
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
         """Return the first and end local index of the keys within the extents of ``queries``."""
@@ -133,12 +144,30 @@ class Part:
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
         """Return the least first and the greatest end of the nonempty extents of each query tile, in one wait for the device."""
         assert self.score.extents is not None
-        first, end = self.score.extents.unbind(-1)
-        empty = first >= end
-        first, end = first.masked_fill(empty, torch.iinfo(torch.int64).max), end.masked_fill(empty, 0)
-        tiles = list(self.query_tiles())
-        reach = [torch.stack([first[:, tile.tokens].min(), end[:, tile.tokens].max()]) for tile in tiles]
-        return {(tile.run, tile.first): tuple(span) for tile, span in zip(tiles, torch.stack(reach).tolist(), strict=True)}
+        return reach_of(self.score.extents, list(self.query_tiles()))
+
+    @cached_property
+    def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return the least first and the greatest end of the nonempty key extents of each key tile, in one wait for the device."""
+        assert self.key_extents is not None
+        _, block = self.blocks
+        tiles = [
+            Tile(run, row.k_base, first, min(first + block, row.k_len), self.kv.shape[2])
+            for run, row in enumerate(self.rows[0])
+            for first in range(0, row.k_len, block)
+        ]
+        return reach_of(self.key_extents, tiles)
+
+
+def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the least first and the greatest end of the nonempty ``extents`` [b n 2] of each tile."""
+    if not tiles:
+        return {}
+    first, end = extents.unbind(-1)
+    empty = first >= end
+    first, end = first.masked_fill(empty, torch.iinfo(torch.int64).max), end.masked_fill(empty, 0)
+    reach = [torch.stack([first[:, tile.tokens].min(), end[:, tile.tokens].max()]) for tile in tiles]
+    return {(tile.run, tile.first): tuple(span) for tile, span in zip(tiles, torch.stack(reach).tolist(), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -209,6 +238,9 @@ class Pair:
         if self.part.score.extents is not None:
             first, end = self.part.score.extents[:, self.queries.tokens, None].unbind(-1)
             parts.append((self.k_pos < first) | (self.k_pos >= end))
+        if self.part.key_extents is not None:
+            first, end = self.part.key_extents[:, None, self.keys.tokens].unbind(-1)
+            parts.append((self.q_pos[:, None] < first) | (self.q_pos[:, None] >= end))
         if self.part.seen is not None:
             parts.append(~self.part.seen[:, None, self.keys.tokens].expand(-1, self.queries.end - self.queries.first, -1))
         return None if not parts else parts[0] if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts)).any(0)

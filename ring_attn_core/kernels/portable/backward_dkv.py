@@ -36,7 +36,9 @@ from .rows import (
     keys_seen,
     load_row,
     partly_seen,
+    seen_from,
     tiles_in_band,
+    tiles_in_extents,
 )
 from .scores import scores
 
@@ -63,6 +65,7 @@ def dkv(
     delta_BHS,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     key_mask_BT,
     alibi_slopes_ptr,
     dropout_BH,
@@ -105,7 +108,7 @@ def dkv(
     )  # fmt: skip
     queries = QueryArrays(q_BSHD, dout_BSHE, lse2_BHS, delta_BHS)
     args = KernelArguments(
-        None, None, extents_ptr, key_mask_BT, None, alibi_slopes_ptr, dropout_BH,
+        None, None, extents_ptr, key_extents_ptr, key_mask_BT, None, alibi_slopes_ptr, dropout_BH,
         inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip
     k_slot = T // K_RUNS
@@ -133,6 +136,9 @@ def dkv(
             tiles_of_q_run = tl.cdiv(q_slot, BLOCK_Q)
             k_first, k_last = row.k_start + row.stride * n0, row.k_start + row.stride * (n1 - 1)
             tiles = tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_q_run, k_first, k_last, Q_RUNS)
+        if key_extents_ptr is not None:
+            begin, end = seen_from(j, key_extents_ptr, batch, T, row)
+            tiles = tiles_in_extents(tiles, begin, end, j < row.k_len, BLOCK_Q)
         parts = count_partly_seen(tiles)
         for t in range(parts * (H // G)):
             m0, head = partly_seen(t % parts, tiles) * BLOCK_Q, group * (H // G) + t // parts
@@ -181,6 +187,9 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
     if MASKED:
         begin, end = keys_seen(i, args.extents, tile.batch, args.S, row)
         visible = (j[:, None] >= begin[None, :]) & (j[:, None] < end[None, :])
+        if args.key_extents is not None:
+            first, last = seen_from(j, args.key_extents, tile.batch, args.T, row)
+            visible &= (i[None, :] >= first[:, None]) & (i[None, :] < last[:, None])
         p = tl.where(visible, p, 0.0)
     dropped = p
     if args.dropout is not None:

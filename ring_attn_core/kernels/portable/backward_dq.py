@@ -29,7 +29,17 @@ import triton.language as tl
 from .dropout import kept_of_tile
 from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
 from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile
-from .rows import count_partly_seen, keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+from .rows import (
+    count_partly_seen,
+    every_query_sees,
+    keys_seen,
+    load_row,
+    partly_seen,
+    sees,
+    some_query_sees,
+    tiles_in_band,
+    tiles_in_extents,
+)
 from .scores import scores
 
 
@@ -52,6 +62,7 @@ def dq(
     delta_BHS,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     key_mask_BT,
     alibi_slopes_ptr,
     dropout_BH,
@@ -93,7 +104,7 @@ def dq(
         None, CLEAN, ALIGNED, PRECISION,
     )  # fmt: skip
     args = KernelArguments(
-        k_BTGD, v_BTGE, extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
+        k_BTGD, v_BTGE, extents_ptr, key_extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
         inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip
     q_slot = S // Q_RUNS
@@ -126,9 +137,14 @@ def dq(
         run = KeyRun(row, begin, end)
         visited += tiles.last - tiles.first
         for t in range(count_partly_seen(tiles)):
-            acc = visit_keys(acc, loaded, partly_seen(t, tiles) * BLOCK_K, run, tile, args, sizes, True)
+            n0 = partly_seen(t, tiles) * BLOCK_K
+            if key_extents_ptr is None or some_query_sees(n0, run, tile, args, sizes):
+                acc = visit_keys(acc, loaded, n0, run, tile, args, sizes, True)
         for t in range(tiles.whole_first, tiles.whole_last):
-            acc = visit_keys(acc, loaded, t * BLOCK_K, run, tile, args, sizes, False)
+            if key_extents_ptr is None or every_query_sees(t * BLOCK_K, run, tile, args, sizes):
+                acc = visit_keys(acc, loaded, t * BLOCK_K, run, tile, args, sizes, False)
+            elif some_query_sees(t * BLOCK_K, run, tile, args, sizes):
+                acc = visit_keys(acc, loaded, t * BLOCK_K, run, tile, args, sizes, True)
 
     if FIRST or LAST or visited > 0:
         d = tl.arange(0, BLOCK_D)
@@ -163,7 +179,7 @@ def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl
     if args.softcap is not None:
         ds *= 1.0 - t * t
     if MASKED:
-        visible = (j[None, :] >= run.begin[:, None]) & (j[None, :] < run.end[:, None])
+        visible = sees(j, run, tile, args)
         ds = tl.where(visible, ds, 0.0)
         if sizes.CLEAN > 0:
             k_tile = keep_seen(k_tile, visible, sizes.CLEAN == 2)

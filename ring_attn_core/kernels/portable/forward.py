@@ -7,13 +7,13 @@
 One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithm 1). The epilogue merges the result
 with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys.
 
-Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_mask_BT f32
-           (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
+Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_extents int32
+           [B, T, 2], key_mask_BT f32 (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
            heaviest; a q tile lies within one run
 K tiles    every query sees one interval of every run (rows.keys_seen); tiles outside all intervals are not visited, and
-           tiles inside all intervals need no mask
+           tiles inside all intervals need no mask. Key extents are tested tile by tile (rows.some_query_sees)
 State      FIRST: no keys have been seen yet; else out_in f32 and lse_in, which out and lse may overwrite in place. A q tile
            that sees no key here writes only at the first step and at the LAST, where out gets the input's dtype
 Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype
@@ -30,7 +30,17 @@ import triton.language as tl
 from .dropout import kept_of_tile
 from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
 from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile
-from .rows import count_partly_seen, keys_seen, load_row, partly_seen, tiles_in_band, tiles_in_extents
+from .rows import (
+    count_partly_seen,
+    every_query_sees,
+    keys_seen,
+    load_row,
+    partly_seen,
+    sees,
+    some_query_sees,
+    tiles_in_band,
+    tiles_in_extents,
+)
 from .scores import LN2, scores
 
 
@@ -41,6 +51,7 @@ def forward(
     v_BTGE,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     key_mask_BT,
     key_mask_spans_ptr,
     sinks_ptr,
@@ -84,7 +95,7 @@ def forward(
         FOLDED, CLEAN, ALIGNED, PRECISION,
     )  # fmt: skip
     args = KernelArguments(
-        k_BTGD, v_BTGE, extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
+        k_BTGD, v_BTGE, extents_ptr, key_extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
         inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip
     q_slot = S // Q_RUNS
@@ -115,9 +126,14 @@ def forward(
         run = KeyRun(row, begin, end)
         visited += tiles.last - tiles.first
         for t in range(count_partly_seen(tiles)):
-            acc, m, l = visit_keys(acc, m, l, q_tile, partly_seen(t, tiles) * BLOCK_K, run, tile, args, sizes, True)
+            n0 = partly_seen(t, tiles) * BLOCK_K
+            if key_extents_ptr is None or some_query_sees(n0, run, tile, args, sizes):
+                acc, m, l = visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes, True)
         for t in range(tiles.whole_first, tiles.whole_last):
-            acc, m, l = visit_keys(acc, m, l, q_tile, t * BLOCK_K, run, tile, args, sizes, False)
+            if key_extents_ptr is None or every_query_sees(t * BLOCK_K, run, tile, args, sizes):
+                acc, m, l = visit_keys(acc, m, l, q_tile, t * BLOCK_K, run, tile, args, sizes, False)
+            elif some_query_sees(t * BLOCK_K, run, tile, args, sizes):
+                acc, m, l = visit_keys(acc, m, l, q_tile, t * BLOCK_K, run, tile, args, sizes, True)
 
     if FIRST or LAST or visited > 0:
         valid = i < q_len
@@ -169,7 +185,7 @@ def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASK
         s, _ = scores(products, tile.i[:, None], j[None, :], tile.slope, row, args, ACCURATE)
         factor = 1.0
     if MASKED:
-        visible = (j[None, :] >= run.begin[:, None]) & (j[None, :] < run.end[:, None])
+        visible = sees(j, run, tile, args)
         s = tl.where(visible, s, float("-inf"))
     if args.key_mask is not None:  # noqa: SIM102 (known when compiled)
         if MASKED or some_hidden(args.key_mask_spans, tile.batch, args.T, row.k_base + n0, sizes.BLOCK_K):

@@ -56,6 +56,7 @@ class KernelArguments(NamedTuple):
     k: Any
     v: Any
     extents: Any
+    key_extents: Any
     key_mask: Any
     key_mask_spans: Any
     alibi_slopes: Any

@@ -2,8 +2,10 @@
 
     lo <= i - j <= hi            the band of a pair of runs, in local indices: query i and key j of their runs
     begin_i <= j < end_i         the keys of a run that query i sees: one interval for any band, extent and length
+    begin_j <= i < end_j         the queries of a run that may see key j by its key extent
 
-Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] in token positions
+Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] and key_extents
+           int32 [B, T, 2] in token positions
            i of queries and j of keys broadcast against each other, so the functions serve tiles of scores in either
            orientation, [queries, keys] and [keys, queries]
 Tiles      a program visits the tiles ``first .. last - 1`` of a run; those in ``whole_first .. whole_last - 1`` need no mask
@@ -78,6 +80,48 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
 
 @triton.jit
+def seen_from(j, key_extents_ptr, batch, k_tokens, row):
+    """Return begin and end of the queries of a run that may see each key j of a run by its key extent.
+
+        begin = ceil((first - q_start) / stride)
+        end = ceil((end - q_start) / stride)
+
+    A key that no query may see, or that is padding, has begin >= end.
+    """
+    at = key_extents_ptr + (batch.to(tl.int64) * k_tokens + row.k_base + j) * 2
+    first = tl.load(at, mask=j < row.k_len, other=0)
+    last = tl.load(at + 1, mask=j < row.k_len, other=0)
+    begin = (tl.maximum(first - row.q_start, 0) + row.stride - 1) // row.stride
+    end = tl.minimum((tl.maximum(last - row.q_start, 0) + row.stride - 1) // row.stride, row.q_len)
+    nothing = (j >= row.k_len) | (begin >= end)
+    return tl.where(nothing, NOTHING_BEGINS, begin), tl.where(nothing, 0, end)
+
+
+@triton.jit
+def sees(j, run, tile, args):
+    """Return whether each query of a tile sees each key j of a run, bool [queries, keys], key mask aside."""
+    visible = (j[None, :] >= run.begin[:, None]) & (j[None, :] < run.end[:, None])
+    if args.key_extents is not None:
+        begin, end = seen_from(j, args.key_extents, tile.batch, args.T, run.row)
+        visible &= (tile.i[:, None] >= begin[None, :]) & (tile.i[:, None] < end[None, :])
+    return visible
+
+
+@triton.jit
+def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
+    """Return whether some query of a tile may see some key of the tile from ``n0`` on, by the key extents."""
+    begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
+    return tl.max(((begin < tile.m0 + sizes.BLOCK_Q) & (end > tile.m0)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
+    """Return whether every query of a tile may see every key of the tile from ``n0`` on, by the key extents."""
+    begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
+    return tl.min(((begin <= tile.m0) & (end >= tile.m0 + sizes.BLOCK_Q)).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
     """Return the ``Tiles`` of y that x in x0 .. x1 - 1 meet within the band.
 
@@ -94,7 +138,10 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Restrict key ``Tiles`` to those that the intervals of a query tile meet; tiles covered by all intervals need no mask."""
+    """Restrict key ``Tiles`` to those that the intervals of a query tile meet; tiles covered by all intervals need no mask.
+
+    With the intervals of a key tile, ``seen_from``, the same holds for query ``Tiles``.
+    """
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
     whole_first = tl.maximum(tiles.whole_first, (tl.max(tl.where(valid, begin, 0), 0) + BLOCK - 1) // BLOCK)
