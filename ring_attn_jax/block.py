@@ -39,6 +39,7 @@ def attend_block(
     q_run: Run | None = None,
     k_run: Run | None = None,
     extents: Int[Array, "batch queries 2"] | None = None,
+    key_extents: Int[Array, "batch keys 2"] | None = None,
     key_mask: Bool[Array, "batch keys"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -66,14 +67,14 @@ def attend_block(
     dtype_names(q, k, v)
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
     draw = draw_of(dropout_seed, dropout_offset) if rate and dropout_seed is not None else None
-    arrays = Arrays(extents, key_mask, None, alibi_slopes, draw)
+    arrays = Arrays(extents, key_mask, None, alibi_slopes, draw, key_extents)
     compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     if not q.size:  # no dropout without elements
         arrays = arrays._replace(dropout_seed=None)
-    inputs, rows = vary_alike((), OpInputs(q, k, v, key_mask, None, compiled.scored(arrays)), rows)
+    inputs, rows = vary_alike((), OpInputs(q, k, v, key_mask, key_extents, compiled.scored(arrays)), rows)
     (inputs,) = reverse_only(inputs)
     return _attention(inputs, rows, compiled.backend)
 
@@ -135,7 +136,7 @@ def _backward(backend: Backend, residuals: tuple[OpInputs, jax.Array, State], dt
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, backend: Backend) -> Any:
     def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> Any:
-        (q, k, v, _, score), keys = inputs, _keys(inputs, backend)
+        (q, k, v, *_, score), keys = inputs, _keys(inputs, backend)
         of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)

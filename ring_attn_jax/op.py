@@ -90,7 +90,7 @@ def _gradients(inputs: OpInputs, total: State, dtotal: State, ring: Ring, backen
         dsinks = None if dsinks is None else dsinks.astype(inputs.score.sinks.dtype)  # type: ignore[union-attr]
         return dq.astype(inputs.q.dtype), dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype), dsinks
 
-    q, k, v, _, _, score = inputs
+    q, k, v, *_, score = inputs
     specs = *map(sharded_like, (q, k, v)), None if score.sinks is None else sharded_like(score.sinks)
     return on_auto_axes(backward, specs)(inputs, total, dtotal)
 

@@ -58,9 +58,9 @@ def ring_attention(
         lse_i = log sum_j exp(s_ij)
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Query i may see key j if ``mask``, ``extents``, ``key_extents`` and ``key_mask`` all allow it. The softmax is computed blockwise with (out,
-    lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889; the
-    online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
+    Query i may see key j if ``mask``, ``extents``, ``key_extents`` and ``key_mask`` all allow it. The softmax is computed
+    blockwise with (out, lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers",
+    arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.

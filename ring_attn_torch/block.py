@@ -36,6 +36,7 @@ def attend_block(
     q_run: Run | None = None,
     k_run: Run | None = None,
     extents: Int[Tensor, "batch queries 2"] | None = None,
+    key_extents: Int[Tensor, "batch keys 2"] | None = None,
     key_mask: Bool[Tensor, "batch keys"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -62,7 +63,7 @@ def attend_block(
     """
     rate = rate_of(dropout_rate, dropout_seed)
     options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
-    arrays = Arrays(extents, key_mask, None, alibi_slopes)
+    arrays = Arrays(extents, key_mask, None, alibi_slopes, None, key_extents)
     refuse_transforms((q, k, v, arrays.sinks, arrays.alibi_slopes))
     check_tensors(q, k, v, arrays)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))

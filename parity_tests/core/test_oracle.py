@@ -27,6 +27,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "scale": {"scale": 0.3},
     "extents": {"extents": np.sort(RNG.integers(0, T + 1, (B, S, 2)), -1).astype(np.int32)},
+    "key_extents": {"key_extents": np.sort(RNG.integers(0, S + 1, (B, T, 2)), -1).astype(np.int32)},
     "key_mask": {"key_mask": RNG.random((B, T)) < 0.6},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": RNG.standard_normal(H)},
@@ -40,7 +41,7 @@ FEATURES["a row without keys"] = {"key_mask": np.arange(B)[:, None] > np.zeros(T
 
 def by_definition(q, k, v, mask: Band, scale=D**-0.5, **features) -> tuple[np.ndarray, np.ndarray]:
     """out and lse, one (query, key) pair after the other, in Python's floats."""
-    extents, key_mask, sinks = (features.get(name) for name in ("extents", "key_mask", "sinks"))
+    extents, of_keys, key_mask, sinks = (features.get(name) for name in ("extents", "key_extents", "key_mask", "sinks"))
     cap, slopes, rate = features.get("softcap"), features.get("alibi_slopes"), features.get("dropout_rate", 0.0)
     rate = round(rate * 2**16) / 2**16
     keeps = kept(features["dropout_seed"], rate, B, H, range(S), range(T)) if rate else np.ones((B, H, S, T), bool)
@@ -49,6 +50,7 @@ def by_definition(q, k, v, mask: Band, scale=D**-0.5, **features) -> tuple[np.nd
         weights = {}
         for j in range(T):
             inside = extents is None or extents[b, i, 0] <= j < extents[b, i, 1]
+            inside &= of_keys is None or of_keys[b, j, 0] <= i < of_keys[b, j, 1]
             if mask.sees(i, j) and inside and (key_mask is None or key_mask[b, j]):
                 score = scale * float(q[b, i, h] @ k[b, j, h // (H // G)])
                 score = score if cap is None else cap * math.tanh(score / cap)

@@ -14,7 +14,7 @@ import pytest
 from ring_attn_core import Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
-from ring_attn_core.problem.checks import DTYPES, OptionalArray, check_extents, check_runs
+from ring_attn_core.problem.checks import DTYPES, Given, check_extents, check_key_extents, check_runs
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import STRATEGIES, check_strategy
@@ -196,6 +196,16 @@ def test_extents_that_are_wrong_are_named_with_the_position_of_their_query(wrong
         ValueError, match=r"extents must be 0 <= first <= end <= kv_length = 48, got \[.*at position 5 of batch row 1"
     ):
         check_extents(extents, plan.q_runs[1], plan.kv_length)
+
+
+@pytest.mark.parametrize("wrong", [[-1, 4], [5, 4], [0, 9]], ids=["below 0", "reversed", "beyond the queries"])
+def test_key_extents_that_are_wrong_are_named_with_the_position_of_their_key(wrong: list[int]):
+    plan = RingPlan("striped", causal(), ranks=2, seq_local=4, kv_local=24)
+    key_extents = np.array([[[0, 8]] * 24, [[0, 8], [1, 3], wrong, wrong] + [[0, 0]] * 20])
+    with pytest.raises(
+        ValueError, match=r"key_extents must be 0 <= first <= end <= length = 8, got \[.*key at position 5 of batch"
+    ):
+        check_key_extents(key_extents, plan.k_runs[1], plan.length)
 
 
 def test_runs_begin_at_the_start_where_none_are_given():

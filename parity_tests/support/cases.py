@@ -33,9 +33,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Case:
     """One problem. ``tiles`` are (block_q, block_k) of the blockwise backend: small ones, so that short sequences have many.
 
-    ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn features, ``data``
-    that of the arrays. ``poison`` fills fully masked queries and unused keys with NaN and inf on the way to a ring, which must
-    change nothing.
+    ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn
+    features, ``data`` that of the arrays. ``poison`` fills fully masked queries and unused keys with NaN and inf on the way to
+    a ring, which must change nothing.
     """
 
     layout: str = "zigzag"

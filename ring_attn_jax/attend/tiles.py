@@ -254,7 +254,7 @@ class Pair:
 
     @property
     def reached(self) -> jax.Array:
-        """Whether a query of the tile lies within the key extent of a key of the tile."""
+        """True if a query of the tile lies within the key extent of a key of the tile."""
         return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property

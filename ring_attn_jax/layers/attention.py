@@ -114,6 +114,7 @@ class RingAttention(Projections):
         length: int | None = None,
         *,
         extents: jax.Array | None = None,
+        key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
@@ -124,9 +125,9 @@ class RingAttention(Projections):
         """Attend over x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        global number of tokens without padding, if the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as in
-        ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at each step; dropout
-        applies only if it is passed. ``dropout_offset``: as in ring_attention.
+        global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask``
+        [b s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at
+        each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
         ``context`` [b t dim], sharded like x: cross-attention, with the keys and values of this other sequence, of
         ``context_length`` tokens without padding (None: all that its shards hold), at ``context_positions``, as ``positions`` are
@@ -142,7 +143,7 @@ class RingAttention(Projections):
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
         draw = draw_of(dropout_seed, dropout_offset) if rate else None
         slopes = jnp.asarray(alibi_slopes(self.config.heads), accumulation_dtype(q.dtype)) if self.config.alibi else None
-        arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw)
+        arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw, key_extents)
         kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
         options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
         if isinstance(self.where, ShardedAxes):

@@ -88,25 +88,18 @@ class Block(nnx.Module):
         length: int | None = None,
         *,
         extents: jax.Array | None = None,
+        key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
     ) -> jax.Array:
         """Apply the block to x [b s dim]; ``call`` of :func:`caller` runs it. The other arguments are those of RingAttention."""
+        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if call is not None:
-            arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
-            again = lambda block, x: block(x, positions, length, **arrays, dropout_offset=dropout_offset)
-            return call(again, self, x)
-        x = x + self.attention(
-            self.attention_norm(x),
-            positions,
-            length,
-            extents=extents,
-            key_mask=key_mask,
-            dropout_seed=dropout_seed,
-            dropout_offset=dropout_offset,
-        )
+            return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)
+        x = x + self.attention(self.attention_norm(x), positions, length, **masks, **dropout)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -253,6 +246,7 @@ class RingTransformer(Generates, nnx.Module):
         length: int | None = None,
         *,
         extents: jax.Array | None = None,
+        key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
@@ -263,31 +257,32 @@ class RingTransformer(Generates, nnx.Module):
 
         Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head
         instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no more, nor does the last token
-        (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_mask``: as in :class:`RingAttention`;
-        ``shard_batch`` makes them. Raise ValueError if the shape of ids does not fit, or ring_attention refuses an argument.
+        (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``: as in
+        :class:`RingAttention`; ``shard_batch`` makes them. Raise ValueError if the shape of ids does not fit, or ring_attention
+        refuses an argument.
 
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, from 0, draws as if its heads
         were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index of the
         first batch row, 0) if ranks hold different rows, which ``mesh`` fills in by itself.
 
         With ``auto_shard``: global ids int [batch, tokens] in natural order, and ``mask`` bool likewise, False for padding ->
-        global logits [batch, tokens, vocab]; without positions, length, extents and key_mask.
+        global logits [batch, tokens, vocab]; without positions, length and masks.
         """
-        check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
-        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, ShardedAxes) else None
+        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
+        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, Where) else None
         if rows is not None:
-            ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask), rows.length
+            ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if positions is None:
             positions = layout_positions(self.layout, self.where, ids.shape[1])
         weight = self.embed.embedding[...]
         x = look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
-        arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
-            x = block(x, positions, length, **arrays, dropout_offset=offset, call=call)
+            x = block(x, positions, length, **masks, dropout_seed=dropout_seed, dropout_offset=offset, call=call)
         x = self.norm(x)
         if not return_hidden:
             x = product(x, weight.T.astype(x.dtype)) if self.head is None else self.head(x)

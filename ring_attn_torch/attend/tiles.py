@@ -148,7 +148,7 @@ class Part:
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the least first and the greatest end of the nonempty key extents of each key tile, in one wait for the device."""
+        """Return the least first and greatest end of the nonempty key extents of each key tile, in one wait for the device."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [

@@ -109,6 +109,7 @@ class RingAttention(Projections):
         length: int | None = None,
         *,
         extents: Tensor | None = None,
+        key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
@@ -119,9 +120,10 @@ class RingAttention(Projections):
         """Apply attention to x [b s dim], this rank's shard in layout order; return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, if the shards hold padding. ``extents`` [b s 2], ``key_mask`` [b s]: as in ring_attention.
-        ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every step; dropout applies
-        exactly if it is passed, whatever the value of ``self.training``. ``dropout_offset``: as in ring_attention.
+        true global number of tokens, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask`` [b s]: as
+        in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every step;
+        dropout applies exactly if it is passed, whatever the value of ``self.training``. ``dropout_offset``: as in
+        ring_attention.
 
         ``context`` [b t dim], sharded like x: cross-attention to this second sequence, which gives the keys and values.
         ``context_length``: its true number of tokens (None: all tokens of its shards). ``context_positions``: its positions.
@@ -141,7 +143,8 @@ class RingAttention(Projections):
         rate = 0.0 if dropout_seed is None else self.config.dropout_rate
         kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
         options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
-        out, _ = attention(q, k, v, Arrays(extents, key_mask, sinks, slopes), dropout, options, group_name(self.group))
+        arrays = Arrays(extents, key_mask, sinks, slopes, None, key_extents)
+        out, _ = attention(q, k, v, arrays, dropout, options, group_name(self.group))
         return self.o(out.flatten(2))
 
     def _held(self, tokens: int) -> int:

@@ -73,6 +73,7 @@ class Block(nn.Module):
         length: int | None = None,
         *,
         extents: Tensor | None = None,
+        key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
@@ -83,22 +84,17 @@ class Block(nn.Module):
         If ``call``, from :func:`caller`, is passed, it runs the block. The other arguments are those of RingAttention.
         """
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
-            return call(self._again, x, positions, length, extents, key_mask, dropout_seed, dropout_offset)
-        x = x + self.attention(
-            self.attention_norm(x),
-            positions,
-            length,
-            extents=extents,
-            key_mask=key_mask,
-            dropout_seed=dropout_seed,
-            dropout_offset=dropout_offset,
-        )
+            return call(self._again, x, positions, length, extents, key_extents, key_mask, dropout_seed, dropout_offset)
+        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        x = x + self.attention(self.attention_norm(x), positions, length, **masks, **dropout)
         return x + self.mlp(self.mlp_norm(x))
 
-    def _again(self, x: Tensor, positions: Any, length: Any, extents: Any, key_mask: Any, seed: Any, offset: Any) -> Tensor:
+    def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
         """Call ``forward`` without keywords: torch.utils.checkpoint saves only positional arguments as activations."""
-        masks = {"extents": extents, "key_mask": key_mask}
-        return self.forward(x, positions, length, **masks, dropout_seed=seed, dropout_offset=offset)
+        names = "extents", "key_extents", "key_mask", "dropout_seed", "dropout_offset"
+        named: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return self.forward(x, positions, length, **named)
 
 
 class RingTransformer(Generates, nn.Module):
@@ -231,6 +227,7 @@ class RingTransformer(Generates, nn.Module):
         length: int | None = None,
         *,
         extents: Tensor | None = None,
+        key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
@@ -241,8 +238,9 @@ class RingTransformer(Generates, nn.Module):
 
         ``return_hidden``: return the input of the head instead, [b s dim]: enough for :func:`loss` with
         ``head=model.head_weight`` and for the last token (:func:`gather_token`). ``positions``, ``length``, ``extents``,
-        ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raise ValueError if ids have another shape or are
-        outside the vocabulary (on a GPU the latter is a device assertion), or if ring_attention refuses the call.
+        ``key_extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raise ValueError if ids have
+        another shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if ring_attention refuses
+        the call.
 
         ``dropout_seed``: dropout applies exactly if it is passed, whatever the value of ``self.training``. One seed serves all
         layers: layer i, from 0, draws for head numbers from i * heads on, independently of the others. ``dropout_offset``: as in
@@ -250,15 +248,16 @@ class RingTransformer(Generates, nn.Module):
 
         With ``auto_shard``: global ids int [batch, tokens], of this rank's own rows or the same on all ranks, and ``mask`` bool
         of the same shape, False where a token is padding -> global logits [batch, tokens, vocab] of these rows; positions,
-        length, extents and key_mask are not accepted. Gradients are those of the sum of all ranks' backpropagated losses, each
+        length and masks are not accepted. Gradients are those of the sum of all ranks' backpropagated losses, each
         rank holding its part, so all ranks must call backward; :func:`loss` of global labels gives one device's. Dropout numbers
         the rows through all ranks.
         """
-        check_alone(self.auto_shard, mask, positions=positions, length=length, extents=extents, key_mask=key_mask)
+        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # also if blocks are wrapped
         rows = Rows.of(ids, mask, attention) if self.auto_shard else None
         if rows is not None:
-            ids, key_mask, length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
+            ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             error = ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
             refuse(error, ring_of(attention.group), ids.device.type)
@@ -268,11 +267,10 @@ class RingTransformer(Generates, nn.Module):
         if positions is None:
             positions = attention.layout_positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
-        arrays: dict[str, Any] = {"extents": extents, "key_mask": key_mask, "dropout_seed": dropout_seed}
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
-            x = block(x, positions, length, **arrays, dropout_offset=offset, call=call)
+            x = block(x, positions, length, **masks, dropout_seed=dropout_seed, dropout_offset=offset, call=call)
         x = self.norm(x)
         if not return_hidden:
             x = F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)
