@@ -14,7 +14,7 @@ import pytest
 from ring_attn_core import Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
-from ring_attn_core.problem.checks import DTYPES, Given, check_extents, check_key_extents, check_runs
+from ring_attn_core.problem.checks import DTYPES, OptionalArray, check_extents, check_key_extents, check_runs
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import STRATEGIES, check_strategy

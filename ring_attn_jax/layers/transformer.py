@@ -270,7 +270,7 @@ class RingTransformer(Generates, nnx.Module):
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
-        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, Where) else None
+        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, ShardedAxes) else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
