@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_extents, check_pairs, check_runs, rate_of
+from ring_attn_core.problem.checks import FARTHEST, check_extents, check_key_extents, check_pairs, check_runs, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
@@ -105,9 +105,6 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
 ) -> tuple[Tensor, Tensor]:
     block = _block(q, k, v, given, counts, asked)
-    if block.score.extents is not None and q.device.type == "cpu":
-        start, length, _, _, stride = counts[:5]
-        check_extents(block.score.extents.long(), [(0, length, start, stride)], FARTHEST)
     with torch.autocast(q.device.type, enabled=False):
         return block.backend.attend(q, block.keys, block.rows, block.score, None, last=False)
 
@@ -167,7 +164,7 @@ class _Block(NamedTuple):
 def _block(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str, backward: bool = False
 ) -> _Block:
-    """Prepare a block. ``counts``: five numbers of the runs, then those of the options."""
+    """Check and prepare a block. ``counts``: five numbers of the runs, then those of the options."""
     runs, of_options = counts[:5], tuple(counts[5:])
     call = OpCall.read(asked, of_options)
     arrays = call.arrays(given)
@@ -175,5 +172,10 @@ def _block(
     compiled = (checked_backward if backward else checked)(problem, anywhere=True)
     q_start, q_length, k_start, k_length, stride = runs
     of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
+    look = problem.device == "cpu" and not backward
+    if look and arrays.extents is not None:
+        check_extents(arrays.extents.long(), [of_q], FARTHEST)
+    if look and arrays.key_extents is not None:
+        check_key_extents(arrays.key_extents.long(), [of_k], FARTHEST)
     rows = ((row(of_q, of_k, call.options.mask, q.shape[1], k.shape[1]),),)
     return _Block(compiled.keys(k, v, arrays), rows, compiled.scored(arrays), compiled.backend)

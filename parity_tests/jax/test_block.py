@@ -43,14 +43,14 @@ def pull(function, inputs, cotangents):
 def attention_in_blocks(case, cut, features, q, k, v, sinks):
     """Every block of queries over every block of keys, merged with the sink, back in natural order."""
     outs, lses = [], []
-    extents, key_mask = features.get("extents"), features.get("key_mask")
     options = {**case.scalars, "mask": case.mask, "alibi_slopes": features.get("alibi_slopes")}
     for q_run in cut.runs(q.shape[1]):
         i = np.array(q_run.positions())
         total = jnp.zeros((*q[:, i].shape[:3], v.shape[-1])), jnp.broadcast_to(sinks, q[:, i].shape[:3])
         for k_run in cut.runs(k.shape[1]):
             j = np.array(k_run.positions())
-            masks = {"extents": extents[:, i], "key_mask": key_mask[:, j]}
+            own = {"extents": i, "key_extents": j, "key_mask": j}
+            masks = {name: x[:, own[name]] for name, x in features.items() if name in own}
             total = merge(total, attend_block(q[:, i], k[:, j], v[:, j], q_run=q_run, k_run=k_run, **masks, **options))
         outs.append(total[0])
         lses.append(total[1])

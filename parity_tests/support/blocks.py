@@ -37,5 +37,6 @@ CASES = [
     Case(
         extents="any", key_mask="random", sinks=True, mask=sliding_window(9, 3), dtype="bfloat16", softcap=2.0, dropout_rate=0.3
     ),
+    Case(key_extents="tree", sinks=True),
 ]
 """Every feature at once, cross-attention, half precision."""

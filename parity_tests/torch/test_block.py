@@ -36,14 +36,14 @@ def test_blocks_merged_are_the_whole(case: Case, cut: Cut):
 def attention_in_blocks(case, cut, q, k, v, sinks, features):
     """Every block of queries over every block of keys, merged with the sink, back in natural order."""
     outs, lses = [], []
-    extents, key_mask = features.get("extents"), features.get("key_mask")
     options = {**case.scalars, "mask": case.mask, "alibi_slopes": features.get("alibi_slopes")}
     for q_run in cut.runs(q.shape[1]):
         i = list(q_run.positions())
         total = torch.zeros(*q[:, i].shape[:3], v.shape[-1]), sinks.expand(*q[:, i].shape[:3])
         for k_run in cut.runs(k.shape[1]):
             j = list(k_run.positions())
-            masks = {"extents": extents[:, i], "key_mask": key_mask[:, j]}
+            own = {"extents": i, "key_extents": j, "key_mask": j}
+            masks = {name: x[:, own[name]] for name, x in features.items() if name in own}
             total = merge(total, attend_block(q[:, i], k[:, j], v[:, j], q_run=q_run, k_run=k_run, **masks, **options))
         outs.append(total[0])
         lses.append(total[1])
@@ -72,6 +72,8 @@ def test_wrong_extents_are_found_in_a_block_too(wrong):
     extents[0, 6] = torch.tensor(wrong)
     with pytest.raises(ValueError, match=r"extents must be 0 <= first <= end .* for the query at position 16 of batch row 0"):
         attend_block(q, q, q, extents=extents, q_run=Run(10, 8), k_run=Run(0, 8), mask=full())
+    with pytest.raises(ValueError, match=r"key_extents must be 0 <= first <= end .* for the key at position 16 of batch row 0"):
+        attend_block(q, q, q, key_extents=extents, q_run=Run(0, 8), k_run=Run(10, 8), mask=full())
 
 
 def test_merging_with_nothing_changes_nothing_and_gives_no_nan():
