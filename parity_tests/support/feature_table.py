@@ -44,7 +44,8 @@ class Feature:
 
 
 def _features_of(case: Case) -> int:
-    return sum(map(bool, (case.extents, case.key_mask, case.softcap, case.sinks, case.alibi, case.dropout_rate)))
+    masks = case.extents, case.key_extents, case.key_mask
+    return sum(map(bool, (*masks, case.softcap, case.sinks, case.alibi, case.dropout_rate)))
 
 
 FEATURES = [
@@ -54,6 +55,8 @@ FEATURES = [
     Feature("`extents`: prefix-LM", lambda case: case.extents == "prefix"),
     Feature("`extents`: left and right padding", lambda case: case.extents == "padding"),
     Feature("`extents`: any interval for every query", lambda case: case.extents == "any"),
+    Feature("`key_extents`: prefix trees", lambda case: case.key_extents == "tree"),
+    Feature("`key_extents`: any interval for every key", lambda case: case.key_extents == "any"),
     Feature("`key_mask`: any pattern, rows and shards without a key too", lambda case: case.key_mask in ("shard", "none")),
     Feature("`softcap`", lambda case: case.softcap is not None),
     Feature("`sinks`", lambda case: case.sinks),
