@@ -36,6 +36,7 @@ def zigzag(rank: int, ranks: int, seq_local: int) -> tuple[Run, ...]:
 
 
 LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}
+"""The layouts by name. Each maps (rank, ranks, tokens of a shard) to the runs that the rank holds."""
 
 
 def slots(layout: str) -> int:

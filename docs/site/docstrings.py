@@ -1,0 +1,85 @@
+"""Turn the docstrings of the packages into Markdown: ``code``, roles, formulas, and lists of arguments."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = re.compile(r"``(.+?)``", re.DOTALL)
+ROLE = re.compile(r":(?:class|func|meth|mod):`~?([\w.]+)`")
+ARGUMENT = re.compile(r" {4}(?=\S)([\w*`]+(?:, [\w*`]+)*): ")
+RUN_IN = re.compile(r"(?:^|(?<=[.;] )|(?<=[.;]\n))(?=``\w+``(?:,\s``\w+``)*:\s)")
+REST = re.compile(r"(?<=\. )(?=The other arguments|Other arguments|The rest)")
+
+
+class Docstrings(griffe.Extension):
+    """Rewrite each docstring before it is rendered."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        names = _public(pkg.name)
+        todo: list[Any] = [pkg]
+        while todo:
+            item = todo.pop()
+            if item.docstring:
+                item.docstring.value = markdown(item.docstring.value, pkg.name, names)
+            todo += [member for member in item.members.values() if not member.is_alias]
+
+
+def _public(package: str) -> list[str]:
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    lists = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    return [name for names in lists for name in ast.literal_eval(names)]
+
+
+def markdown(text: str, package: str = "", names: list[str] | tuple[str, ...] = ()) -> str:
+    """Return a docstring as Markdown, with links from names of the package to their entries."""
+
+    def inline(part: str) -> str:
+        pieces = CODE.split(ROLE.sub(r"``\1``", part))
+        return "".join(_code(piece, package, names) if i % 2 else _plain(piece) for i, piece in enumerate(pieces))
+
+    return "\n\n".join(_block(block, inline) for block in re.split(r"\n\s*\n", text.rstrip()))
+
+
+def _plain(text: str) -> str:
+    return text.replace("<", "&lt;").replace("*", "\\*") if text.count("*") % 2 else text.replace("<", "&lt;")
+
+
+def _code(text: str, package: str, names: Any) -> str:
+    text = " ".join(text.split())
+    name = text.split(".")[-1]
+    return f"[`{text}`][{package}.{name}]" if name in names and (text == name or text.startswith("ring_attn")) else f"`{text}`"
+
+
+def _block(block: str, inline: Any) -> str:
+    lines = block.split("\n")
+    indented = [line.startswith("    ") for line in lines]
+    if all(indented):
+        return _listed(lines, inline) if "``" in block else block
+    if True in indented and lines[indented.index(True) - 1].rstrip().endswith(":"):
+        first = indented.index(True)
+        head, body = "\n".join(lines[:first]), lines[first:]
+        return f"{inline(head)}\n\n" + (_listed(body, inline) if ARGUMENT.match(body[0]) or "``" in block else "\n".join(body))
+    parts = [part for part in RUN_IN.split(block) if part]
+    if len(parts) > 1 or RUN_IN.match(block):
+        *rest, last = parts
+        items = [*rest, *REST.split(last)]
+        tail = items.pop() if len(REST.split(last)) > 1 else ""
+        return "\n".join(("- " if RUN_IN.match(item) else "") + inline(" ".join(item.split())) for item in items) + f"\n\n{inline(tail)}"
+    return inline(re.sub(r"^(Returns?|Raises?)\b", r"**\1**", block))
+
+
+def _listed(lines: list[str], inline: Any) -> str:
+    """Return indented lines ``name: text`` or ``- text`` as a list; continuation lines are indented deeper."""
+    return "\n".join(_item(item, inline) for item in re.split(r"\n(?= {4}\S)", "\n".join(lines)))
+
+
+def _item(item: str, inline: Any) -> str:
+    named = ARGUMENT.match(item)
+    rest = " ".join(item[named.end() if named else 0 :].split()).removeprefix("- ")
+    return f"- `{named[1].replace('`', '')}`: {inline(rest)}" if named else f"- {inline(rest)}"
