@@ -7,8 +7,9 @@
 #   VENV=.venv-oldest     another folder for the environment
 #   TORCH_INDEX=<url>     where to take torch from: with the URL of PyTorch's CPU wheel index, no CUDA libraries are downloaded
 #   WORKERS=4             processes that share the tests; each starts 8 gloo processes and takes about 6 GiB
-#   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, fuzz, mutate, bench, newest and plan-picture
+#   ARGS="-k zigzag"      passed on to the command of demo, test, test-all, fuzz, mutate, bench, docs, newest and plan-picture
 #   FRESH=.venv-fresh     the folder that newest makes its environment in, each time anew
+#   DOCS=.venv-docs       the folder of the environment of docs, which has the versions of requirements/docs.txt and no framework
 #   KEEP="transformers"   packages that newest leaves at their pins: releases that a change of ours has to come before
 
 PYTHON ?= python3
@@ -17,6 +18,7 @@ TORCH_INDEX ?=
 WORKERS ?= 2
 ARGS ?=
 FRESH ?= .venv-fresh
+DOCS ?= .venv-docs
 KEEP ?=
 LOCK := requirements/newest-py313.txt
 
@@ -27,7 +29,7 @@ STAMP := $(VENV)/.installed-$(VERSION)$(if $(PINS),-$(basename $(notdir $(PINS))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz mutate bench lint newest plan-picture
+.PHONY: help env demo test test-all fuzz mutate bench lint docs newest plan-picture
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -57,6 +59,11 @@ lint: $(STAMP) ## ruff and pyright, changing nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS)/.installed ## the site of docs/ and of the docstrings, into build/site; a broken link fails it
+	@$(DOCS)/bin/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site is ready: python3 -m http.server --directory build/site"
 
 # The one target whose versions are nobody's pins: neither ours nor what this machine's settings of pip prefer. .ci/run goes by the
 # lock files alone, so a release of tonight breaks no commit; it is met here.
@@ -91,4 +98,11 @@ else
 	@$(PIP) -e '.[dev]'
 endif
 	-@$(BIN)/python -c 'import jaxlib; print("jax-cuda12-plugin==" + jaxlib.__version__)' | xargs $(PIP) --no-deps
+	@touch $@
+
+# These packages read the docstrings without importing them, so no framework is installed, and the lock file is of any system.
+$(DOCS)/.installed: export PIP_CONFIG_FILE := /dev/null
+$(DOCS)/.installed: requirements/docs.txt
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check install -qq -r $<
 	@touch $@

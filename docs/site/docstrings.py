@@ -14,7 +14,8 @@ CODE = re.compile(r"``(.+?)``", re.DOTALL)
 ROLE = re.compile(r":(?:class|func|meth|mod):`~?([\w.]+)`")
 ARGUMENT = re.compile(r" {4}(?=\S)([\w*`]+(?:, [\w*`]+)*): ")
 RUN_IN = re.compile(r"(?:^|(?<=[.;] )|(?<=[.;]\n))(?=``\w+``(?:,\s``\w+``)*:\s)")
-REST = re.compile(r"(?<=\. )(?=The other arguments|Other arguments|The rest)")
+VERB = re.compile(r"^(Returns?|Raises?)\b")
+REST = re.compile(r"(?<=\. )(?=The other arguments|All other arguments|Other arguments|Raise )")
 
 
 class Docstrings(griffe.Extension):
@@ -65,13 +66,13 @@ def _block(block: str, inline: Any) -> str:
         first = indented.index(True)
         head, body = "\n".join(lines[:first]), lines[first:]
         return f"{inline(head)}\n\n" + (_listed(body, inline) if ARGUMENT.match(body[0]) or "``" in block else "\n".join(body))
-    parts = [part for part in RUN_IN.split(block) if part]
-    if len(parts) > 1 or RUN_IN.match(block):
-        *rest, last = parts
-        items = [*rest, *REST.split(last)]
-        tail = items.pop() if len(REST.split(last)) > 1 else ""
-        return "\n".join(("- " if RUN_IN.match(item) else "") + inline(" ".join(item.split())) for item in items) + f"\n\n{inline(tail)}"
-    return inline(re.sub(r"^(Returns?|Raises?)\b", r"**\1**", block))
+    if RUN_IN.search(block):
+        lead, *items = RUN_IN.split(block)
+        *_, last = items = [*items[:-1], *REST.split(items[-1], 1)]
+        tail = "" if RUN_IN.match(last) else items.pop()
+        listed = "\n".join("- " + inline(" ".join(item.split())) for item in items)
+        return "\n\n".join(filter(None, (inline(lead), listed, inline(VERB.sub(r"**\1**", tail)))))
+    return inline(VERB.sub(r"**\1**", block))
 
 
 def _listed(lines: list[str], inline: Any) -> str:

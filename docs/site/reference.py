@@ -39,7 +39,8 @@ LOG = logging.getLogger("mkdocs.hooks.reference")
 def public(root: Path, package: str) -> dict[str, str]:
     """Return the module of each name in the package's ``__all__``, by its absolute name, in the order of the imports."""
     tree = ast.parse((root / package.replace(".", "/") / "__init__.py").read_text())
-    modules, names = {}, []
+    modules: dict[str, str] = {}
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             module = f"{package}.{node.module}" if node.level else str(node.module)
@@ -55,7 +56,10 @@ def page_of(module: str, package: str) -> str:
     if package.endswith("transformers"):
         return "transformers"
     room = module.split(".")[1]
-    return next(page for page, (_, rooms) in PAGES.items() if room in rooms)
+    found = [page for page, (_, rooms) in PAGES.items() if room in rooms]
+    if not found:
+        raise ValueError(f"no page of the reference shows {module}: give {room!r} a page in PAGES of docs/site/reference.py")
+    return found[0]
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -77,18 +81,21 @@ def names(root: Path) -> set[str]:
 
 def documented(module: Path, name: str) -> bool:
     """Return whether a class, a function or a constant of the module has a docstring."""
-    body = ast.parse((module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py").read_text()).body
+    file = module.with_suffix(".py")
+    body = ast.parse((file if file.exists() else module / "__init__.py").read_text()).body
     for node, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return bool(ast.get_docstring(node))
-        if isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node).split("=")[0].split(":")[0]:
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        if target and ast.unparse(target) == name:
             return isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
     return False
 
 
 def _page(title: str, names: dict[str, dict[str, str]]) -> str:
-    entries = "\n".join(_entry(name, modules) for name, modules in names.items())
-    return f"# {title}\n\nAn entry that names no package is one object, which all packages export.\n\n{entries}"
+    shared = any(module.startswith("ring_attn_core") for modules in names.values() for module in modules.values())
+    intro = ["An entry that names no package is one object in both packages."] if shared else []
+    return "\n\n".join([f"# {title}", *intro, *(_entry(name, modules) for name, modules in names.items())])
 
 
 def _entry(name: str, modules: dict[str, str]) -> str:

@@ -66,7 +66,9 @@ def pages(site: Path) -> dict[str, Page]:
 
 def public(package: str) -> list[str]:
     tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
-    return next(ast.literal_eval(x.value) for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
+    return next(
+        ast.literal_eval(x.value) for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"
+    )
 
 
 def inventory(site: Path) -> dict[str, str]:
@@ -108,7 +110,9 @@ def test_no_page_asks_another_host_or_names_a_path_of_this_machine(site: Path, p
 
 def test_no_docstring_is_left_as_it_was_written(site: Path, pages: dict[str, Page]):
     left = re.compile(r"``|:(?:class|func|meth|mod):")
-    assert not [name for name in pages if name.startswith("reference/") and left.search((site / name).read_text(encoding="utf-8"))]
+    assert not [
+        name for name in pages if name.startswith("reference/") and left.search((site / name).read_text(encoding="utf-8"))
+    ]
 
 
 def test_a_broken_link_and_a_name_without_a_docstring_fail(tmp_path: Path):
