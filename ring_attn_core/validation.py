@@ -72,3 +72,9 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
         got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"
         raise ValueError(f"{name} must be a tuple of ints, counts of tokens, one for each pattern, got {got}")
     return counts
+
+
+def missing_package(needing: str, package: str) -> ModuleNotFoundError:
+    """Return the error that ``needing``, a name or a module, raises without a package. The extra is named like the package."""
+    message = f"{needing} needs {package}: run pip install '.[{package}]' in a clone of the repository"
+    return ModuleNotFoundError(message, name=package)

@@ -1,6 +1,7 @@
 """Exact ring attention for JAX: attention over sequences that do not fit on a single device."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
@@ -8,6 +9,10 @@ from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
 from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide flax's Linear
+from ring_attn_core.validation import missing_package
+
+if find_spec("jax") is None:
+    raise missing_package(__name__, "jax")
 
 from .api import ring_attention
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that this host lacks
@@ -132,6 +137,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name != "flax":
             raise
-        raise ModuleNotFoundError(
-            f"{name} needs flax: run pip install '.[flax]' in a clone of the repository", name="flax"
-        ) from missing
+        raise missing_package(name, "flax") from missing

@@ -1,10 +1,16 @@
 """Exact ring attention for PyTorch: attention over sequences too long for a single device."""
 
+from importlib.util import find_spec
+
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
 from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
+from ring_attn_core.validation import missing_package
+
+if find_spec("torch") is None:
+    raise missing_package(__name__, "torch")
 
 from .api import ring_attention
 from .block import attend_block, merge

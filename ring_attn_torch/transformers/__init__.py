@@ -12,7 +12,13 @@ Example:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from ring_attn_core.validation import missing_package
+
+if find_spec("transformers") is None:
+    raise missing_package(__name__, "transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface
 

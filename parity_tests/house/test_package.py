@@ -1,0 +1,94 @@
+"""What pip gets: the sdist and the wheel hold what they should, and the wheel works without a checkout and without extras."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+from ..support.programs import ROOT
+
+
+def run(*command: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of an environment of its own, without this checkout and without this machine's settings of pip."""
+    variables = {"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": "/dev/null"}
+    return subprocess.run([*map(str, command)], cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[tarfile.TarFile, zipfile.ZipFile, Path]:
+    for package in ("build", "hatchling"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("dist")
+    done = run(sys.executable, "-P", "-m", "build", "--no-isolation", "--outdir", folder, ROOT, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return tarfile.open(sdist), zipfile.ZipFile(wheel), wheel
+
+
+def test_both_archives_hold_the_licence_and_the_readme(dist):
+    sdist, wheel, path = dist
+    root, info = path.name.removesuffix("-py3-none-any.whl"), path.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert sdist.extractfile(f"{root}/LICENSE").read() == licence
+    assert wheel.read(f"{info}/licenses/LICENSE") == licence
+    for text in (sdist.extractfile(f"{root}/PKG-INFO").read(), wheel.read(f"{info}/METADATA")):
+        fields = message_from_string(text.decode())
+        assert fields["License-Expression"] == "MIT"
+        assert fields["Description-Content-Type"] == "text/markdown"
+        assert str(fields.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+        assert not [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
+
+
+def test_the_sdist_holds_what_its_tests_need(dist):
+    sdist, *_ = dist
+    there = {name.split("/")[1] for name in sdist.getnames() if "/" in name}
+    assert {"parity_tests", "docs", "examples", "benchmarks", "requirements", "Makefile", "mkdocs.yml", "README.md"} <= there
+
+
+@pytest.fixture(scope="module")
+def empty(dist, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel alone."""
+    folder = tmp_path_factory.mktemp("empty")
+    for command in (
+        (sys.executable, "-m", "venv", folder / "env"),
+        (folder / "env" / "bin" / "python", "-m", "pip", "install", "--no-index", dist[2]),
+    ):
+        done = run(*command, folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "env" / "bin"
+
+
+def test_the_core_works_from_the_wheel_alone(empty: Path, tmp_path: Path):
+    program = "from ring_attn_core import RingPlan, causal; print(RingPlan('zigzag', causal(), 4, 4).balance)"
+    assert run(empty / "python", "-c", program, folder=tmp_path).stdout == "1.0\n"
+
+
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_a_package_without_its_framework_names_the_extra(empty: Path, tmp_path: Path, package: str):
+    done = run(empty / "python", "-c", f"import ring_attn_{package}", folder=tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: ring_attn_{package} needs {package}: run pip install '.[{package}]' in a clone of the repository"
+    )
+
+
+def test_the_package_for_hugging_face_names_its_extra(tmp_path: Path):
+    pytest.importorskip("torch")
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['transformers'] = None; import ring_attn_torch.transformers"
+    )
+    assert run(sys.executable, "-P", "-c", program, folder=tmp_path).stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: ring_attn_torch.transformers needs transformers: "
+        "run pip install '.[transformers]' in a clone of the repository"
+    )
+
+
+def test_the_command_names_its_extra(empty: Path, tmp_path: Path):
+    done = run(empty / "ring-attn", "plan", folder=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr == 'ring-attn: typer is not installed: run pip install ".[demo]" in a clone of the repository\n'
