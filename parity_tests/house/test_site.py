@@ -159,7 +159,11 @@ CONTRAST = """(() => {
     const light = c => { const [r, g, b] = c.map(x => (x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
                          return 0.2126 * r + 0.7152 * g + 0.0722 * b }
     const over = (a, b) => { const t = a[3] ?? 1; return [0, 1, 2].map(i => a[i] * t + b[i] * (1 - t)) }
-    const behind = e => e ? over(rgb(getComputedStyle(e).backgroundColor), behind(e.parentElement)) : [255, 255, 255]
+    const known = new Map([[null, [255, 255, 255]]])
+    const behind = e => {
+        if (!known.has(e)) known.set(e, over(rgb(getComputedStyle(e).backgroundColor), behind(e.parentElement)))
+        return known.get(e)
+    }
     const still = document.head.appendChild(document.createElement("style"))
     still.textContent = "* { transition: none !important }"
     const worst = [99, ""]
