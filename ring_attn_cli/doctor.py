@@ -96,9 +96,9 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
 
 
 def choices(problem: Problem) -> tuple[BackendFitness, ...]:
-    """Return the choice of each backend, in the order in which "auto" tries them.
+    """Return each backend's fitness for the problem, in the order in which "auto" tries the backends.
 
-    At run time, "auto" may still go on to the next backend, if the kernels of one do not compile.
+    The fitness says for which passes "auto" takes the backend. At run time "auto" tries the next one if kernels do not compile.
     """
     from ring_attn_core.kernels.backends import BACKENDS, select
 

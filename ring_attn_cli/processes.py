@@ -171,7 +171,11 @@ class _Member(NamedTuple):
 
 
 def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:
-    """Run ``work`` of a module in a started process, with stdout and stderr in ``log``, and report its end."""
+    """Call ``work(report, *arguments)`` of ``module``; this is the target of a new process.
+
+    Redirect stdout and stderr to ``log``. Send the messages of ``work`` through ``pipe``, then "finished", or "failed" with
+    the error.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends them
     with log.open("w") as file:

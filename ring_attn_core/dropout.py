@@ -1,22 +1,30 @@
 """The dropout mask of the attention probabilities: a pure function of the global (seed, batch, head, q_pos, k_pos).
 
-The mask comes from the counter-based generators Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
+The mask comes from the counter-based generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
 section 3.3). Nothing is stored, and the mask is the same for every layout, ring, framework and backend:
 
-    stream = philox4x32(counter = (0, 0, head, batch), key = seed)[0]              one for every batch row and head
-    words  = philox2x32(counter = (of_q, of_k), key = stream)                      of_q, which = place_of_query(q_pos)
-    n      = the upper 16 bits of words[which], rotated left by turn bytes         of_k, turn  = place_of_key(k_pos)
+    of_q, which = place_of_query(q_pos)                                     which: 0 or 1
+    of_k, turn  = place_of_key(k_pos)                                       turn: 0 to 3
+    stream = philox4x32(counter = (0, 0, head, batch), key = seed)[0]       the Philox key of a batch row and head
+    words  = philox2x32(counter = (of_q, of_k), key = stream)               two words of 32 bits
+    n      = the upper 16 bits of (words[which] rotated left by turn bytes)
     kept if n >= rate 2^16
 
 The rate is rounded to a multiple of 2^-16, and ``rescale`` returns the factor of the kept probabilities for the rounded rate.
-One counter serves queries q and q + 8 with keys k, k + 1, k + 8 and k + 9. These are the eight probabilities that one thread of a
-GPU holds of a 16 x 16 tile of a matrix product whose rows are queries. A 32-bit word gives four 16-bit numbers; the lower byte of
-one is the upper byte of the next. Each number is uniform. Two numbers of a word are correlated by at most 1/256, and not at all
-if the rate is a multiple of 1/256. The correlation matters only at rates below 1/256: if one number of a word is dropped, the
-next is dropped with a probability of 1/256. Seven rounds are the fewest that pass BigCrush (table 2 of the paper).
-A stream is one word, so among n (batch row, head) pairs some two share a stream with a probability of n^2 / 2^33.
 
-The functions use only ``+ & | ^ << >>``, so they work on numpy, torch and jnp; the 64-bit product differs and is passed in.
+One call of philox2x32 serves eight probabilities: queries q and q + 8 with keys k, k + 1, k + 8 and k + 9. A thread of a GPU
+holds these eight of a 16 x 16 tile of scores that a tensor core computes, so it calls Philox once for them.
+
+A 32-bit word gives four 16-bit numbers, one for each rotation. Each number is uniform, but the lower byte of one is the upper
+byte of the next. Therefore the drops of two neighbouring numbers are correlated by at most 1/256, and not at all if the rate is
+a multiple of 1/256. The correlation matters only at rates below 1/256: if a number is dropped, the next one is dropped with
+probability 1/256 instead of the rate.
+
+Seven rounds of philox2x32 are the fewest that pass BigCrush (table 2 of the paper). A stream has 32 bits, so the probability
+that any two of n (batch row, head) pairs share a stream is about n^2 / 2^33.
+
+The functions of words use only Python's integer operators, so they work on arrays of NumPy, PyTorch and JAX. The frameworks
+compute the 64-bit product of two words differently, so the caller passes it as ``multiply``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The arrays of a call, together with those of its score.
+    """The inputs of an attention call; ``score`` holds the scale, the extents, the sinks and the like.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None, key_extents int [b t 2] or None.
     """

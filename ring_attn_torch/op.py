@@ -44,7 +44,7 @@ class OpCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the record as text, except the ``counts`` of the options."""
+        """Return the names, the group and the options as text, without ``options.counts``, which an op takes as integers."""
         return f"{','.join(self.names)};{self.group};{self.options.text}"
 
     @staticmethod

@@ -122,7 +122,10 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
 
 
 def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
-    """Return the contestants of each case, and the variants left out. Raise ValueError if a named variant runs nowhere."""
+    """Return the combinations (variant, framework, ranks) to run for each case, and the variants left out, with reasons.
+
+    Raise ValueError if a variant that the user named has no combination in some case, or if nothing can run.
+    """
     cells, left_out = [], []
     for case in sweep.cases:
         cell = []

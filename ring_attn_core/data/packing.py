@@ -61,7 +61,8 @@ class Contexts:
 def shuffled(count: int, *key: int | str) -> list[int]:
     """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
 
-    Python promises to keep only ``random()`` of a seed unchanged, so the numbers are sorted by draws of it.
+    Draw a number with ``random()`` for each index and sort by it. ``random.shuffle`` is not used, because Python guarantees
+    only for ``random()`` that a seed gives the same numbers in each version.
     """
     draw = random.Random("/".join(map(str, key))).random
     drawn = [draw() for _ in range(count)]

@@ -1,22 +1,25 @@
-"""Changes to the PTX of Hopper's kernels for newer releases of Triton, and the choice of their assembler.
+"""Rewrites of the PTX of Hopper kernels that undo slowdowns by newer releases of Triton, and the choice of ptxas.
 
-A product of Hopper's tensor cores (wgmma) reads its second factor, and mostly its first, from shared memory by a 64-bit
-descriptor that holds the address in its low bits. A tile of 128 x 128 is multiplied in eight parts; their descriptors differ by
-constants. Three changes of Triton cost speed:
+The tensor-core instruction wgmma multiplies A and B. It reads B, and usually A, from shared memory by a 64-bit descriptor that
+holds the address in its low bits. A tile of 128 x 128 takes eight instructions, whose descriptors differ by constants. Three
+changes in Triton made the kernels slower:
 
-    3.8   A first factor in registers is copied to other registers before its product. ``as_before`` removes the copies
-    3.9   The constants are added to the 32-bit address, and every descriptor is assembled from two words. LLVM computes all
-          eight early, so they occupy 16 registers of every thread, or memory. Before 3.9 the constant was added to the
-          descriptor, in uniform registers, right before the product. ``as_before`` restores that
-    3.9   Triton assembles for Hopper with CUDA 13.4's ptxas instead of CUDA 12.9's, which it still ships. Ours use 12.9's
+    3.8   If A is in registers, it is copied to other registers before the wgmma. ``as_before`` removes the copies
+    3.9   The constants are added to the 32-bit address, and each descriptor is assembled from two 32-bit words. LLVM computes
+          all eight descriptors early, so they occupy 16 registers of each thread, or spill to memory. Before 3.9 the constant
+          was added to the 64-bit descriptor, in uniform registers, right before its wgmma. ``as_before`` restores that
+    3.9   Triton assembles for Hopper with ptxas of CUDA 13.4. It still ships ptxas of CUDA 12.9, which our kernels use
 
-No value changes. The table gives, for Triton 3.9, the registers reloaded in a step without a mask (some 395 and 465
-instructions), and TFLOP/s over those of Triton 3.6 in the same run (one H200, causal, 16,384 tokens, 16 heads of 128):
+No computed value changes. The table holds measurements with Triton 3.9: the spilled registers reloaded in one unmasked step of
+the inner loop (about 395 instructions in the backward, 465 in the forward), and the throughput relative to Triton 3.6 in the
+same run (one H200, causal, 16,384 tokens, 16 heads of 128):
 
                                       backward                forward
     as Triton compiles it             33 reloads, 0.71        40 reloads
-    as_before                          0 reloads, 1.01         0 reloads, 0.99
-    as_before, by 12.9                 0 reloads, 1.01         0 reloads, 1.00 (4 x 4,096 tokens 1.00, by 13.4 0.98)
+    as_before, ptxas 13.4              0 reloads, 1.01         0 reloads, 0.99
+    as_before, ptxas 12.9              0 reloads, 1.01         0 reloads, 1.00
+
+With 4 sequences of 4,096 tokens the forward reaches 0.98 with ptxas 13.4 and 1.00 with ptxas 12.9.
 
 The backward also needs ``register_layouts.here`` and ``gluon.wait_for_products``, the forward ``forward_softmax.row_maximum``.
 """

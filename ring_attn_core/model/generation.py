@@ -93,7 +93,7 @@ class Generation:
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
 
     def ids(self, start: int, tokens: int) -> list[list[int]]:
-        """Return the ids of all prompts from ``start`` on, [requests][tokens], padded with 0."""
+        """Return each prompt's token ids at positions ``start`` to ``start + tokens`` (exclusive); 0 after the prompt's end."""
         rows = (list(ids[start : start + tokens]) for ids in self.prompts)
         return [row + [0] * (tokens - len(row)) for row in rows]
 

@@ -213,7 +213,7 @@ class FoldedBatches:
 
     @property
     def needs_extents(self) -> bool:
-        """True if a band alone cannot express the visibility of slots."""
+        """True if a band over slots is not enough as the mask, so each slot needs its own range of visible slots (extent)."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property

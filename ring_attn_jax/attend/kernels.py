@@ -109,10 +109,10 @@ class Kernels:
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return float32 zeros that XLA allocates only after ``x``, and ``x``.
+    """Return float32 zeros of ``shape`` and ``x`` itself, tied by an optimization barrier.
 
-    Zeros depend on nothing, so XLA would allocate those of all layers of a model at once, before the first backward, and hold
-    them.
+    The barrier makes XLA allocate the zeros only once ``x`` is computed. Without it the zeros depend on nothing, so XLA would
+    allocate those of all layers of a model before the first backward, and hold them.
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x

@@ -27,9 +27,10 @@ It is part of JAX's cache keys, so a trace for one capability is not reused for 
 
 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Return the outputs of a launch.
+    """Add a kernel launch to the JAX program as a custom call, and return its outputs.
 
-    ``arrays`` by name; an array that an output overwrites is reused if nothing else needs it.
+    ``arrays``: the inputs by name. An output that overwrites an input takes its memory; XLA copies the input first if something
+    else still reads it.
     """
     arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]

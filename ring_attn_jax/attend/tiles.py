@@ -64,7 +64,7 @@ class Tile(NamedTuple):
         return jnp.moveaxis(tile, 1, 3)
 
     def tokens_of(self, x: jax.Array) -> jax.Array:
-        """Return the tile's slice of ``x`` [b n ...], [batch rows of the tile, block ...], unchanged."""
+        """Slice the tile's batch rows and tokens from ``x``: [b n ...] -> [rows block ...]. Unlike ``load``, zero no token."""
         return lax.dynamic_slice(x, self.start(x), (self.batch.count, self.index.size, *x.shape[2:]))
 
     def start(self, x: jax.Array) -> list[jax.Array]:
@@ -170,7 +170,7 @@ class Part:
         return begin, end
 
     def extents(self, queries: Tile) -> tuple[jax.Array, jax.Array]:
-        """Return the first and end [1 block_q] of the queries' extents, int32 and not negative."""
+        """Return first and end (exclusive) of the key positions that each query may see, int32 [1 block_q] each, at least 0."""
         assert self.score.extents is not None
         extents = jnp.maximum(queries.tokens_of(self.score.extents), 0)
         if extents.dtype.itemsize >= 4:
@@ -254,7 +254,7 @@ class Pair:
 
     @property
     def reached(self) -> jax.Array:
-        """True if a query of the tile lies within the key extent of a key of the tile."""
+        """True if ``key_extents`` let any query of the tile see any key of the tile; otherwise the pair is skipped."""
         return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property

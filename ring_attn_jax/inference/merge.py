@@ -48,7 +48,7 @@ def _(axis_name: str, *_: Any) -> Any:
 
 
 def gather_pairs(pair: jax.Array, axis_name: str) -> jax.Array:
-    """All-gather the packed pairs [ranks, ...] of all ranks, in their order."""
+    """All-gather the ranks' packed (out, lse) arrays, in rank order: [...] -> [ranks, ...]."""
     varying = pair if axis_name in axes_of(pair) else lax.pcast(pair, (axis_name,), to="varying")
     return lax.all_gather(varying, axis_name, to="invarying")
 

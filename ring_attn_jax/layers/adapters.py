@@ -136,7 +136,10 @@ class FlaxFunction:
 
 
 class RingAttentionFunction(FlaxFunction):
-    """The function that ``attention_fn`` returns."""
+    """Ring attention as an ``attention_fn`` of flax.
+
+    It turns the module's mask into extents and a key mask, and calls sharded ring attention over the mesh.
+    """
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
         arrays = Arrays(dropout_seed=None if dropout is None else _draw(dropout))

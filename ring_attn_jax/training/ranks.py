@@ -65,7 +65,10 @@ def check_ranks(what: Any) -> None:
 
 
 def _entries(what: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays and values by dotted name. Raise ValueError if one cannot be compared."""
+    """Yield (dotted name, value) of each leaf of the pytree ``what``.
+
+    Raise ValueError if a leaf cannot be compared: if it is traced, deleted or of an unsupported type.
+    """
     for path, x in tree_leaves_with_path(what, is_leaf=lambda x: x is None):
         of_variable = isinstance(path[-1], GetAttrKey) and path[-1].name == "value" if path else False
         name = keystr(path[:-1] if of_variable else path, simple=True, separator=".") or "what"

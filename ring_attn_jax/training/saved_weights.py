@@ -184,5 +184,5 @@ def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
 
 
 def _placed(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
-    """Return the array on its devices, which may be those of several processes."""
+    """Return ``x`` as a JAX array, placed by ``sharding``, which may span several processes; None: on the default device."""
     return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

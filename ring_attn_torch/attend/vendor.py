@@ -30,7 +30,10 @@ from .tiles import Rows
 
 
 class QueryRange(NamedTuple):
-    """A range of queries that see a whole range of keys or, if ``causal``, the n-th query only the keys up to the n-th."""
+    """A slice of the queries and a slice of the keys, for one call of a vendor's kernel.
+
+    Each query sees all keys of the slice. If ``causal``, the n-th query sees only the first n keys.
+    """
 
     queries: slice
     keys: slice

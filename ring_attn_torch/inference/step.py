@@ -144,7 +144,11 @@ def _written(held: CachedRequests, here: Tensor, level: Tensor, position: Tensor
 
 
 def _noted(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
-    """Return the ranks ``of_token`` [b, tokens] of the newest tokens, as many as the cache remembers, and their places there."""
+    """Return the owner ranks of the new tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
+
+    If there are more new tokens than the buffer holds, only the newest are returned. ``chunk`` [b]: the number of new tokens of
+    each request. ``of_token`` [b, tokens]: the owner rank of each. Padding is stored at the unused last index.
+    """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)
     token = chunk[:, None] - kept + torch.arange(kept, device=chunk.device, dtype=torch.int32)

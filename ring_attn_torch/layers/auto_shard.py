@@ -79,10 +79,11 @@ class Rows(NamedTuple):
         return self.shard(mask).bool()
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather x [rows, tokens, features], this rank's tokens, into [rows of this rank, length, features]; differentiable.
+        """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed; differentiable.
 
-        In the backward every rank sends the gradients of its rows to the ranks that computed them. If all ranks pass the same
-        rows, their gradients are added.
+        ``x`` [rows, tokens, features] holds this rank's tokens of all ranks' rows; the result is [rows of this rank, length,
+        features]. The backward is the reverse all-to-all: it sends the gradient of each token to the rank that computed the
+        token. If all ranks passed the same rows, each of them gathers all rows, and the gradients from all ranks are summed.
         """
         ranks, mine = ranks_of(self.ring), self.brought[rank_in(self.ring)]
         if ranks > 1:

@@ -1,7 +1,7 @@
-"""Recomputation of blocks from their input and attention's (out, lse), which alone are saved, without the ring.
+"""Activation checkpointing that saves only a block's inputs and attention's (out, lse), so the recomputation skips the ring.
 
-The block runs again under torch.utils.checkpoint; the contexts of this module store each (out, lse) and return it in the second
-run.
+The block runs under torch.utils.checkpoint. In the first run the contexts of this module store each (out, lse); in the
+recomputation attention takes it from them. Under torch.compile, selective checkpointing saves (out, lse).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 
 
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResults]:
-    """Return the contexts of a function's first run, which stores each (out, lse) by ``put``, and of its recomputation."""
+    """Return two context managers for ``checkpoint``: one for the first run, one for the recomputation.
+
+    The first stores each (out, lse) by ``put``, which returns a function that fetches the tensor. The second fetches them.
+    """
     kept: list[tuple[Fetch, Fetch]] = []
     return RecordPass(put, kept), ReplayPass(kept)
 

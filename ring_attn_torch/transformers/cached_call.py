@@ -28,11 +28,12 @@ FEW = 16
 
 @dataclass
 class CachedCall:
-    """A call with ``tokens`` new tokens of every row, of which this rank computes a shard of ``local`` tokens, or all (None).
+    """One model call with a cache.
 
-    ``lengths``: the number of tokens of each row without padding. ``valid`` bool [batch, tokens]: False for padding, None: no
-    padding. ``keep``: the number of last tokens whose logits are requested. ``longest``: the largest of position_ids, if a rank
-    has a shard of them.
+    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of them that this rank computes,
+    or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding. ``valid``: bool
+    [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose logits are
+    requested. ``longest``: the largest position id of all shards, or None if each rank computes all tokens.
     """
 
     cache: RingCache

@@ -43,7 +43,10 @@ seq_idx is not read: it is for short convolutions, which a ring does not support
 
 
 class Shards(NamedTuple):
-    """A call of the model on this rank's shards."""
+    """This rank's part of one model call: its arguments and labels, and the global batch or cached call that it belongs to.
+
+    ``count``: the call's num_items_in_batch, or None.
+    """
 
     whole: GlobalBatch | CachedCall
     kwargs: dict[str, Any]

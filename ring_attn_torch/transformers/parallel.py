@@ -282,7 +282,10 @@ class ModelCalls:
         return type(output)(**{**fields, **changed, **({name: result} if name else {})})
 
     def _loss(self, result: Tensor, labels: Tensor, shards: Shards, summed: bool) -> Tensor:
-        """Return the mean loss of all ranks' labels, or their sum over ``num_items_in_batch``; ``result``: logits or a sum."""
+        """Return the mean loss over all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if it was passed.
+
+        ``result``: this rank's logits, or, if ``summed``, the sum of the losses of its labels, as its head returned it.
+        """
         count = shards.count
         reduction = "mean" if count is None else "sum"
         if summed:

@@ -142,9 +142,9 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, gro
 
 
 def _seen(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """Return first and end (exclusive) of the tokens that every query of this rank sees exactly, int32 [s]; 0 for padding.
+    """Return the range of tokens that each query of this rank attends to exactly: first and end (exclusive), int32 [s] each.
 
-    Padding then sees no summaries either.
+    Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summaries either.
     """
     positions = torch.arange(rank * plan.local, (rank + 1) * plan.local, dtype=torch.int32, device=q.device)
     true = positions < plan.length

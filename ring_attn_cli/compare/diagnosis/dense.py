@@ -83,10 +83,11 @@ class Dense:
     def parts(
         self, dout: np.ndarray, dlse: np.ndarray, of: np.ndarray, count: int, backward: Backward = RIGHT
     ) -> dict[str, np.ndarray]:
-        """Return the gradients of batch row 0 split into ``count`` parts: {"dq": [count s h e], "dk", "dv": [count t d]}.
+        """Return the gradients of batch row 0 as ``count`` summands, one for each group of tokens, such as a rank's shard.
 
-        Needs ``rows`` to be all queries, and the heads to be those of key head 0; dk and dv are summed over them. ``of`` [s]: the
-        part of each token. dq is split by keys, dk and dv by queries. ``backward``: the variant of the backward.
+        ``of`` [s]: the group of each token. Summand i of dq comes from the keys of group i, and summand i of dk and dv from its
+        queries. Shapes: "dq" [count s h d], "dk" [count t d], "dv" [count t e]; dk and dv are summed over the query heads.
+        ``backward``: the variant of the backward. ``self.rows`` must be all queries, and the heads those of key head 0.
         """
         dout = dout[:, : self.heads].astype(np.float64).swapaxes(0, 1)
         dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1) * backward.dlse

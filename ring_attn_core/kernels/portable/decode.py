@@ -277,7 +277,11 @@ def merge_pairs(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Merge S pairs of a row of [B, N, H] and the row's sink into ``out`` and ``lse``, or into one pair ``merged``."""
+    """Merge S partial results (out, lse) of one row of [B, N, H]: average the outs with weights exp(lse).
+
+    A sink, if passed, adds exp(sink) to the sum of weights. Store the result in ``merged_RE``, packed as the inputs are, or, if
+    that is None, in ``out_RE`` and ``lse_R``.
+    """
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_E)

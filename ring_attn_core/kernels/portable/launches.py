@@ -332,7 +332,10 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _clean(call: RingCall) -> int:
-    """Return the method by which kernels zero unused keys: 0 none, 1 by bools, 2 by bits (loads.keep_seen)."""
+    """Return how kernels zero unused keys, which may hold NaN: 0 not at all, 1 with ``tl.where``, 2 with a bitwise AND.
+
+    ``loads.keep_seen`` does it. GPUs older than Hopper need the AND.
+    """
     return 0 if not call.clean else 1 if call.capability >= 90 else 2
 
 

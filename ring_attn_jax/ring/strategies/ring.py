@@ -58,7 +58,10 @@ class Hop:
         return self.travelling
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``, the received ones and this rank's part; after the last step, send them home."""
+        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``.
+
+        ``dkv``: the gradients of ``keys`` that arrived, plus this rank's part.
+        """
         self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
 
     def home(self) -> Gradients:

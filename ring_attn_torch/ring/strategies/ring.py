@@ -56,7 +56,10 @@ class LocalStep:
 
 
 class Hop:
-    """A ``Step`` of the ring: the keys that started on ``rank - shift``, which go on to the rank ``hop`` after this one."""
+    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks.
+
+    Unless it is the last step, its constructor starts to send the keys to rank ``rank + hop``.
+    """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys = keys
