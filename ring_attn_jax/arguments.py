@@ -27,7 +27,10 @@ from .ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None if not passed; ``dropout_seed`` as ``draw_of`` returns it."""
+    """The optional arrays of a call under their public names, None if not passed.
+
+    ``dropout_seed``: the dropout state, made from the public ``dropout_seed`` and ``dropout_offset``.
+    """
 
     extents: jax.Array | None = None
     key_mask: jax.Array | None = None

@@ -33,7 +33,10 @@ from .ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None if not passed; ``dropout_seed`` as ``draw_of`` returns it."""
+    """The optional arrays of a call under their public names, None if not passed.
+
+    ``dropout_seed``: the dropout state, int64 [4]: both words of the seed, the global index of the first batch row and head.
+    """
 
     extents: Tensor | None = None
     key_mask: Tensor | None = None

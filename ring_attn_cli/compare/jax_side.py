@@ -52,7 +52,10 @@ def work(report: Report, rank: int, settings: WorkerSettings, orders: Any) -> No
 
 
 class _JaxWorker:
-    """One method for each kind of order."""
+    """The calls of all ranks in JAX: ``prepare`` compiles and runs one, the other methods act on the prepared call.
+
+    ``serve`` calls the method that ``Order.kind`` names.
+    """
 
     def __init__(self, devices: list[Any]) -> None:
         self._devices = devices

@@ -51,7 +51,10 @@ class Truth:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The functions ``given(case)`` and ``truth(case, given, cotangents)``; in the truth, all other cotangents are 0.
+    """The inputs and the exact results of one kind of call, such as attention or a layer.
+
+    ``given(case)`` draws the inputs and the cotangents of the results. ``truth(case, given, cotangents)`` computes results and
+    gradients; it takes cotangents that ``cotangents`` does not name as 0.
 
     ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
     inputs and results are replicated, and the gradients of replicated inputs are partial sums of each rank.

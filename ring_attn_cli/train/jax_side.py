@@ -128,7 +128,7 @@ class StaticArguments(NamedTuple):
 
 
 class JaxSide:
-    """The ``Side`` of all ranks of a run in JAX."""
+    """The model, optimizer and data of a run in JAX over a mesh: the ``Side`` that the training loop calls."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh

@@ -31,7 +31,10 @@ class Program:
 
     @classmethod
     def of(cls, coordinator: str, process: str | None) -> Program:
-        """Parse the options of the command, ``process`` such as "0/4". Raise ValueError if they are invalid."""
+        """Parse ``--coordinator`` and ``--process``, the process's index and their number, such as "0/4".
+
+        Without ``process`` the coordinator must be "auto". Raise ValueError if they are invalid.
+        """
         if coordinator == "auto" and process is None:
             return cls(coordinator)
         number, _, of = (process or "").partition("/")

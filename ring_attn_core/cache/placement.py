@@ -43,10 +43,10 @@ def earlier(ranks: int) -> list[list[int]]:
 
 
 def turns(counts: Any, levels: Any, earlier: Any) -> Any:
-    """Return the number of tokens that are appended before the token of each slot, [batch, ranks, slots].
+    """Return [batch, ranks, slots]: how many new tokens are appended before the one that takes each slot.
 
-    ``counts`` [batch, ranks]; ``levels`` [batch, ranks, slots]: indices of a rank's slots, from 0, each at least the rank's
-    count; ``earlier`` [ranks, ranks] as above. Arrays of numpy, torch or jnp.
+    ``counts`` [batch, ranks]: tokens that each rank holds. ``levels`` [batch, ranks, slots]: indices of empty slots, from 0,
+    each at least the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
     """
     return (levels[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 

@@ -117,7 +117,10 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return the objection that FlashAttention-2, FlashAttention-4 and cuDNN share."""
+    """Return why FlashAttention-2, FlashAttention-4 and cuDNN alike cannot solve a problem, or None if they may.
+
+    ``widest``: the largest head_dim of the calling backend, which checks its own further limits.
+    """
     if problem.framework != "torch":
         return "it is there in PyTorch only"
     if problem.options.mask.hi is not None:

@@ -190,7 +190,10 @@ class RingPlan:
 
     @cached_property
     def by_counter(self) -> bool:
-        """Return whether each run is consecutive from a multiple of SPAN, so that one dropout counter serves 8 probabilities."""
+        """Return whether each run has stride 1 and starts at a multiple of SPAN.
+
+        Then kernels can draw one dropout counter for the 8 probabilities that share it.
+        """
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
     # --- hops -------------------------------------------------------------------------------------------------------

@@ -45,10 +45,11 @@ def plain(
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
-    """Return bool [b n t], whether each query sees each slot, and int [b n t] lags, counted along the tree if there is one.
+    """Return bool [b n t], whether each query sees each slot, and int [b n t], the lag of each pair.
 
-    A node's depth, its offset in the sequence that it would continue, is the number of its ancestors: the nodes that it sees
-    other than itself.
+    The lag is the position of the query less that of the key. With ``tree_mask`` bool [b n n] the n queries are nodes of a
+    tree, stored in slots with consecutive positions; for the lag, a node's position is that of node 0 plus its depth. The depth
+    is the number of nodes that a node sees other than itself: its ancestors.
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

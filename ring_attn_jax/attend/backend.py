@@ -30,9 +30,10 @@ class Backend(Protocol):
         ...
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Return the backward inputs of the queries, from (out, lse) and (dout, dlse); called once per backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse; called once per backward.
 
-        They are 0 for queries that see no key: cotangents of such queries, NaN included, must not reach any key.
+        ``total``: (out, lse). ``dtotal``: (dout, dlse). The returned dout and delta are 0 for queries with lse -inf, which see
+        no key: even a NaN in their cotangents must not reach any key.
         """
         ...
 

@@ -29,8 +29,8 @@ It is part of JAX's cache keys, so a trace for one capability is not reused for 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Add a kernel launch to the JAX program as a custom call, and return its outputs.
 
-    ``arrays``: the inputs by name. An output that overwrites an input takes its memory; XLA copies the input first if something
-    else still reads it.
+    ``arrays``: the inputs by name. An output that overwrites an input shares its buffer; XLA copies the input first if it is
+    needed later.
     """
     arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]

@@ -108,11 +108,13 @@ class KVCache(Requests):
         return jax.device_put(cache, jax.tree.map(partial(NamedSharding, mesh), cache.specs))
 
     def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> DecodeStep:
-        """Return the step of ``tokens`` more tokens of each request, with q, k and v that all ranks compute alike.
+        """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
 
-        ``valid`` bool [requests, tokens], the same on each rank: True for tokens; None: all. ``rows``: the requests, an int or
-        several; None: all. Raise ValueError if an argument does not fit. Room is not checked here, and a token without room is
-        lost: call :meth:`check_room` before, outside of jit.
+        All ranks compute q, k and v of all these tokens; each token is cached on one rank. ``valid`` bool [requests, tokens],
+        the same on each rank: False for padding; None: no padding. ``rows``: the requests, an int or several; None: all.
+
+        Raise ValueError if an argument does not fit. Room is not checked here, and a token without room is lost: call
+        :meth:`check_room` before, outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)

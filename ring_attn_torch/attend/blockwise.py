@@ -119,12 +119,15 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
 
 
 def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute all gradients in one pass over the tiles.
+    """Compute the gradients of q, k and v in one pass over the tiles.
 
-    Add the part of these keys to ``dq`` in place. Return ``dq`` and the dkv of these keys from this rank's queries.
+    Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv`` from these
+    queries.
 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+
+    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; tanh is that of softcap, 0 without one.
     """
     q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]

@@ -19,8 +19,8 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
     chunks in the weights' dtype. If all tokens fit in one chunk, nothing is recomputed.
 
     Inside an outer torch.utils.checkpoint, ``function`` runs as often as without chunks: once forward and once for the backward.
-    The outer recomputation needs the chunks only. They are therefore saved before the first is computed: checkpoint stops
-    recomputing at the last saved tensor, so it stops before ``function`` runs.
+    All chunks are saved before ``function`` first runs. The outer checkpoint stops recomputing once it has restored its last
+    saved tensor, the last chunk, so only the inner checkpoints run ``function`` again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 

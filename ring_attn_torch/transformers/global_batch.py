@@ -124,9 +124,10 @@ class GlobalBatch:
 def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
     """Return the documents of a batch.
 
-    ``position_ids`` int [batch, length]: without ``present`` every jump begins a document, as in transformers; with it only a
-    token whose number is not above that of the token before, if neither is padding. ``present`` bool [batch, length]: False for
-    padding. ``cu_seqlens``: int [documents + 1], of one row, instead of position_ids.
+    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever a number is not one above the number
+    before, as in transformers. With ``present``, it begins only where the numbers of two neighbours do not increase and neither
+    is padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of
+    position_ids, for a batch of one row: 0, then the end of each document.
     """
     if cu_seqlens is not None:
         extents = document_extents(cu_seqlens=cu_seqlens, length=length)

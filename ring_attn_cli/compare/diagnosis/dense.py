@@ -1,4 +1,8 @@
-"""Attention of a few queries with dense matrices, for the hypotheses: another scale, other key heads, fewer keys, by parts."""
+"""Attention of batch row 0 with dense float64 matrices, recomputed under the error that a hypothesis assumes.
+
+The forward takes another scale, mask, or key head for each query head. The backward takes wrong terms of delta, or a softmax
+over each shard of keys alone, and returns gradients split into parts by tokens.
+"""
 
 from __future__ import annotations
 

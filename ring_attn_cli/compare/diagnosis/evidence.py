@@ -68,10 +68,7 @@ class Evidence:
         return relative_error(got, out) if judged is None else relative_error(got[judged], out[judged])
 
     def error_of_heads(self, name: str, right: np.ndarray) -> float:
-        """Return the relative error of the measured ``name`` against ``right``, on the rows and heads of ``right``.
-
-        ``right`` covers batch row 0 and key head 0, or for arrays of the queries the query heads of key head 0.
-        """
+        """Return the relative error of result ``name`` against ``right``, an array of batch row 0 and key head 0 only."""
         return relative_error(first(self.got[name], right), right)
 
     @property

@@ -59,7 +59,10 @@ def finite_fill(evidence: Evidence) -> str | None:
 
 
 def _attends_to_all(evidence: Evidence, rows: range, blank: np.ndarray) -> bool:
-    """Return True if out is the mean of all values for the queries of batch row 0 in ``rows`` that ``blank`` [s] marks."""
+    """Test whether out is the mean of all values, within 5%, over the queries that ``blank`` marks; False if it marks none.
+
+    ``rows``: a range of queries of batch row 0. ``blank`` bool [s]: a flag for each of them.
+    """
     if not blank.any():
         return False
     got = evidence.got["out"][0, rows.start : rows.stop][blank]

@@ -118,9 +118,10 @@ def next_turn(at, by):
 
 @gluon.jit
 def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
-    """Store dq to shared memory in the order of registers.
+    """Store the accumulators of dq to shared memory in the order of registers, so that no data moves between threads.
 
-    Register 4 line + c of a warpgroup's thread is stored at 512 line + 4 thread + c.
+    Register r of thread t in warpgroup w becomes float 4096 * w + 512 * (r // 4) + 4 * t + r % 4: a thread stores 16 bytes at a
+    time. ``hopper_dq`` restores the order.
     """
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],

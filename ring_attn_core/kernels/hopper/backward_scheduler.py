@@ -28,10 +28,13 @@ BLOCK_K = gl.constexpr(tile_sizes.HOPPER_BACKWARD_KEYS)
 
 
 class KeyWork(NamedTuple):
-    """A program's key tile, from ``n0`` on of a run; ``k_tile`` is its index in that run.
+    """The key tile of a program, and the query tiles that it visits.
 
-    ``k_slot``, ``q_slot``: tokens of a key and a query slot. ``steps``: number of query tiles that the program visits, of all
-    heads. ``visited``: the same for each run of one head; they lie between ``first`` and ``last`` (see walk_of).
+    ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of its first key. ``k_slot``, ``q_slot``: tokens of
+    a key run and of a query run, padding included.
+
+    ``first``, ``last``: range of query tiles in each query run, ``last`` exclusive. ``visited``: how many of these tiles the
+    program visits for one query head. ``steps``: the sum of ``visited`` over the runs and the query heads of the key head.
     """
 
     batch: Any

@@ -138,9 +138,10 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Restrict key ``Tiles`` to those that the intervals of a query tile meet; tiles covered by all intervals need no mask.
+    """Cut key ``Tiles`` to those between the least ``begin`` and the greatest ``end`` of a query tile's intervals of keys.
 
-    With the intervals of a key tile, ``seen_from``, the same holds for query ``Tiles``.
+    A tile within the intervals of all ``valid`` queries needs no mask. To cut query ``Tiles``, pass the intervals of queries of
+    a key tile, from ``seen_from``, and the valid keys.
     """
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)

@@ -95,5 +95,5 @@ class Hop:
 
 
 def rows(ring: Ring, shift: int) -> Rows:
-    """Return the rows [q_runs][k_runs] that this rank may see at ``shift``."""
+    """Return a Row for each pair of runs, [q_runs][k_runs]: this rank's queries, and the keys of rank - ``shift``."""
     return ring.plan.rows(rank_in(ring.group), shift)
