@@ -113,11 +113,11 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    """Return ``function`` with the mesh axes that are Explicit outside made Auto inside; ``out_specs`` shards its results.
+    """Wrap ``function`` so that the caller's Explicit mesh axes are Auto inside it; ``out_specs``: how its results are sharded.
 
-    A partially manual shard_map leaves Explicit axes in the types of its arrays, and a loop that carries zeros it made itself
-    refuses to exchange them for arrays of such a type. Without Explicit axes it returns ``function`` itself. The result is
-    jitted, since a shard_map outside jit evaluates one operation at a time on the mesh of the caller.
+    In a shard_map that is manual over only some axes, the types of arrays still name the Explicit ones. A loop that starts from
+    new zeros then fails, because the types of its carry before and after a step differ. Without Explicit axes ``function`` is
+    returned. The wrapper is jitted, since outside jit a shard_map evaluates one operation at a time on the mesh of the caller.
     """
     explicit = explicit_axes()
     if not explicit:

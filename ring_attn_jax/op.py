@@ -40,7 +40,7 @@ class OpInputs(NamedTuple):
 
     @property
     def gradients(self) -> OpInputs:
-        """The tree of the gradients, with None in each place."""
+        """A copy with None for each array: the tree that a custom_vjp returns, in which None is a gradient of zero."""
         return OpInputs(*(None,) * 5, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
 
 

@@ -88,9 +88,10 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Passkeys:
-    """The passkey test: a number hidden in texts of these ``lengths`` (in tokens), ``texts`` of each.
+    """The passkey test: find a number of ``digits`` digits that is hidden in a text.
 
-    ``train_every``: each step that it divides trains on passkeys; 0 for none.
+    ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: the steps
+    whose number it divides train on such texts instead of the data; 0 for none.
     """
 
     lengths: tuple[int, ...] = (256, 512, 1024)

@@ -123,7 +123,7 @@ class Log:
         self._path, self._tell = path, tell
 
     def __call__(self, kind: str, **values: object) -> None:
-        """Write a line and show it."""
+        """Append ``kind`` and ``values`` to the file as a line of JSON, and pass them to ``tell``."""
         line = {"kind": kind, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

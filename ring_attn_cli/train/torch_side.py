@@ -238,7 +238,11 @@ class TorchSide:
         return Machine("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """Return the input of the head. With a ``step``, apply dropout with its seed and the row index within the step."""
+        """Return the last hidden states, from which the head computes logits. Apply dropout only with a ``step``.
+
+        The dropout seed is the run's seed plus ``step``. The offset is the index of this rank's first row among all rows of the
+        step, so that no two rows of a step share a dropout mask.
+        """
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step
         given = shard.ids, shard.positions, shard.length

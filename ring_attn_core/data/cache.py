@@ -178,7 +178,7 @@ def _write_index(index: Path, text: str) -> None:
 
 
 def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
-    """Yield the same pieces. Raise ValueError if all of them are empty."""
+    """Yield ``pieces`` unchanged. Raise ValueError after the last one if all are empty, so without tokens."""
     empty = True
     for piece in pieces:
         empty = empty and not piece

@@ -87,7 +87,7 @@ class Generation:
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
-        """Return the start of each chunk, and its number of tokens of each prompt."""
+        """Return for each chunk its first position, and how many tokens each prompt has in it, 0 if the prompt ended before."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]

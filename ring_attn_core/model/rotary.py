@@ -14,6 +14,10 @@ the rest by ``factor``:
     Llama3   kept_i = clamp((original f_i / 2 pi - low) / (high - low))             the released code of Llama 3.1
 
 with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
+
+To add a scaling, write its record here, name it in ``Scaling``, and compute it in ``inverse_frequencies`` (and in
+``attention_factor`` if it scales the scores). Name it in ``TYPES`` of as_json.py, convert it from and to config.json in
+llama.py, and export it from both packages.
 """
 
 from __future__ import annotations

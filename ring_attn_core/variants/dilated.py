@@ -163,7 +163,7 @@ class FoldedBatches:
 
     @property
     def classes(self) -> int:
-        """Number of head groups: class t holds the heads ``first + t``, ``first + t + dilation``, ..."""
+        """Number of head groups (classes). Group t holds the heads ``first + t``, ``first + t + dilation``, and so on."""
         return min(self.dilation, self.heads)
 
     @property

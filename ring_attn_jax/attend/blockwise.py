@@ -9,9 +9,9 @@ far. Key tiles outside the band and the extents are never visited, and no score 
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
-Tiles      a tile lies within one slot; the last one of a slot is moved back to end with it, and the rows that it shares
-           with the tile before are left to that one. Under extents every batch row walks over its own tiles, else all walk
-           together
+Tiles      a tile lies within one slot, and all tiles of a slot have the same length. So the last one begins early, to end with
+           the slot, and the tokens that it shares with the tile before are not valid in it: each counts once. With extents each
+           batch row visits its own range of key tiles, else all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
 """
 

@@ -52,10 +52,10 @@ def shard_batch(
     that the label of a shard's last token is right. ``documents`` [batch, length]: the document of each token, as
     :func:`document_extents` takes it. ``key_mask`` [batch, length]: True if a key may be attended.
 
-    A token of a negative document, or with key_mask False, is padding: it has no label, not even a passed one, and is not the
-    label of another token by default; passed labels of other tokens stay. ``restart_positions``: positions count from 0 in each
-    document; tokens of negative documents and padded slots keep their global position. They are [batch, tokens], since rows may
-    differ, but :func:`positions` returns [tokens].
+    A token is padding if its document is negative or its key_mask False: it has no label, even if one was passed, and it is not
+    the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in
+    each document; tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens],
+    since rows may differ, while :func:`positions` returns [tokens].
 
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).

@@ -153,5 +153,5 @@ class RingAttention(Projections):
         return self.o(out.reshape(*x.shape[:2], -1))
 
     def _held(self, tokens: int) -> int:
-        """Return the number of tokens that all ranks hold if this one holds ``tokens``; with a mesh ``tokens`` are all."""
+        """Return the global length of an array of ``tokens``: with a mesh the array is global, else it is one rank's shard."""
         return tokens if isinstance(self.where, ShardedAxes) else tokens * ring_size(self.where)

@@ -51,7 +51,10 @@ def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
 
 
 def _turned(path: tuple[Any, ...], x: Any) -> Any:
-    """Return a flax kernel transposed, which is PyTorch's weight and back, and other arrays unchanged."""
+    """Return ``x`` transposed if ``path`` is that of a flax kernel, else unchanged.
+
+    A kernel is [in, out] and PyTorch's weight [out, in], so the same call converts in both directions.
+    """
     return x.T if path[-1] == "kernel" else x
 
 

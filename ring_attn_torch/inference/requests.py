@@ -160,7 +160,10 @@ class Requests:
         return self.reset(of)
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy each request of ``source``, or the only one, to its ``target``. All are read before any is written."""
+        """Copy each request of ``source`` to the one at the same index of ``target``; a single source goes to every target.
+
+        All sources are read before a target is written.
+        """
         sources, targets = checks.check_fork(source, target, self.spec.batch)
         longest = max((self.host_state.lengths[row] for row in sources), default=0)
         used = self.spec.slots if self.spec.window else min(self.spec.slots, longest)

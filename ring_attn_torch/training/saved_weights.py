@@ -1,4 +1,8 @@
-"""Weights in a folder of config.json and safetensors files, which both packages read."""
+"""Weights in a folder of config.json and safetensors files, which both packages read.
+
+Saving: shards are gathered, and rank 0 writes. Loading: every rank reads all weights from the files, one at a time. Ranks
+exchange only errors, and digests of blocks of the files, by which they notice that they read different saves.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def on_shards(
 
 
 def check_entry(model: nn.Module, ring: ModelRing, device: str) -> None:
-    """Raise ValueError if a model, on a kind of ``device``, cannot be split, or not with the backend of ``ring``."""
+    """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``."""
     check_model(model)
     check_head(model)
     check_backend(ring.backend, device)
@@ -189,7 +189,7 @@ class _ModelCall(NamedTuple):
 
 
 class _OpenCalls(threading.local):
-    """The calls of a model in progress in a thread."""
+    """A stack per thread: the calls of a model that have begun and not yet returned."""
 
     def __init__(self) -> None:
         self.calls: list[_ModelCall] = []

@@ -24,16 +24,19 @@ Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class RingTraining(Base):
-    """A mixin that makes a Trainer share rows: put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
+    """A mixin for a Trainer: the ranks of a ring share every row of a batch, each with a shard of its tokens.
+
+    Put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
     It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` as :func:`sequence_parallel`. Without ``group``
     the ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` if that has one, else the ring of ``enable``, else
     all ranks. Rings of consecutive ranks stand side by side: each has its own rows, as data parallel ranks do.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
-    counted per ring. Losses, gradients and their norm are those of as many processes as there are rings: the loss is divided by
-    the labels of all rings and of all accumulated batches. A penalty that a ``compute_loss`` adds to the loss of the model counts
-    once, because DDP and FSDP average gradients and only the loss of the model is a sum over the ranks. ``evaluate`` and
+    counted per ring. Losses, gradients and the gradient norm are those of a Trainer with one data parallel process in place of
+    each ring: the loss is divided by the number of labels of all rings and all accumulated batches. A penalty that a
+    ``compute_loss`` adds to the loss of the model counts once: DDP and FSDP average gradients over the ranks, and only the
+    gradient of the model's own loss is multiplied by the ranks of the ring to make up for that. ``evaluate`` and
     ``predict`` return global logits and labels in natural order, with metrics of the whole batch, on every rank. trl's SFTTrainer
     trains with its plain loss, without its metrics of entropy and accuracy, which need logits.
 

@@ -1,7 +1,8 @@
-"""Folding of a shard into the lanes of its patterns and back, with gradients: pure rearrangement, without gather or scatter.
+"""Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
 
-``FoldedBatches`` in the core gives the place of each token. ``folded`` makes the lanes of an array, and ``mixed`` combines the
-results of all patterns, each weighted by its softmax's denominator Z_i = exp(lse_i):
+A lane holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core says which slot each token takes.
+``folded`` copies an array into lanes, by padding and strided views, without gather or scatter. ``mixed`` puts the results of
+all patterns back into the order of the shard and merges them, each weighted by its softmax's denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 

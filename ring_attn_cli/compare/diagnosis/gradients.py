@@ -45,7 +45,11 @@ def lost_gradient(evidence: Evidence, name: str, attention: bool) -> str | None:
 
 
 def _reason(evidence: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return the likely reason for a gradient that is ``factor`` times the right one: ", on one device too", ": ...", or ""."""
+    """Return the end of the sentence about a gradient that is ``factor`` times the right one; "" if no reason is known.
+
+    It says ", on one device too" if the result of one device is wrong by the same factor. After a colon it names the mistakes
+    that give this factor, such as a mean over the ranks in place of a sum, or a scale that is missing or applied twice.
+    """
     ranks, known, where = evidence.plan.ranks, [], ""
     if evidence.alone is not None and name in evidence.alone:
         right = evidence.truth.exact[name].astype(np.float64)

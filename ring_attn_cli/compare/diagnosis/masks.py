@@ -47,7 +47,10 @@ FILLED = (
 
 
 def finite_fill(evidence: Evidence) -> str | None:
-    """Test whether out is the mean of v for fully masked queries and right for all others."""
+    """Test whether masked scores were filled with a finite number in place of -inf.
+
+    The softmax of a fully masked query is then uniform: its out is the mean of v, and the out of all other queries is right.
+    """
     lse, out = evidence.truth.exact["lse"], evidence.truth.exact["out"]
     if "out" not in evidence.missed or np.isfinite(lse).all():
         return None

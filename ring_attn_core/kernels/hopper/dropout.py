@@ -32,7 +32,8 @@ def counters_of_tile(width):
 def counters_of_keys(width):
     """Return the layout of counters [32, width / 2] of 128 keys in 8 warps: a thread draws for itself and for a neighbour.
 
-    An ``accumulator`` holds key k in one lane and k + 1 four lanes further: the first draws for query q, the other for q + 1.
+    A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k draws the
+    words of query q for both keys, the lane of key k + 1 those of query q + 1; then they exchange words (``exchanged_kept``).
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]]

@@ -250,7 +250,7 @@ class WarpgroupState(NamedTuple):
 
 @gluon.jit
 def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of 64 queries of each query tile that the producer takes."""
+    """Compute out and lse of this warpgroup's 64 queries of each query tile, until the producer announces that none is left."""
     taken = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     step = gl.to_tensor(0)

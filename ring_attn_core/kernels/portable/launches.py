@@ -98,7 +98,10 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def unpack_key_mask(batch: int, kv_local: int) -> Launch:
-    """Return the launch that unpacks ``key_mask_bits``: outputs ``key_mask`` [b t] f32 and ``key_mask_spans`` [b spans] int32."""
+    """Return the launch that unpacks ``key_mask_bits``: outputs ``key_mask`` [b t] f32 and ``key_mask_spans`` [b spans] int32.
+
+    A span is ``MASK_SPAN`` keys. Its flag is 1 if the key mask hides any of them, so kernels skip the mask of other key tiles.
+    """
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
         "key_mask_BT": Array("key_mask", "float32"),
