@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
+from ring_attn_core.data.rollouts import Rollouts
+from ring_attn_core.data.trees import TreeExtents
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
 from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide flax's Linear
@@ -23,6 +25,7 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .data.trees import pack_rollouts, tree_extents, unpack_rollouts
 from .inference.cache import KVCache
 from .inference.decode import tree_attention_decode
 from .inference.forward import decode_step, prefill_prompts
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from .layers.transformer import RingTransformer
     from .training.checkpoint import Checkpoints
     from .training.llama import load_llama, save_llama
+    from .training.log_probs import token_log_probs
     from .training.loss import count_labels, loss
     from .training.saved_weights import load_weights, save_weights
     from .training.weights import from_numpy, to_numpy
@@ -60,12 +64,14 @@ __all__ = [
     "RingAttention",
     "RingPlan",
     "RingTransformer",
+    "Rollouts",
     "Rotary",
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
     "SummaryAttention",
     "TransformerConfig",
+    "TreeExtents",
     "YaRN",
     "attend_block",
     "attention_fn",
@@ -86,6 +92,7 @@ __all__ = [
     "loss",
     "merge",
     "merge_ring",
+    "pack_rollouts",
     "positions",
     "prefill",
     "prefill_prompts",
@@ -102,7 +109,10 @@ __all__ = [
     "summary_attention",
     "to_layout",
     "to_numpy",
+    "token_log_probs",
     "tree_attention_decode",
+    "tree_extents",
+    "unpack_rollouts",
 ]
 
 _NEEDS_FLAX = {
@@ -120,6 +130,7 @@ _NEEDS_FLAX = {
     "loss": "training.loss",
     "from_numpy": "training.weights",
     "to_numpy": "training.weights",
+    "token_log_probs": "training.log_probs",
 }
 
 

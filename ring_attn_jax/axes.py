@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVarTuple
 
 import jax
@@ -90,6 +91,20 @@ def axes_of(x: Any) -> frozenset[str]:
 def checks_are_off(axis_name: str) -> bool:
     """Return whether the shard_map over the axis has ``check_vma=False``: then not even a rank's index varies over it."""
     return axis_name not in axes_of(lax.axis_index(axis_name))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def without_derivative(call: str, x: jax.Array) -> jax.Array:
+    """Return ``x``. Raise ValueError if JAX derives it: ``call`` has no derivative inside shard_map(check_vma=False)."""
+    return x
+
+
+@without_derivative.defjvp
+def _refuse(call: str, primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        f"{call} has no derivative inside jax.shard_map(check_vma=False): there JAX does not sum the gradients of replicated "
+        "weights over the ranks, and each rank would train on its own part, times their number. Leave check_vma at its default"
+    )
 
 
 def mapped_over_mesh() -> bool:

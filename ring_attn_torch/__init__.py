@@ -4,6 +4,8 @@ from importlib.util import find_spec
 
 from ring_attn_core import Band, RingPlan, Run, causal, full, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
+from ring_attn_core.data.rollouts import Rollouts
+from ring_attn_core.data.trees import TreeExtents
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import NTK, Llama3, Rotary, YaRN
 from ring_attn_core.model.rotary import Linear as Linear  # by name only: import * must not hide the Linear of torch.nn or flax
@@ -20,6 +22,7 @@ from .data.dataset import SequenceShardedDataset
 from .data.extents import document_extents, prefix_extents
 from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
+from .data.trees import pack_rollouts, tree_extents, unpack_rollouts
 from .inference.cache import KVCache
 from .inference.decode import tree_attention_decode
 from .inference.forward import decode_step, prefill_prompts
@@ -38,6 +41,7 @@ from .ring.agreement import check_every_call
 from .training.checkpoint import Checkpoints
 from .training.gradients import sum_gradients
 from .training.llama import load_llama, save_llama
+from .training.log_probs import token_log_probs
 from .training.loss import count_labels, loss
 from .training.ranks import check_ranks
 from .training.saved_weights import load_weights, save_weights
@@ -58,12 +62,14 @@ __all__ = [
     "RingAttention",
     "RingPlan",
     "RingTransformer",
+    "Rollouts",
     "Rotary",
     "RotaryEmbedding",
     "Run",
     "SequenceShardedDataset",
     "SummaryAttention",
     "TransformerConfig",
+    "TreeExtents",
     "YaRN",
     "attend_block",
     "causal",
@@ -83,6 +89,7 @@ __all__ = [
     "loss",
     "merge",
     "merge_ring",
+    "pack_rollouts",
     "positions",
     "prefill",
     "prefill_prompts",
@@ -98,5 +105,8 @@ __all__ = [
     "tensor_plan",
     "to_layout",
     "to_numpy",
+    "token_log_probs",
     "tree_attention_decode",
+    "tree_extents",
+    "unpack_rollouts",
 ]

@@ -16,7 +16,7 @@ from ring_attn_core.model.chunks import check_loss
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
-from ..axes import axes_of, checks_are_off, on_auto_axes
+from ..axes import axes_of, checks_are_off, on_auto_axes, without_derivative
 from ..sharded import ShardedAxes, on_explicit_axes
 from .cross_entropy import ChunkSettings, sum_of_hidden, sum_of_logits
 
@@ -138,20 +138,7 @@ def _sum(call: str, axis_name: str | Sequence[str], *values: jax.Array) -> tuple
             "axis_name=None for whole arrays"
         ) from error
     if lax.axis_size(names) > 1 and any(map(checks_are_off, names)):
-        values = tuple(map(_without_derivative, values))
+        values = tuple(without_derivative(call, x) for x in values)
     missing = ([name for name in names if name not in axes_of(x)] for x in values)
     varying = (lax.pcast(x, tuple(axes), to="varying") if axes else x for x, axes in zip(values, missing, strict=True))
     return tuple(lax.psum(x, names) for x in varying)
-
-
-@jax.custom_jvp
-def _without_derivative(x: jax.Array) -> jax.Array:
-    return x
-
-
-@_without_derivative.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "loss has no derivative inside jax.shard_map(check_vma=False): there JAX does not sum the gradients of replicated "
-        "weights over the ranks, and each rank would train on its own part, times their number. Leave check_vma at its default"
-    )

@@ -1,0 +1,56 @@
+"""Rollouts that share prefixes, drawn by a seed, and what their trees hold, found token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Path = tuple[int, ...]
+
+
+def drawn_tree(rng: np.random.Generator, segments: int) -> tuple[list[int], list[int]]:
+    """Return the parents and lengths of ``segments`` segments in depth-first order; a row may hold several trees."""
+    parents, path = [-1], [0]
+    for segment in range(1, segments):
+        path = path[: rng.integers(0, len(path) + 1)]
+        parents.append(path[-1] if path else -1)
+        path = [*path, segment]
+    return parents, rng.integers(1, 6, segments).tolist()
+
+
+def ancestors(parents: Path | list[int], lengths: Path | list[int]) -> list[list[int]]:
+    """Return for each token of a row the tokens on its path from the root, itself the last."""
+    paths: list[list[int]] = []
+    ends: list[list[int]] = []
+    for parent, length in zip(parents, lengths, strict=True):
+        path = ends[parent] if parent >= 0 else []
+        for _ in range(length):
+            path = [*path, len(paths)]
+            paths.append(path)
+        ends.append(path)
+    return paths
+
+
+def drawn_rollouts(rng: np.random.Generator, count: int, longest: int, vocab: int) -> dict[str, Any]:
+    """Return rollouts, loss masks, and weights of any sign that a float32 sums exactly, as pack_rollouts takes them."""
+    rollouts: list[list[int]] = []
+    for _ in range(count):
+        start = rollouts[rng.integers(len(rollouts))] if rollouts else []
+        own = rng.integers(0, vocab, rng.integers(0 if start else 1, longest + 1)).tolist()
+        shared = start[: rng.integers(0, len(start) + 1)]
+        rollouts.append([*shared, *own][:longest] or start)
+    weights = [rng.integers(-16, 17, len(x)) / 8 if rng.random() < 0.5 else rng.integers(-16, 17) / 8 for x in rollouts]
+    return {"rollouts": rollouts, "loss_masks": [rng.random(len(x)) < 0.8 for x in rollouts], "weights": weights}
+
+
+def weights_of(drawn: dict[str, Any]) -> dict[tuple[Path, int], float]:
+    """Return the sum of the weights of each counted label behind each prefix, over all rollouts alone."""
+    sums: dict[tuple[Path, int], float] = {}
+    for tokens, mask, weight in zip(drawn["rollouts"], drawn["loss_masks"], drawn["weights"], strict=True):
+        each = np.broadcast_to(weight, len(tokens))
+        for i in range(1, len(tokens)):
+            if mask[i]:
+                key = tuple(tokens[:i]), tokens[i]
+                sums[key] = sums.get(key, 0) + float(each[i])
+    return sums

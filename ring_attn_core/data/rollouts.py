@@ -1,0 +1,223 @@
+"""Rollouts: token lists that share prefixes, packed into rows as prefix trees with labels and weights.
+
+Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; x: no label:
+
+    rollouts   a b c d e    a b c f           row       a b   c d e   c f        segments: the prompt, and each completion
+    labels     b c d e x    b c f x           labels    b c   d e x   f x        parents -1 0 0, lengths 2 3 2
+    weights    1 1 1 1 0    1 1 1 0           weights   2 2   1 1 0   1 0        the sum of both rollouts
+
+The label of c differs between the two. So c leaves the prompt and becomes the first token of each completion, at the same
+position and with the same ancestors. Two tokens share a slot if their prefixes, the tokens themselves and their labels are equal;
+the last token of a rollout has no label and shares any slot of its token. numpy is imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..validation import in_words, is_integer
+from .trees import Tree, longest_path, tree_extents
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NO_LABEL = -100
+"""The label of a token that predicts nothing, ``ignore_index`` of the losses."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """Rollouts packed into rows, each row one or several prefix trees: the result of ``pack_rollouts``.
+
+    Slots beyond the last segment of a row are padding: id 0, no label, weight 0, position 0.
+    """
+
+    ids: Any
+    """int [rows, tokens]: token ids."""
+    labels: Any
+    """int [rows, tokens]: the next token of each; -100 if no rollout counts it. Never shift them."""
+    label_weights: Any
+    """float32 [rows, tokens]: the sum of the weights that the rollouts give the label; 0 without a label."""
+    positions: Any
+    """int32 [rows, tokens]: the position of each token in its rollouts, for rotary embeddings."""
+    predictors: Any
+    """int [labels]: the slot, row * tokens + index, that predicts each token but the first; all rollouts one after the other."""
+    counts: tuple[int, ...]
+    """Number of predicted tokens of each rollout: its tokens but the first."""
+    parents: tuple[tuple[int, ...], ...]
+    """The parent of each segment of each row; -1 for a root."""
+    lengths: tuple[tuple[int, ...], ...]
+    """The number of tokens of each segment of each row."""
+
+    @property
+    def tree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Return (parents, lengths)."""
+        return self.parents, self.lengths
+
+    @property
+    def saved_tokens(self) -> int:
+        """Return the number of tokens that need not be computed: those of all rollouts less those of all rows."""
+        return sum(self.counts) + len(self.counts) - sum(map(sum, self.lengths))
+
+    @property
+    def longest_path(self) -> int:
+        """Return the number of tokens of the longest rollout."""
+        return longest_path(map(Tree, *self.tree))
+
+
+class _Row:
+    """A row that takes rollouts in lexicographic order, so that each shares its longest prefix with the one before."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.size = 0
+        self.path = np.zeros(0, np.int64)
+        """The slot of each token of the last rollout."""
+        self.last = np.zeros(0, np.int64)
+        """The last rollout."""
+        self.parents: list[np.ndarray] = []
+        """The slot before each slot on its path, in parts; -1 for a root."""
+
+    def shared(self, tokens: np.ndarray) -> int:
+        """Return the number of slots that a rollout would share with the last one."""
+        import numpy as np
+
+        most = min(len(self.last), len(tokens))
+        differ = np.flatnonzero(self.last[:most] != tokens[:most])
+        if not len(differ):
+            return most
+        return max(int(differ[0]) - 1, 0)  # the last equal token has two labels
+
+    def add(self, tokens: np.ndarray) -> np.ndarray:
+        """Add a rollout, and return the slot of each of its tokens."""
+        import numpy as np
+
+        shared = self.shared(tokens)
+        new = np.arange(self.size, self.size + len(tokens) - shared)
+        path = np.concatenate([self.path[:shared], new])
+        self.parents.append(np.concatenate([[-1], path])[shared:-1])
+        self.size, self.path, self.last = self.size + len(new), path, tokens
+        return path
+
+    def tree(self) -> Tree:
+        """Return the row's segments: the longest chains of slots that do not fork."""
+        import numpy as np
+
+        parents = np.concatenate(self.parents)
+        children = np.bincount(parents + 1, minlength=self.size + 1)[1:]
+        before = np.arange(self.size) - 1
+        starts = np.flatnonzero((parents < 0) | (parents != before) | (children[parents] > 1))
+        above = np.where(parents[starts] < 0, -1, np.searchsorted(starts, parents[starts], side="right") - 1)
+        return Tree(tuple(above.tolist()), tuple(np.diff(starts, append=self.size).tolist()))
+
+
+def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, length: int | None = None) -> Rollouts:
+    """Return the rollouts packed into rows, as numpy arrays; arguments and errors as in ``pack_rollouts`` of the packages."""
+    import numpy as np
+
+    if length is not None and (not is_integer(length) or length < 1):
+        raise ValueError(f"length is the largest number of tokens of a row, an int of at least 1, got {in_words(length)}")
+    lists = _checked(rollouts, length)
+    values = _values("weights", weights, lists, "a number, or a list with the weight of each token")
+    masks = _values("loss_masks", loss_masks, lists, "a list with True for each token that counts")
+    for i, mask in enumerate(masks):
+        if ((mask != 0) & (mask != 1)).any():
+            raise ValueError(f"loss_masks[{i}] must hold True or False, 1 or 0, for each token: pass other factors as weights")
+    placed, rows = _placed(lists, length)
+    ids = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
+    labels, sums = np.full_like(ids, NO_LABEL), np.zeros(ids.shape, np.float64)
+    for tokens, (row, path), mask, weight in zip(lists, placed, masks, values, strict=True):
+        ids[row, path] = tokens
+        counted = np.flatnonzero(mask[1:])
+        labels[row, path[counted]] = tokens[1:][counted]
+        sums[row, path[counted]] += weight[1:][counted]
+    trees = [row.tree() for row in rows]
+    parents, lengths = (tuple(each) for each in zip(*trees, strict=True))
+    predictors = np.concatenate([row * ids.shape[1] + path[:-1] for row, path in placed]).astype(np.int32)
+    counts = tuple(len(tokens) - 1 for tokens in lists)
+    positions = tree_extents(parents, lengths).positions
+    return Rollouts(ids, labels, sums.astype(np.float32), positions, predictors, counts, parents, lengths)
+
+
+def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
+    """Return the row and the slots of each rollout, and the rows.
+
+    A rollout goes to the row with room in which it adds the fewest tokens, to the first of several.
+    """
+    rows: list[_Row] = []
+    placed: list[Any] = [None] * len(lists)
+    for i in sorted(range(len(lists)), key=lambda i: lists[i].astype(">u4").tobytes()):
+        tokens = lists[i]
+        added = [len(tokens) - row.shared(tokens) for row in rows]
+        fitting = [at for at, row in enumerate(rows) if length is None or row.size + added[at] <= length]
+        at = min(fitting, key=lambda at: added[at], default=len(rows))
+        if at == len(rows):
+            rows.append(_Row())
+        placed[i] = at, rows[at].add(tokens)
+    return placed, rows
+
+
+def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
+    """Return the tokens of each rollout as int64 arrays. Raise ValueError if one is not a list of token ids, or too long."""
+    import numpy as np
+
+    given = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None
+    if not given:
+        raise ValueError(f"rollouts must be a list of token lists, at least one, got {in_words(rollouts)}")
+    lists = []
+    for i, tokens in enumerate(given):
+        array = _array(tokens)
+        if array is not None and array.ndim == 1 and not array.size:
+            raise ValueError(f"rollouts[{i}] is empty: a rollout has at least one token, leave it out")
+        if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"rollouts[{i}] must be a list of token ids, got {in_words(tokens)}")
+        wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)]
+        if wrong.size:
+            raise ValueError(f"rollouts[{i}] holds {wrong[0]}: token ids are at least 0 and fit int32, leave padding out")
+        if length is not None and array.size > length:
+            raise ValueError(
+                f"rollouts[{i}] has {array.size} tokens, and a row at most length={length}: pass length={array.size} or more, or "
+                "shorten the rollout"
+            )
+        lists.append(array.astype(np.int64))
+    return lists
+
+
+def _values(name: str, given: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
+    """Return one float64 number for each token of each rollout, 1 by default."""
+    import numpy as np
+
+    each = [1.0] * len(lists) if given is None else given
+    each = list(each) if isinstance(each, Iterable) and not isinstance(each, str | dict) else None
+    if each is None or len(each) != len(lists):
+        got = in_words(given) if each is None else str(len(each))
+        raise ValueError(f"{name} must be a list with one entry for each of the {len(lists)} rollouts, got {got}")
+    arrays = []
+    for i, (x, tokens) in enumerate(zip(each, lists, strict=True)):
+        array = _array(x)
+        shapes = [tokens.shape] if name == "loss_masks" and given is not None else [tokens.shape, ()]
+        if array is None or array.dtype.kind not in "biuf" or array.shape not in shapes:
+            raise ValueError(
+                f"{name}[{i}] must be {what}, {len(tokens)} here, got {in_words(x) if array is None else _short(array)}"
+            )
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name}[{i}] holds a number that is not finite: a weight of 0 leaves a token out of the sum")
+        arrays.append(np.broadcast_to(array.astype(np.float64), tokens.shape))
+    return arrays
+
+
+def _array(x: Any) -> np.ndarray | None:
+    """Return ``x`` as a numpy array; None if it cannot be one."""
+    import numpy as np
+
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _short(array: np.ndarray) -> str:
+    return f"{array.dtype} {list(array.shape)}"

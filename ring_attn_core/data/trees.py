@@ -1,0 +1,153 @@
+"""Prefix trees: sequences that share prefixes, stored once, as segments in depth-first order.
+
+A prompt of 4 tokens with two completions, of which the second forks once more; below each segment its tokens:
+
+    segment      0          1        2     3      4           parents   -1 0 0 2 2
+    tokens       0 1 2 3    4 5 6    7     8 9    10          lengths    4 3 1 2 1
+    end         11         7        11    10      11          the end of the segment's subtree, exclusive
+    position     0 1 2 3    4 5 6    4     5 6    5           counted along the path from the root
+
+A token sees its ancestors. In this order a subtree is an interval, so key j is seen by the queries j <= i < end: its *key extent*
+[j, end). numpy is imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from ..validation import in_words, is_integer, is_traced, number_in_words
+
+
+class TreeExtents(NamedTuple):
+    """The arrays of prefix trees, one tree or several in each row; shorter rows are padded with 0."""
+
+    key_extents: Any
+    """int32 [rows, tokens, 2]: first and end (exclusive) position of the queries that may see each key; [0, 0) in padding."""
+    positions: Any
+    """int32 [rows, tokens]: the position of each token on its path from the root, for rotary embeddings."""
+
+
+class Tree(NamedTuple):
+    """The segments of one row in depth-first order; a parent of -1 begins a tree."""
+
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all segments."""
+        return sum(self.lengths)
+
+    def depths(self) -> list[int]:
+        """Return the position on its path of the first token of each segment."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
+        return depths
+
+    def ends(self) -> list[int]:
+        """Return the end, exclusive, of the subtree of each segment."""
+        ends = list(accumulate(self.lengths))
+        for segment in reversed(range(len(ends))):
+            parent = self.parents[segment]
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[segment])
+        return ends
+
+
+def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeExtents:
+    """Return the key extents and path positions of prefix trees as numpy arrays; arguments as in :func:`trees_of`.
+
+    ``tokens``: the width of the arrays, by default the tokens of the longest row. Raise ValueError if a row has more.
+    """
+    import numpy as np
+
+    trees = trees_of(parents, lengths)
+    longest = max(tree.tokens for tree in trees)
+    width = longest if tokens is None else tokens
+    if longest > width:
+        raise ValueError(
+            f"a row of the tree has {longest} tokens, and ids have {width}: lengths count the tokens of each segment"
+        )
+    key_extents, positions = np.zeros((len(trees), width, 2), np.int32), np.zeros((len(trees), width), np.int32)
+    for row, tree in enumerate(trees):
+        own = np.arange(tree.tokens)
+        starts = np.cumsum(tree.lengths) - tree.lengths
+        key_extents[row, : len(own), 0] = own
+        key_extents[row, : len(own), 1] = np.repeat(tree.ends(), tree.lengths)
+        positions[row, : len(own)] = own + np.repeat(np.asarray(tree.depths()) - starts, tree.lengths)
+    return TreeExtents(key_extents, positions)
+
+
+def longest_path(trees: Iterable[Tree]) -> int:
+    """Return the number of tokens on the longest path from a root: a window of as many hides nothing on any path."""
+    return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
+
+
+def trees_of(parents: Any, lengths: Any) -> tuple[Tree, ...]:
+    """Return the tree of each row.
+
+    ``parents``, ``lengths``: integers of one row, or a list of such rows: for each segment, in depth-first order, the index of
+    its parent in the row, -1 for a root, and its number of tokens. Raise ValueError if a parent comes after its child, segments
+    are not in depth-first order, a segment is empty, or the two do not fit together.
+    """
+    rows = _rows("parents", parents), _rows("lengths", lengths)
+    if len(rows[0]) != len(rows[1]):
+        raise ValueError(f"parents have {len(rows[0])} rows and lengths {len(rows[1])}: pass both for every row of the batch")
+    trees = tuple(Tree(*pair) for pair in zip(*rows, strict=True))
+    for row, tree in enumerate(trees):
+        _check(f"row {row}", tree)
+    return trees
+
+
+def _check(row: str, tree: Tree) -> None:
+    if not tree.parents:
+        raise ValueError(f"{row} of the tree has no segment: a row holds at least one, parents=[-1]")
+    if len(tree.parents) != len(tree.lengths):
+        raise ValueError(
+            f"{row} of the tree has {len(tree.parents)} parents and {len(tree.lengths)} lengths: pass one per segment"
+        )
+    path: list[int] = []  # the segment before this one, and its ancestors
+    for segment, (parent, length) in enumerate(zip(*tree, strict=True)):
+        where = f"{row}, segment {segment}"
+        if length < 1:
+            raise ValueError(f"{where} has {length} tokens: leave out an empty segment and let its children name its parent")
+        if not -1 <= parent < segment:
+            raise ValueError(
+                f"{where} has the parent {parent}: a parent comes before its children, so name one of the segments 0 to "
+                f"{segment - 1}, or -1 for a root"
+                if segment
+                else f"{where} has the parent {parent}: the first segment is a root, with the parent -1"
+            )
+        while path and path[-1] != parent:
+            path.pop()
+        if parent >= 0 and not path:
+            raise ValueError(
+                f"{where} has the parent {parent}, whose subtree ended before: order segments depth-first, each subtree in one "
+                "piece"
+            )
+        path.append(segment)
+
+
+def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
+    """Return the integers of each row. Raise ValueError if ``values`` are neither integers nor lists of integers."""
+    outer = _listed(values)
+    nested = [_listed(x) for x in outer or ()]
+    rows = nested if nested and all(x is not None for x in nested) else [outer]
+    for row in rows:
+        wrong = [values] if row is None else [x for x in row if not is_integer(x) or is_traced(x)]
+        if wrong:
+            raise ValueError(
+                f"{name} must be a list of ints, one for each segment of a row, or a list of such lists, got "
+                f"{in_words(wrong[0]) if wrong[0] is not values else number_in_words(values)}"
+            )
+    return [tuple(map(int, row or ())) for row in rows]
+
+
+def _listed(x: Any) -> Sequence[Any] | None:
+    """Return a list, tuple or array as a sequence; None if it is anything else."""
+    if isinstance(x, list | tuple):
+        return x
+    return x.tolist() if hasattr(x, "tolist") and getattr(x, "shape", ()) and not is_traced(x) else None

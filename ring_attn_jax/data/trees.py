@@ -1,0 +1,118 @@
+"""Prefix trees: their key extents, and rollouts packed into rows and unpacked again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ring_attn_core.data import rollouts as packing
+from ring_attn_core.data import trees
+from ring_attn_core.data.rollouts import Rollouts
+from ring_attn_core.data.trees import TreeExtents
+from ring_attn_core.layouts import gathered_length
+from ring_attn_core.validation import in_words
+
+from ..axes import checks_are_off, ring_size, without_derivative
+from .extents import whole
+from .gather import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Row = Sequence[int]
+
+ARRAYS = "ids", "labels", "label_weights", "positions", "predictors"
+"""The fields of Rollouts that are arrays, and leaves if it is an argument of a jitted function."""
+
+jax.tree_util.register_dataclass(Rollouts, ARRAYS, ("counts", "parents", "lengths"))
+
+
+def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> TreeExtents:
+    """Return ``key_extents`` int32 [batch, tokens, 2] and ``positions`` int32 [batch, tokens] of prefix trees.
+
+    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists: for each segment in depth-first order the index
+    of its parent in the row and its number of tokens. A parent of -1 begins a tree, and a row may hold several.
+
+    Key j is seen by the queries of its segment's subtree from j on, [j, end): under ``mask=causal()`` a token sees its ancestors
+    and nothing else. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0)
+    and 0. Both arrays are of whole rows: :func:`to_layout` shards them.
+
+    Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
+    """
+    return TreeExtents(*map(jnp.asarray, trees.tree_extents(parents, lengths)))
+
+
+def pack_rollouts(
+    rollouts: Sequence[Any],
+    *,
+    loss_masks: Sequence[Any] | None = None,
+    weights: Sequence[Any] | None = None,
+    length: int | None = None,
+) -> Rollouts:
+    """Pack token lists that share prefixes into rows of prefix trees, in which a shared token is computed once.
+
+    ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
+    True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
+    token, of any sign; None: 1. The first token of a rollout is not predicted, and its entries do not matter.
+
+    The sum over all slots of ``label_weights`` times the cross-entropy of ``labels`` is the sum over all rollouts alone. A label
+    is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not shift them again.
+
+    ``length``: the largest number of tokens of a row; a tree that does not fit is cut between rollouts and repeats their prefix
+    in the next row. None: one row. ids and labels are int32; ``saved_tokens`` says how many are not computed. Only arrays of the
+    result are leaves of a pytree: a jitted function that takes it is compiled anew for other trees.
+
+    Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
+    not fit the rollouts.
+    """
+    packed = packing.pack_rollouts(rollouts, loss_masks, weights, length)
+    return replace(packed, **{name: jnp.asarray(getattr(packed, name)) for name in ARRAYS})
+
+
+def unpack_rollouts(
+    values: jax.Array, rollouts: Rollouts, *, axis_name: str = "seq", layout: str | None = None
+) -> list[jax.Array]:
+    """Return for each rollout the values [tokens - 1] at the slots that predict its tokens 1 to the end, on every rank.
+
+    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
+    rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. A value is that of the token, also if a rollout's own loss
+    mask leaves it out.
+
+    Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
+    rank keeps its own slice of it, without a sum over ranks, since JAX knows that the result is the same on all ranks: a loss
+    that all compute alike from it counts once, as on one device. Under ``check_vma=False`` JAX does not know, and the derivative
+    is refused.
+
+    Raise ValueError in that case, if ``values`` do not have the shape of the rollouts, or with ``layout`` outside a shard_map.
+    """
+    if not hasattr(values, "shape") or not hasattr(values, "dtype"):
+        raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")
+    ranks = 1 if layout is None else ring_size(axis_name, "unpack_rollouts", "leave layout out and pass whole rows")
+    _check(values.shape, rollouts, layout, ranks)
+    floating = jnp.issubdtype(values.dtype, jnp.floating)
+    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32)) if floating else values
+    if layout is not None:
+        if ranks > 1 and checks_are_off(axis_name):
+            wide = without_derivative("unpack_rollouts", wide)
+        wide = gather(wide, axis_name=axis_name, layout=layout, length=rollouts.ids.shape[1])
+    flat = whole(whole(wide, 0), 1).reshape(-1, *values.shape[2:])
+    predicted = jnp.take(flat, rollouts.predictors, axis=0).astype(values.dtype)
+    return jnp.split(predicted, np.cumsum(rollouts.counts[:-1]).tolist())
+
+
+def _check(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
+    """Raise ValueError if values of this ``shape`` are neither the rollouts' rows nor, with a layout, a shard of them."""
+    if not isinstance(rollouts, Rollouts):
+        raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
+    rows, tokens = rollouts.ids.shape
+    if len(shape) < 2 or shape[0] != rows or (layout is None and shape[1] != tokens):
+        raise ValueError(
+            f"values must be [{rows}, {tokens}, ...], one for each token of the rollouts' rows, got {list(shape)}: pass layout= "
+            "for this rank's shard, and pack_rollouts' own result for these rows"
+        )
+    if layout is not None:
+        gathered_length(shape, layout, ranks, tokens)

@@ -1,0 +1,158 @@
+"""The log-probability of each token's label, and the entropy, chunk by chunk, from logits or from hidden states.
+
+    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
+    H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
+    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
+
+The backward computes the logits of hidden states again. Each float32 array as wide as the vocabulary is one chunk of tokens long;
+from passed logits XLA fuses most of it away.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ring_attn_core.model.chunks import check_loss
+from ring_attn_core.problem.checks import check_number
+
+from ..attend.tiles import accumulation_dtype
+from ..axes import on_auto_axes, sharded_like, vary_alike
+from ..layers.chunks import from_chunks, to_chunks
+from .loss import _check_arrays
+
+
+class LogProbSettings(NamedTuple):
+    """The ignored label, the number of tokens in a chunk, and whether the entropy is wanted."""
+
+    ignored: int
+    chunk: int
+    entropy: bool
+
+
+def token_log_probs(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    head: jax.Array | None = None,
+    chunk: int = 4096,
+    entropy: bool = False,
+    ignore_index: int = -100,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Return the float32 log-probability [b s] of each token's label, and with ``entropy`` the pair (log-probability, entropy).
+
+    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
+    Both values are 0 without a label (``ignore_index``), and NaN for a label outside the vocabulary, since traced values cannot
+    raise. float64 stays float64.
+
+    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
+    ``chunk`` tokens at a time, forward and, computed again, backward. Products are in hidden's dtype; softmax and sums over
+    tokens, such as the head's gradient, are float32. Second derivatives are not supported.
+
+    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
+    """
+    _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
+    check_number("ignore_index", ignore_index)
+    check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, "sum")
+    x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
+    tokens = labels.astype(jnp.int32).reshape(x.shape[:2])  # unsigned dtypes cannot hold ignore_index
+    wide = None if head is None else head.astype(accumulation_dtype(x.dtype))
+    given = vary_alike((), x, wide, tokens)
+    spec = PartitionSpec(*sharded_like(x)[:2])
+    settings = LogProbSettings(int(ignore_index), chunk, entropy)
+    values = on_auto_axes(partial(_values, settings=settings), (spec, spec) if entropy else (spec,))(*given)
+    shaped = tuple(each.reshape(labels.shape) for each in values)
+    return shaped if entropy else shaped[0]  # type: ignore[return-value]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, ...]:
+    """Return the log-probability of each token and, if it is wanted, the entropy."""
+    return _forward(x, head, labels, settings)[0]
+
+
+def _forward(
+    x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings
+) -> tuple[tuple[jax.Array, ...], Any]:
+    if head is None:
+        values, lse = _of_logits(x, labels, settings)
+        return values, (x, head, labels, lse, values)
+    weight, length = head.astype(x.dtype), _length(x, settings)
+    step = lambda chunk: _of_logits(_logits(chunk[0], weight, chunk[1], settings)[1], chunk[1], settings)
+    chunks = lax.map(step, (to_chunks(x, length), to_chunks(labels, length, settings.ignored)))
+    values, lse = jax.tree.map(lambda each: from_chunks(each, x.shape[1]), chunks)
+    return values, (x, head, labels, lse, values)
+
+
+def _backward(settings: LogProbSettings, kept: Any, dvalues: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None, None]:
+    x, head, labels, lse, values = lax.optimization_barrier(kept)  # else XLA keeps the forward's float32 logits
+    if head is None:
+        dx = _dlogits(x, labels, lse, values, dvalues, settings).astype(x.dtype)
+        return lax.optimization_barrier(dx), None, None
+    weight, length = head.astype(x.dtype), _length(x, settings)
+
+    def step(dhead: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+        (x, labels), *of_chunk = chunk
+        x, logits = _logits(x, weight, labels, settings)
+        dlogits = _dlogits(logits, labels, *of_chunk, settings=settings).astype(x.dtype)
+        dhead = dhead + jnp.einsum("bcv,bcd->vd", dlogits, x, preferred_element_type=head.dtype)
+        return dhead, jnp.einsum("bcv,vd->bcd", dlogits, weight)
+
+    rest = jax.tree.map(lambda each: to_chunks(each, length), (lse, values, dvalues))
+    zeros, _ = vary_alike((), jnp.zeros(head.shape, head.dtype), x)
+    tokens = to_chunks(x, length), to_chunks(labels, length, settings.ignored)
+    dhead, dx = lax.scan(step, zeros, (tokens, *rest))
+    return from_chunks(dx, x.shape[1]), dhead, None
+
+
+_values.defvjp(_forward, _backward)
+
+
+def _length(x: jax.Array, settings: LogProbSettings) -> int:
+    """Return the number of tokens of each row in a chunk."""
+    return max(settings.chunk // max(x.shape[0], 1), 1)
+
+
+def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, jax.Array]:
+    """Return the hidden states with 0 for ignored labels, whose values may be NaN, and the logits in at least float32."""
+    x = jnp.where((labels != settings.ignored)[..., None], x, 0)
+    return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
+
+
+def _of_logits(logits: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the values of each token and its log-sum-exp; a label outside the vocabulary makes the values NaN."""
+    wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
+    lse = jax.nn.logsumexp(wide, -1)
+    wrong = (labels < 0) | (labels >= logits.shape[-1])
+    index = jnp.where(wrong, 0, labels)[..., None]
+    chosen = jnp.take_along_axis(logits, index, -1)[..., 0].astype(wide.dtype)
+    shown = lambda each: jnp.where(kept, jnp.where(wrong, jnp.nan, each), 0)
+    if not settings.entropy:
+        return (shown(chosen - lse),), lse
+    logp = wide - lse[..., None]
+    p = jnp.exp(logp)
+    return (shown(chosen - lse), shown(-jnp.where(p == 0, 0, p * logp).sum(-1))), lse
+
+
+def _dlogits(
+    logits: jax.Array,
+    labels: jax.Array,
+    lse: jax.Array,
+    values: tuple[jax.Array, ...],
+    dvalues: tuple[jax.Array, ...],
+    settings: LogProbSettings,
+) -> jax.Array:
+    """Return the gradient of the logits, in at least float32; NaN for a label outside the vocabulary."""
+    tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
+    logp = logits.astype(lse.dtype) - lse[..., None]
+    p = jnp.exp(logp)
+    dlogits = dvalues[0][..., None] * ((labels[..., None] == tokens).astype(p.dtype) - p)
+    if settings.entropy:
+        dlogits = dlogits - jnp.where(p == 0, 0, p * (logp + values[1][..., None])) * dvalues[1][..., None]
+    wrong = (labels < 0) | (labels >= logits.shape[-1])
+    return jnp.where((labels != settings.ignored)[..., None], jnp.where(wrong[..., None], jnp.nan, dlogits), 0)

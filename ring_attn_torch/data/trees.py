@@ -1,0 +1,133 @@
+"""Prefix trees: their key extents, and rollouts packed into rows and unpacked again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.data import rollouts as packing
+from ring_attn_core.data import trees
+from ring_attn_core.data.rollouts import Rollouts
+from ring_attn_core.data.trees import TreeExtents
+from ring_attn_core.layouts import gathered_length
+from ring_attn_core.validation import in_words
+
+from ..ring.agreement import AgreedCall, agree_on
+from ..ring.groups import Group, group_of, is_dtensor, rank_in, ranks_of
+from .gather import AllGather, _ring
+from .layout import from_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Row = Sequence[int]
+
+
+def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> TreeExtents:
+    """Return ``key_extents`` int32 [batch, tokens, 2] and ``positions`` int32 [batch, tokens] of prefix trees, on the CPU.
+
+    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists: for each segment in depth-first order the index
+    of its parent in the row and its number of tokens. A parent of -1 begins a tree, and a row may hold several.
+
+    Key j is seen by the queries of its segment's subtree from j on, [j, end): under ``mask=causal()`` a token sees its ancestors
+    and nothing else. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0)
+    and 0. Both arrays are of whole rows: :func:`to_layout` shards them.
+
+    Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
+    """
+    return TreeExtents(*map(torch.from_numpy, trees.tree_extents(parents, lengths)))
+
+
+def pack_rollouts(
+    rollouts: Sequence[Any],
+    *,
+    loss_masks: Sequence[Any] | None = None,
+    weights: Sequence[Any] | None = None,
+    length: int | None = None,
+) -> Rollouts:
+    """Pack token lists that share prefixes into rows of prefix trees, in which a shared token is computed once.
+
+    ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
+    True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
+    token, of any sign; None: 1. The first token of a rollout is not predicted, and its entries do not matter.
+
+    The sum over all slots of ``label_weights`` times the cross-entropy of ``labels`` is the sum over all rollouts alone. A label
+    is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not shift them again.
+
+    ``length``: the largest number of tokens of a row; a tree that does not fit is cut between rollouts and repeats their prefix
+    in the next row. None: one row. ids and labels are int64 on the CPU; ``saved_tokens`` says how many are not computed.
+
+    Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
+    not fit the rollouts.
+    """
+    packed = packing.pack_rollouts(rollouts, loss_masks, weights, length)
+    wide = {name: torch.from_numpy(getattr(packed, name)).long() for name in ("ids", "labels", "predictors")}
+    narrow = {name: torch.from_numpy(getattr(packed, name)) for name in ("label_weights", "positions")}
+    return replace(packed, **wide, **narrow)
+
+
+def unpack_rollouts(
+    values: Tensor,
+    rollouts: Rollouts,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str | None = None,
+) -> list[Tensor]:
+    """Return for each rollout the values [tokens - 1] at the slots that predict its tokens 1 to the end, on every rank.
+
+    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
+    rank's shard of them. ``group``: the ring that holds the shards; None is the default group. A value is that of the token, also
+    if a rollout's own loss mask leaves it out.
+
+    Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
+    rank keeps its own slice of it, without a sum over ranks. So if every rank computes the same loss from all rollouts, the sum
+    over ranks of the gradients of weights (:func:`sum_gradients`) is that of one device; do not divide by the number of ranks.
+
+    Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
+    if ranks have shards of different shapes.
+    """
+    ring = None if layout is None else _ring(group)
+    ranks = ranks_of(ring)
+
+    def check() -> None:
+        if not isinstance(values, Tensor) or is_dtensor(values):
+            raise ValueError(f"values must be a torch.Tensor, whole or this rank's shard, got {in_words(values)}")
+        _check(tuple(values.shape), rollouts, layout, ranks)
+
+    tensor = isinstance(values, Tensor)
+    kind = (tuple(values.shape), str(values.dtype), values.device.type) if tensor else ((), "", "cpu")
+    agree_on(AgreedCall("unpack_rollouts", kind[2], (("shape", kind[0]), ("dtype", kind[1]), ("layout", layout))), ring, check)
+    wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
+    if layout is not None:
+        whole: Any = wide if ring is None or ranks == 1 else _GatherAlike.apply(wide, ring)
+        wide = from_layout(whole, layout, ranks, rollouts.ids.shape[1])
+    predicted = wide.flatten(0, 1)[rollouts.predictors.to(values.device)].to(values.dtype)
+    return list(predicted.split(rollouts.counts))
+
+
+class _GatherAlike(AllGather):
+    """An all-gather for ranks that all compute the same from its result: the gradient is this rank's slice of the cotangent."""
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
+        ring: Group = group_of(ctx.ring)
+        return dwhole.chunk(ranks_of(ring), 1)[rank_in(ring)], None
+
+
+def _check(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
+    """Raise ValueError if values of this ``shape`` are neither the rollouts' rows nor, with a layout, a shard of them."""
+    if not isinstance(rollouts, Rollouts):
+        raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
+    rows, tokens = rollouts.ids.shape
+    if len(shape) < 2 or shape[0] != rows or (layout is None and shape[1] != tokens):
+        raise ValueError(
+            f"values must be [{rows}, {tokens}, ...], one for each token of the rollouts' rows, got {list(shape)}: pass layout= "
+            "for this rank's shard, and pack_rollouts' own result for these rows"
+        )
+    if layout is not None:
+        gathered_length(shape, layout, ranks, tokens)

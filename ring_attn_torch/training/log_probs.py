@@ -1,0 +1,126 @@
+"""The log-probability of each token's label, and the entropy, chunk by chunk, from logits or from hidden states.
+
+    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
+    H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
+    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
+
+The backward computes the logits of hidden states again. Each float32 array as wide as the vocabulary holds one chunk of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ring_attn_core.model.chunks import check_loss
+
+from .cross_entropy import Labels, _plus_product, _product, strange_labels
+from .loss import _check
+
+
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    head: Tensor | None = None,
+    chunk: int = 4096,
+    entropy: bool = False,
+    ignore_index: int = -100,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the float32 log-probability [b s] of each token's label, and with ``entropy`` the pair (log-probability, entropy).
+
+    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
+    Both values are 0 without a label (``ignore_index``), and NaN for a label outside the vocabulary, since an error on one rank
+    would leave the others waiting. float64 stays float64.
+
+    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
+    ``chunk`` tokens at a time, forward and, computed again, backward. Products are in hidden's dtype, under autocast in
+    autocast's; softmax and sums over tokens, such as the head's gradient, are float32. Second derivatives are not supported.
+
+    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
+    """
+    _check(ignore_index, {"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
+    check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, "sum")
+    tokens = Labels(labels.flatten().long(), ignore_index, chunk)
+    x, device = logits.flatten(0, -2), logits.device.type
+    if head is not None and torch.is_autocast_enabled(device) and x.dtype == torch.float32:
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        if torch.is_grad_enabled() and (x.requires_grad or (head is not None and head.requires_grad)):
+            values: Any = _Values.apply(x, head, *tokens, entropy)
+        else:
+            values = _values(x, head, tokens, entropy)[:2]
+    shaped = tuple(each.view(labels.shape) for each in values if each is not None)
+    return shaped if entropy else shaped[0]  # type: ignore[return-value]
+
+
+class _Values(torch.autograd.Function):
+    """The two values of each token; saves their input and log-sum-exp, and computes the logits again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, head: Tensor | None, labels: Tensor, ignored: int, chunk: int, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logp, h, lse = _values(x, head, Labels(labels, ignored, chunk), entropy)
+        ctx.save_for_backward(x, head, labels, lse, h)
+        ctx.settings = ignored, chunk
+        return logp, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp: Tensor, dh: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x, head, labels, lse, h = ctx.saved_tensors
+        of, weight = Labels(labels, *ctx.settings), None if head is None else head.to(x.dtype)
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dhead = None if head is None or not ctx.needs_input_grad[1] else torch.zeros_like(head, dtype=lse.dtype)
+        for rows in of.slices:
+            kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype)
+            logp = logits.sub_(lse[rows, None])
+            p = logp.exp()
+            dlogits = p * -dlogp[rows, None]
+            if h is not None and dh is not None:
+                dlogits -= (p * (logp + h[rows, None])).masked_fill_(p == 0, 0) * dh[rows, None]
+            narrow = _plus_at_labels(dlogits, dlogp[rows], labels[rows], of.ignored).to(x.dtype)
+            if dx is not None:
+                dx[rows] = narrow if weight is None else narrow @ weight
+            if dhead is not None:
+                dhead = _plus_product(dhead, narrow.t(), kept)
+        return dx, None if head is None or dhead is None else dhead.to(head.dtype), None, None, None, None
+
+
+def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the log-probability, the entropy if it is wanted, and the log-sum-exp of each token [n], in at least float32."""
+    dtype, weight = torch.promote_types(x.dtype, torch.float32), None if head is None else head.to(x.dtype)
+    logp, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
+    h = torch.empty_like(lse) if entropy else None
+    for rows in of.slices:
+        labels = of.labels[rows]
+        _, logits = _logits(x[rows], weight, labels, of.ignored, dtype)
+        ignored, wrong = labels == of.ignored, strange_labels(labels, of.ignored, logits.shape[-1])
+        lse[rows] = logits.logsumexp(-1)
+        chosen = logits.gather(1, labels[:, None].masked_fill((ignored | wrong)[:, None], 0))[:, 0]
+        logp[rows] = (chosen - lse[rows]).masked_fill_(ignored, 0).masked_fill_(wrong, torch.nan)
+        if h is not None:
+            every = logits.sub_(lse[rows, None])
+            p = every.exp()
+            each = -(every.mul_(p).masked_fill_(p == 0, 0)).sum(-1)
+            h[rows] = each.masked_fill_(ignored, 0).masked_fill_(wrong, torch.nan)
+    return logp, h, lse
+
+
+def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``x`` [n ...] with 0 for ignored labels, whose values may be NaN, and its logits [n vocab] in ``dtype``."""
+    x = x.masked_fill((labels == ignored)[:, None], 0)
+    return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)
+
+
+def _plus_at_labels(dlogits: Tensor, dlogp: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Add ``dlogp`` at each label, in place; the row of an ignored label becomes 0, of one outside the vocabulary NaN."""
+    wrong = strange_labels(labels, ignored, dlogits.shape[-1])
+    left_out = (labels == ignored) | wrong
+    dlogits.masked_fill_(left_out[:, None], 0).masked_fill_(wrong[:, None], torch.nan)
+    index = labels.masked_fill(left_out, 0)[:, None]
+    return dlogits.scatter_add_(1, index, dlogp.masked_fill(left_out, 0)[:, None])
