@@ -41,3 +41,28 @@ def exact_loss(hidden: np.ndarray, head: np.ndarray, labels: np.ndarray, reducti
         "dhead": np.einsum("bsv,bsd->vd", dlogits, hidden),
         "dlogits": dlogits,
     }
+
+
+def exact_log_probs(hidden: np.ndarray, head: np.ndarray, labels: np.ndarray, dlogp: np.ndarray, dh: np.ndarray) -> Arrays:
+    """Return the log-probabilities and entropies, dhidden, dhead and dlogits for these cotangents in float64."""
+    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
+    logits, kept = hidden @ head.T, labels != -100
+    chosen = np.arange(head.shape[0]) == labels[..., None]
+    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    p = np.exp(every)
+    entropy = -(p * every).sum(-1) * kept
+    dlogits = dlogp[..., None] * (chosen - p) - dh[..., None] * p * (every + entropy[..., None])
+    dlogits *= kept[..., None]
+    return {
+        "logp": (every * chosen).sum(-1),
+        "entropy": entropy,
+        "dhidden": dlogits @ head,
+        "dhead": np.einsum("bsv,bsd->vd", dlogits, hidden),
+        "dlogits": dlogits,
+    }
+
+
+def cotangents_of_tokens() -> tuple[np.ndarray, np.ndarray]:
+    """Return a cotangent of each token's log-probability and entropy [b s]."""
+    dlogp, dh = np.random.default_rng(3).standard_normal((2, BATCH, LENGTH))
+    return dlogp, dh

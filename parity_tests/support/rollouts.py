@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from ring_attn_core.data.rollouts import Rollouts, pack_rollouts
 
 Path = tuple[int, ...]
 
@@ -54,3 +56,38 @@ def weights_of(drawn: dict[str, Any]) -> dict[tuple[Path, int], float]:
                 key = tuple(tokens[:i]), tokens[i]
                 sums[key] = sums.get(key, 0) + float(each[i])
     return sums
+
+
+class Policy(NamedTuple):
+    """The parts of GRPO's loss of 7 rollouts in several rows, in float64."""
+
+    rollouts: list[list[int]]
+    packed: Rollouts
+    x: np.ndarray
+    """[rows tokens dim]: features of each slot."""
+    weight: np.ndarray
+    """[dim dim]"""
+    head: np.ndarray
+    """[vocab dim]"""
+    advantages: np.ndarray
+    """[7]"""
+    old: list[np.ndarray]
+    """The former log-probabilities of each rollout's tokens but the first."""
+
+    def alone(self, values: Any) -> list[Any]:
+        """Return the parts of values [rows tokens ...] that a rollout alone would have, at its tokens but the last."""
+        flat, ends = values.reshape(-1, *values.shape[2:]), np.cumsum(self.packed.counts).tolist()
+        slots = np.asarray(self.packed.predictors)
+        return [flat[slots[end - count : end]] for end, count in zip(ends, self.packed.counts, strict=True)]
+
+
+def policy() -> Policy:
+    """Return rollouts of three prompts, one of them an exact repetition and one a prefix, cut into rows of at most 13 tokens."""
+    rng = np.random.default_rng(5)
+    first, second = [3, 1, 4, 1, 5], [2, 7]
+    rollouts = [[*first, 9, 2, 6], [*second, 1, 8], [*first, 9, 5], [*first, 3], [*second, 1], [*first, 9, 2, 6], [0, 8, 8]]
+    packed = pack_rollouts(rollouts, length=13)
+    dim, vocab = 5, 10
+    x, weight, head = (rng.standard_normal(shape) for shape in ((*packed.ids.shape, dim), (dim, dim), (vocab, dim)))
+    old = [rng.standard_normal(count) * 0.3 - 2 for count in packed.counts]
+    return Policy(rollouts, packed, x, weight, head, rng.standard_normal(len(rollouts)), old)

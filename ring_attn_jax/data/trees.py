@@ -16,6 +16,7 @@ from ring_attn_core.data.trees import TreeExtents
 from ring_attn_core.layouts import gathered_length
 from ring_attn_core.validation import in_words
 
+from ..attend.tiles import accumulation_dtype
 from ..axes import checks_are_off, ring_size, without_derivative
 from .extents import whole
 from .gather import gather
@@ -94,7 +95,7 @@ def unpack_rollouts(
     ranks = 1 if layout is None else ring_size(axis_name, "unpack_rollouts", "leave layout out and pass whole rows")
     _check(values.shape, rollouts, layout, ranks)
     floating = jnp.issubdtype(values.dtype, jnp.floating)
-    wide = values.astype(jnp.promote_types(values.dtype, jnp.float32)) if floating else values
+    wide = values.astype(accumulation_dtype(values.dtype)) if floating else values
     if layout is not None:
         if ranks > 1 and checks_are_off(axis_name):
             wide = without_derivative("unpack_rollouts", wide)

@@ -80,10 +80,10 @@ class _Values(torch.autograd.Function):
             kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype)
             logp = logits.sub_(lse[rows, None])
             p = logp.exp()
-            dlogits = p * -dlogp[rows, None]
+            factor = dlogp[rows, None]
             if h is not None and dh is not None:
-                dlogits -= (p * (logp + h[rows, None])).masked_fill_(p == 0, 0) * dh[rows, None]
-            narrow = _plus_at_labels(dlogits, dlogp[rows], labels[rows], of.ignored).to(x.dtype)
+                factor = logp.add_(h[rows, None]).mul_(dh[rows, None]).add_(factor).masked_fill_(p == 0, 0)
+            narrow = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows], labels[rows], of.ignored).to(x.dtype)
             if dx is not None:
                 dx[rows] = narrow if weight is None else narrow @ weight
             if dhead is not None:

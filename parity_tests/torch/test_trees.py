@@ -1,0 +1,136 @@
+"""Prefix trees in PyTorch: extents as tensors, and values of rollouts on every rank, whose gradient is that of rollouts alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn_torch import from_layout, gather, pack_rollouts, to_layout, token_log_probs, tree_extents, unpack_rollouts
+
+from ..support.models import assert_near
+from ..support.rollouts import Policy, policy
+from ..support.spawn import PerRank
+from .models import Group, rank_in, ranks_of
+
+
+def test_arrays_are_tensors_of_the_dtypes_of_a_shard():
+    key_extents, positions = tree_extents([-1, 0, 0], [2, 1, 3])
+    assert key_extents.dtype == positions.dtype == torch.int32
+    assert key_extents.shape == (1, 6, 2)
+    packed = pack_rollouts([torch.tensor([1, 2, 3]), [1, 2, 4]], weights=[0.5, 2])
+    assert packed.ids.dtype == packed.labels.dtype == packed.predictors.dtype == torch.int64
+    assert (packed.label_weights.dtype, packed.positions.dtype) == (torch.float32, torch.int32)
+    assert packed.label_weights.tolist() == [[2.5, 0.5, 0, 2, 0]]
+    assert torch.equal(tree_extents(*packed.tree).positions, packed.positions)
+
+
+def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
+    rollouts = [[1, 2, 3 + i] for i in range(300)]
+    packed = pack_rollouts(rollouts)
+    for i, tokens in enumerate(unpack_rollouts(packed.ids, packed)):
+        assert tokens.tolist() == rollouts[i][:-1]
+    values = torch.ones(packed.ids.shape, dtype=torch.bfloat16, requires_grad=True)
+    torch.cat(unpack_rollouts(values, packed)).sum().backward()
+    assert values.grad is not None
+    assert values.grad[0, 0] == 300  # a sum of ones in bfloat16 ends at 256
+    assert unpack_rollouts(packed.ids[..., None].expand(-1, -1, 4), packed)[7].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, None), (1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "striped"), (4, "contiguous")]
+)
+def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(gloo, ranks, layout):
+    of = policy()
+    truth = alone(of)
+    results = gloo(ranks, grpo_on_rank, of, layout)
+    assert len({result["loss"].item() for result in results}) == 1
+    dx = torch.from_numpy(np.concatenate([result["dx"] for result in results], 1))
+    dx = dx if layout is None else from_layout(dx, layout, ranks, of.x.shape[1])
+    sums = {name: np.sum([result[name] for result in results], 0) for name in ("dweight", "dhead")}
+    assert_near({"loss": results[0]["loss"], "dx": dx.numpy(), **sums}, truth, 1e-13)
+
+
+def grpo_on_rank(group: Group, of: Policy, layout: str | None) -> dict[str, np.ndarray]:
+    packed = replace(of.packed, predictors=torch.from_numpy(of.packed.predictors).long())
+    mine = lambda x: x if layout is None else to_layout(x, layout, ranks_of(group)).chunk(ranks_of(group), 1)[rank_in(group)]
+    x, labels = mine(torch.from_numpy(of.x)), mine(torch.from_numpy(packed.labels))
+    leaves = x.clone().requires_grad_(), *(torch.from_numpy(y).requires_grad_() for y in (of.weight, of.head))
+    hidden = (leaves[0] @ leaves[1]).tanh()
+    values = token_log_probs(hidden, labels, head=leaves[2], chunk=5, entropy=True)
+    value = grpo(of, *(unpack_rollouts(each, packed, group=group, layout=layout) for each in values))
+    return named(value, torch.autograd.grad(value, leaves))
+
+
+def alone(of: Policy) -> dict[str, np.ndarray]:
+    """Each rollout by itself, with the features of its tokens and all of its logits."""
+    leaves = [torch.from_numpy(y).requires_grad_() for y in (of.x, of.weight, of.head)]
+    every = [((x @ leaves[1]).tanh() @ leaves[2].T).log_softmax(-1) for x in of.alone(leaves[0])]
+    labels = (torch.tensor(tokens[1:]) for tokens in of.rollouts)
+    logp = [each.gather(1, of_rollout[:, None])[:, 0] for each, of_rollout in zip(every, labels, strict=True)]
+    value = grpo(of, logp, [-(each.exp() * each).sum(-1) for each in every])
+    return named(value, torch.autograd.grad(value, leaves))
+
+
+def grpo(of: Policy, logp: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """The clipped objective, a mean over each rollout's tokens, with an entropy bonus."""
+    total = torch.zeros((), dtype=torch.float64)
+    for new, old, entropy, advantage in zip(logp, of.old, entropies, of.advantages.tolist(), strict=True):
+        ratio = (new - torch.from_numpy(old)).exp()
+        clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        total = total - (clipped + 0.01 * entropy).mean()
+    return total
+
+
+def named(value: Tensor, gradients: Any) -> dict[str, np.ndarray]:
+    return {"loss": value.detach().numpy()} | dict(zip(("dx", "dweight", "dhead"), (g.numpy() for g in gradients), strict=True))
+
+
+def test_values_of_a_shard_are_those_of_whole_rows(gloo):
+    for same in gloo(4, same_on_rank, policy()):
+        assert same
+
+
+def same_on_rank(group: Group, of: Policy) -> bool:
+    """``gather`` gives the whole values; what padding holds is NaN, and may not matter."""
+    packed = pack_rollouts(of.rollouts, length=13)
+    shard = to_layout(torch.from_numpy(of.x), "zigzag", 4, pad_value=torch.nan).chunk(4, 1)[rank_in(group)]
+    mine = unpack_rollouts(shard, packed, group=group, layout="zigzag")
+    whole = unpack_rollouts(gather(shard, group=group, length=of.x.shape[1]), packed)
+    return all(torch.equal(a, b) for a, b in zip(mine, whole, strict=True))
+
+
+PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.ones(1, 4), PACKED), r"values must be \[1, 5, ...\], .*, got \[1, 4\]: pass layout= for this rank's shard"),
+        ((torch.ones(2, 5), PACKED), r"values must be \[1, 5, ...\], .*, got \[2, 5\]"),
+        ((torch.ones(5), PACKED), r"values must be \[1, 5, ...\], .*, got \[5\]"),
+        (([1.0], PACKED), "values must be a torch.Tensor, whole or this rank's shard, got list"),
+        ((torch.ones(1, 5), [[1]]), "rollouts must be the result of pack_rollouts, got list"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        unpack_rollouts(*arguments)
+    with pytest.raises(ValueError, match="x holds 5 tokens, and of length=5 over 1 ranks in zigzag a shard has 6"):
+        unpack_rollouts(torch.ones(1, 5), PACKED, layout="zigzag")
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        unpack_rollouts(torch.ones(1, 6), PACKED, layout="spiral")
+
+
+def test_one_ranks_mistake_is_everybodys_error(gloo):
+    for outcome in gloo.outcomes(2, mistaken_on_rank, PerRank(4, 5)):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith("rank 1: x holds 5 tokens, and of length=5 over 2 ranks in zigzag a shard has 4")
+
+
+def mistaken_on_rank(group: Group, tokens: int) -> None:
+    unpack_rollouts(torch.ones(1, tokens), PACKED, group=group, layout="zigzag")
