@@ -93,7 +93,7 @@ def test_nan_where_there_is_no_label_changes_no_bit_and_a_strange_label_is_nan(g
     hidden, head, labels = map(jnp.asarray, hidden_states(np.float32))
     rows = hidden if given == "hidden" else hidden @ head.T
     poisoned = jnp.where(labels[..., None] == -100, jnp.nan, rows)
-    of = {"head": head} if given == "hidden" else {}
+    of: dict[str, Any] = {"head": head} if given == "hidden" else {}
     call = lambda x, head=None: token_log_probs(x, labels, head=head, chunk=7, entropy=True)
     clean, other = (results(call, cotangents_of_tokens(), x=x, **of) for x in (rows, poisoned))
     jax.tree.map(np.testing.assert_array_equal, clean, other)

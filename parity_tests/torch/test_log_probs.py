@@ -105,7 +105,7 @@ def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite():
     two = logits.detach()[..., :2].requires_grad_()
     same = token_log_probs(two, torch.tensor([[0]]), entropy=True)
     torch.testing.assert_close(values, same)
-    (dlogits,), (dtwo,) = (torch.autograd.grad(sum(each), x) for each, x in ((values, logits), (same, two)))
+    (dlogits,), (dtwo,) = (torch.autograd.grad(each[0] + each[1], x) for each, x in ((values, logits), (same, two)))
     torch.testing.assert_close(dlogits, torch.nn.functional.pad(dtwo, (0, 1)))
 
 
@@ -115,7 +115,7 @@ def test_log_probs_compile_as_one_graph(given):
     leaves = hidden.requires_grad_(), head.requires_grad_()
 
     def objective(hidden: Tensor, head: Tensor) -> Tensor:
-        of = {"head": head} if given == "hidden" else {}
+        of: dict[str, Any] = {"head": head} if given == "hidden" else {}
         logp, entropy = token_log_probs(hidden if of else hidden @ head.T, labels, chunk=32, entropy=True, **of)
         return (logp.sin() + entropy).sum()
 

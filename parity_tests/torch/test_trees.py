@@ -107,6 +107,20 @@ def same_on_rank(group: Group, of: Policy) -> bool:
 PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])
 
 
+@pytest.mark.slow
+def test_unpack_compiles_as_one_graph(gloo):
+    assert gloo(2, compiled_on_rank) == [True, True]
+
+
+def compiled_on_rank(group: Group) -> bool:
+    objective = lambda x: torch.cat(unpack_rollouts(x, PACKED, group=group, layout="zigzag")).sin().sum()
+    gradients = []
+    for function in (objective, torch.compile(objective, fullgraph=True, backend="aot_eager")):
+        x = (torch.arange(4.0)[None] * (1 + rank_in(group))).requires_grad_()
+        gradients += torch.autograd.grad(function(x), x)
+    return torch.equal(*gradients)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
