@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ring_attn_jax import from_layout, pack_rollouts, to_layout, token_log_probs, tree_extents, unpack_rollouts
+from ring_attn_jax import (
+    from_layout,
+    pack_rollouts,
+    sharded_ring_attention,
+    to_layout,
+    token_log_probs,
+    tree_extents,
+    unpack_rollouts,
+)
 
 from ..support.models import assert_near
 from ..support.rollouts import Policy, policy
@@ -29,6 +37,15 @@ def test_arrays_are_of_the_dtypes_of_a_shard():
     assert packed.label_weights.dtype == jnp.float32
     assert packed.label_weights.tolist() == [[2.5, 0.5, 0, 2, 0]]
     np.testing.assert_array_equal(tree_extents(*packed.tree).positions, packed.positions)
+
+
+def test_attention_over_the_tree_is_that_of_every_rollout_alone():
+    of = policy()
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((*of.packed.ids.shape, 2, 4)), jnp.float32)
+    attention = partial(sharded_ring_attention, mesh=mesh_of(1), layout="contiguous")
+    tree = attention(q, q, q, key_extents=tree_extents(*of.packed.tree).key_extents)
+    for out, alone in zip(of.alone(tree), of.alone(q), strict=True):
+        np.testing.assert_allclose(out[None], attention(alone[None], alone[None], alone[None]), rtol=1e-5, atol=1e-6)
 
 
 def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn_torch import from_layout, gather, pack_rollouts, to_layout, token_log_probs, tree_extents, unpack_rollouts
+from ring_attn_torch import (
+    from_layout,
+    gather,
+    pack_rollouts,
+    ring_attention,
+    to_layout,
+    token_log_probs,
+    tree_extents,
+    unpack_rollouts,
+)
 
 from ..support.models import assert_near
 from ..support.rollouts import Policy, policy
@@ -27,6 +37,15 @@ def test_arrays_are_tensors_of_the_dtypes_of_a_shard():
     assert (packed.label_weights.dtype, packed.positions.dtype) == (torch.float32, torch.int32)
     assert packed.label_weights.tolist() == [[2.5, 0.5, 0, 2, 0]]
     assert torch.equal(tree_extents(*packed.tree).positions, packed.positions)
+
+
+def test_attention_over_the_tree_is_that_of_every_rollout_alone():
+    of = policy()
+    q = torch.from_numpy(np.random.default_rng(1).standard_normal((*of.packed.ids.shape, 2, 4)))
+    attention = partial(ring_attention, layout="contiguous")
+    tree = attention(q, q, q, key_extents=tree_extents(*of.packed.tree).key_extents)
+    for out, alone in zip(of.alone(tree), of.alone(q), strict=True):
+        torch.testing.assert_close(out[None], attention(alone[None], alone[None], alone[None]))
 
 
 def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
