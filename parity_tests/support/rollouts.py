@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from ring_attn_core.data.rollouts import Rollouts, pack_rollouts
 
 Path = tuple[int, ...]
+
+VOCAB = 11
 
 
 def drawn_tree(rng: np.random.Generator, segments: int) -> tuple[list[int], list[int]]:
@@ -44,6 +47,16 @@ def drawn_rollouts(rng: np.random.Generator, count: int, longest: int, vocab: in
         rollouts.append([*shared, *own][:longest] or start)
     weights = [rng.integers(-16, 17, len(x)) / 8 if rng.random() < 0.5 else rng.integers(-16, 17) / 8 for x in rollouts]
     return {"rollouts": rollouts, "loss_masks": [rng.random(len(x)) < 0.8 for x in rollouts], "weights": weights}
+
+
+def loss_alone(drawn: dict[str, Any], log_probs_of: Callable[[list[int]], Any]) -> Any:
+    """Return the weighted sum of the cross-entropies of all rollouts, one by one; ``log_probs_of``: tokens to [tokens, vocab]."""
+    total = 0.0
+    for tokens, mask, weight in zip(drawn["rollouts"], drawn["loss_masks"], drawn["weights"], strict=True):
+        log_probs, each = log_probs_of(tokens), np.broadcast_to(weight, len(tokens))
+        for i in range(1, len(tokens)):
+            total = total - float(each[i]) * bool(mask[i]) * log_probs[i - 1, tokens[i]]
+    return total
 
 
 def weights_of(drawn: dict[str, Any]) -> dict[tuple[Path, int], float]:

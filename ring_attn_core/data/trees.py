@@ -81,6 +81,27 @@ def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeE
     return TreeExtents(key_extents, positions)
 
 
+def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
+    """Return the key extents, the path positions and the segment of each token of a batch [batch, tokens], as numpy arrays.
+
+    ``tree``: the pair (parents, lengths) of each row, or of one row that all rows share. The segment is -1 in padding. Raise
+    ValueError if ``tree`` is not such a pair, or does not fit the batch.
+    """
+    import numpy as np
+
+    pair = _listed(tree)
+    if pair is None or len(pair) != 2:
+        raise ValueError(f"tree must be a pair (parents, lengths), as tree_extents takes them, got {in_words(tree)}")
+    extents, trees = tree_extents(*pair, tokens), trees_of(*pair)
+    if len(trees) not in (1, batch):
+        raise ValueError(f"tree has {len(trees)} rows and ids have {batch}: pass one tree for every row, or one for all")
+    segments = np.full((len(trees), tokens), -1, np.int32)
+    for row, each in enumerate(trees):
+        segments[row, : each.tokens] = np.repeat(np.arange(len(each.lengths)), each.lengths)
+    spread = lambda x: np.broadcast_to(x, (batch, *x.shape[1:])).copy()
+    return spread(extents.key_extents), spread(extents.positions), spread(segments)
+
+
 def longest_path(trees: Iterable[Tree]) -> int:
     """Return the number of tokens on the longest path from a root: a window of as many hides nothing on any path."""
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn_core.data.trees import batch_of_trees
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.problem.checks import check_number
 
@@ -32,6 +33,8 @@ class Shard(NamedTuple):
     """bool [batch, tokens]: True if the key may be attended; False in padded slots. None if no mask was passed."""
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
+    key_extents: Tensor | None = None
+    """int32 [batch, tokens, 2]: the queries that may see each key of a prefix tree; [0, 0) in padded slots. None without one."""
 
 
 def shard_batch(
@@ -42,6 +45,7 @@ def shard_batch(
     *,
     labels: Int[Tensor, "batch length"] | None = None,
     documents: Int[Tensor, "batch length"] | None = None,
+    tree: tuple[Any, Any] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
     ignore_index: int = -100,
     restart_positions: bool = False,
@@ -50,7 +54,9 @@ def shard_batch(
 
     ``labels`` [batch, length]: the target of each token. None: the next token of the same document, taken *before* sharding, so
     that the label of a shard's last token is correct. ``documents`` [batch, length]: the document of each token, as
-    :func:`document_extents` takes it. ``key_mask`` [batch, length]: True if the key may be attended.
+    :func:`document_extents` takes it. ``tree``: (parents, lengths) of prefix trees, as :func:`tree_extents` takes them; a label
+    then stays within its segment, and positions count along the path. ``key_mask`` [batch, length]: True if the key may be
+    attended.
 
     A token is padding if its document is negative or its key_mask False: it has no label, even if one was passed, and it is not
     the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in each
@@ -60,8 +66,8 @@ def shard_batch(
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
 
-    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, or if
-    :func:`document_extents` refuses the documents.
+    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents come with a
+    tree, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
     """
     if rank is not None:
         check_rank(rank, ranks)
@@ -73,6 +79,11 @@ def shard_batch(
         extents = document_extents(owner)
     elif restart_positions:
         raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
+    key_extents = of_path = None
+    if tree is not None:
+        if documents is not None:
+            raise ValueError("documents and tree were given: pass the tree alone, with a root (parent -1) for each document")
+        key_extents, of_path, owner = (torch.from_numpy(x).to(ids.device) for x in batch_of_trees(tree, *ids.shape))
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = torch.where(key_mask, owner, -1)
@@ -87,10 +98,12 @@ def shard_batch(
 
     own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
     where = own.to(ids.device).repeat(ids.shape[0], 1)
-    extents, key_mask = (None if x is None else shard(x) for x in (extents, key_mask))
+    extents, key_extents, key_mask = (None if x is None else shard(x) for x in (extents, key_extents, key_mask))
     if restart_positions and extents is not None:
         where = where - extents[..., 0]
-    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1])
+    if of_path is not None:
+        where = shard(of_path)
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents)
 
 
 def _shaped_like(ids: Tensor, **given: Tensor) -> Tensor:
