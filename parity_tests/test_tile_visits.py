@@ -48,7 +48,7 @@ def visits_in_torch(extents: np.ndarray, rows: torch_tiles.Rows) -> int:
 def visits_in_jax(extents: jax.Array, rows: jax.Array) -> jax.Array:
     b, s, _ = extents.shape
     score = JaxScore(1.0, None, 0.0, extents=extents)
-    part = jax_tiles.Part(jnp.empty((b, s, 1, 1)), jnp.empty((b, s, 1, 2)), None, rows, score, None)
+    part = jax_tiles.Part(jnp.empty((b, s, 1, 1)), jnp.empty((b, s, 1, 2)), None, None, rows, score, None)
     visits = lambda index, n: part.over_keys(part.query_tile(index), lambda pair, n: n + 1, n)
     return jax.lax.fori_loop(0, part.query_tiles, visits, 0)
 

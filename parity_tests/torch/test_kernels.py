@@ -163,7 +163,7 @@ def test_kernels_are_given_extents_of_any_integers_within_int32(dtype):
     high = min(np.iinfo(dtype).max, 2**40)
     extents = torch.tensor([[[3, high]]], dtype=getattr(torch, dtype))
     score = Score(1.0, None, 0.0, extents=extents)
-    keys = SimpleNamespace(kv=torch.zeros(1, 1, 1, 2), v=None, bits=None)
+    keys = SimpleNamespace(kv=torch.zeros(1, 1, 1, 2), v=None, bits=None, extents=None)
     given = fused._arrays(torch.zeros(1, 1, 1, 1), keys, (((0,) * 10,),), score)["extents"]  # type: ignore[arg-type]
     assert given.dtype == torch.int32
     assert given.tolist() == [[[3, min(high, 2**30)]]]
