@@ -36,7 +36,7 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
     ]
     scores, backends = zip(*(_torch_score(case, backend, q[0], k[0], v[0], arrays) for arrays in of_rank), strict=True)
     apart = backends[0].apart and not case.plan.hops
-    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), apart)
+    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), of_rank[r].get("key_extents"), apart)
     rows = case.plan.rows
     results = _ring(case.plan, scores, q, make_keys, dout, dlse, backends[0], rows)
     wide = [[x.float().cpu().numpy() for x in each] for each in results[:-1]]
@@ -88,7 +88,7 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     compiled = jax_arguments.checked(problem, anywhere=False)
     scores, computes = [compiled.scored(arrays) for arrays in given], compiled.backend
     apart = computes.apart and not plan.hops
-    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, apart)
+    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, given[r].key_extents, apart)
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
     return _ring(plan, scores, q, make_keys, dout, dlse, computes, rows)
 

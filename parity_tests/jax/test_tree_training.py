@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from .ring import mesh_of
 
 
 def model_on(ranks: int, layout: str) -> RingTransformer:
-    sizes = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1}
+    sizes: dict[str, Any] = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1}
     return RingTransformer(**sizes, layout=layout, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
 
 
@@ -30,7 +32,8 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ra
     @nnx.value_and_grad
     def of_tree(model):
         logits = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents)
-        return -(token_log_probs(logits, shard.labels) * weights).sum()
+        log_probs: Any = token_log_probs(logits, shard.labels)
+        return -(log_probs * weights).sum()
 
     longest = max(map(len, drawn["rollouts"]))
     ids = jnp.asarray([[*tokens, *[0] * (longest - len(tokens))] for tokens in drawn["rollouts"]])  # no token sees what follows

@@ -27,7 +27,8 @@ def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray
     shard = shard_batch(packed.ids, layout, ranks, rank, labels=packed.labels, tree=tree)
     weights = to_layout(packed.label_weights, layout, ranks).chunk(ranks, 1)[rank]
     logits = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents)
-    value = -(token_log_probs(logits, shard.labels) * weights).sum()
+    log_probs: Any = token_log_probs(logits, shard.labels)
+    value = -(log_probs * weights).sum()
     return [x.detach().numpy() for x in (value, *torch.autograd.grad(value, [*model.parameters()]))]
 
 

@@ -92,7 +92,8 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
     pair = _listed(tree)
     if pair is None or len(pair) != 2:
         raise ValueError(f"tree must be a pair (parents, lengths), as tree_extents takes them, got {in_words(tree)}")
-    extents, trees = tree_extents(*pair, tokens), trees_of(*pair)
+    parents, lengths = pair
+    extents, trees = tree_extents(parents, lengths, tokens), trees_of(parents, lengths)
     if len(trees) not in (1, batch):
         raise ValueError(f"tree has {len(trees)} rows and ids have {batch}: pass one tree for every row, or one for all")
     segments = np.full((len(trees), tokens), -1, np.int32)
