@@ -24,7 +24,7 @@ from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
 from .support.cases import DTYPES, Case, check, computed_bound
-from .support.features import EXTENTS, KEY_MASKS
+from .support.features import EXTENTS, KEY_EXTENTS, KEY_MASKS
 
 LONGEST = 70
 DRAWS = 8
@@ -57,6 +57,7 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         tiles=draw(maybe(st.tuples(integers(1, 9), integers(1, 9)))),
         scale=draw(maybe(st.floats(0.05, 0.5) | st.floats(-0.5, -0.05))),
         extents=draw(maybe(st.sampled_from(list(EXTENTS)))),
+        key_extents=draw(maybe(st.sampled_from(list(KEY_EXTENTS)))),
         key_mask=draw(maybe(st.sampled_from(KEY_MASKS))),
         softcap=draw(maybe(st.floats(1, 50))),
         sinks=draw(st.booleans()),

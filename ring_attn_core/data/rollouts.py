@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..layouts import gathered_length
 from ..validation import in_words, is_integer
 from .trees import Tree, longest_path, tree_extents
 
@@ -140,6 +141,20 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
     counts = tuple(len(tokens) - 1 for tokens in lists)
     positions = tree_extents(parents, lengths).positions
     return Rollouts(ids, labels, sums.astype(np.float32), positions, predictors, counts, parents, lengths)
+
+
+def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
+    """Raise ValueError if values of this ``shape`` are neither the rollouts' rows nor, with a layout, a shard of them."""
+    if not isinstance(rollouts, Rollouts):
+        raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
+    rows, tokens = rollouts.ids.shape
+    if len(shape) < 2 or shape[0] != rows or (layout is None and shape[1] != tokens):
+        raise ValueError(
+            f"values must be [{rows}, {tokens}, ...], one for each token of the rollouts' rows, got {list(shape)}: pass layout= "
+            "for this rank's shard, and pack_rollouts' own result for these rows"
+        )
+    if layout is not None:
+        gathered_length(shape, layout, ranks, tokens)
 
 
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:

@@ -13,7 +13,6 @@ from ring_attn_core.data import rollouts as packing
 from ring_attn_core.data import trees
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
-from ring_attn_core.layouts import gathered_length
 from ring_attn_core.validation import in_words
 
 from ..attend.tiles import accumulation_dtype
@@ -93,7 +92,7 @@ def unpack_rollouts(
     if not hasattr(values, "shape") or not hasattr(values, "dtype"):
         raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")
     ranks = 1 if layout is None else ring_size(axis_name, "unpack_rollouts", "leave layout out and pass whole rows")
-    _check(values.shape, rollouts, layout, ranks)
+    packing.check_values(values.shape, rollouts, layout, ranks)
     floating = jnp.issubdtype(values.dtype, jnp.floating)
     wide = values.astype(accumulation_dtype(values.dtype)) if floating else values
     if layout is not None:
@@ -103,17 +102,3 @@ def unpack_rollouts(
     flat = whole(whole(wide, 0), 1).reshape(-1, *values.shape[2:])
     predicted = jnp.take(flat, rollouts.predictors, axis=0).astype(values.dtype)
     return jnp.split(predicted, np.cumsum(rollouts.counts[:-1]).tolist())
-
-
-def _check(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
-    """Raise ValueError if values of this ``shape`` are neither the rollouts' rows nor, with a layout, a shard of them."""
-    if not isinstance(rollouts, Rollouts):
-        raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
-    rows, tokens = rollouts.ids.shape
-    if len(shape) < 2 or shape[0] != rows or (layout is None and shape[1] != tokens):
-        raise ValueError(
-            f"values must be [{rows}, {tokens}, ...], one for each token of the rollouts' rows, got {list(shape)}: pass layout= "
-            "for this rank's shard, and pack_rollouts' own result for these rows"
-        )
-    if layout is not None:
-        gathered_length(shape, layout, ranks, tokens)

@@ -14,7 +14,6 @@ from ring_attn_core.data import rollouts as packing
 from ring_attn_core.data import trees
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
-from ring_attn_core.layouts import gathered_length
 from ring_attn_core.validation import in_words
 
 from ..ring.agreement import AgreedCall, agree_on
@@ -97,7 +96,7 @@ def unpack_rollouts(
     def check() -> None:
         if not isinstance(values, Tensor) or is_dtensor(values):
             raise ValueError(f"values must be a torch.Tensor, whole or this rank's shard, got {in_words(values)}")
-        _check(tuple(values.shape), rollouts, layout, ranks)
+        packing.check_values(tuple(values.shape), rollouts, layout, ranks)
 
     tensor = isinstance(values, Tensor)
     kind = (tuple(values.shape), str(values.dtype), values.device.type) if tensor else ((), "", "cpu")
@@ -117,17 +116,3 @@ class _GatherAlike(AllGather):
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
         ring: Group = group_of(ctx.ring)
         return dwhole.chunk(ranks_of(ring), 1)[rank_in(ring)], None
-
-
-def _check(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
-    """Raise ValueError if values of this ``shape`` are neither the rollouts' rows nor, with a layout, a shard of them."""
-    if not isinstance(rollouts, Rollouts):
-        raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
-    rows, tokens = rollouts.ids.shape
-    if len(shape) < 2 or shape[0] != rows or (layout is None and shape[1] != tokens):
-        raise ValueError(
-            f"values must be [{rows}, {tokens}, ...], one for each token of the rollouts' rows, got {list(shape)}: pass layout= "
-            "for this rank's shard, and pack_rollouts' own result for these rows"
-        )
-    if layout is not None:
-        gathered_length(shape, layout, ranks, tokens)
