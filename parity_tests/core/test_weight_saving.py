@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +141,19 @@ def test_two_processes_that_save_at_once_and_one_that_loads_see_whole_saves(tmp_
     (tmp_path / "w" / CONFIG).write_text('{"value": 1.0}')
     command = [sys.executable, "-c", TWO, str(tmp_path / "w")]
     pipes: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
-    writers = [subprocess.Popen([*command, mine], **pipes) for mine in ("2.0", "3.0")]
     seen = []
-    while any(writer.poll() is None for writer in writers):
-        with opened_folder(tmp_path / "w") as held:
-            time.sleep(0.001)
-            x = held.files[held.folder / WEIGHTS].weights.get_tensor("a")
-            held.check_unwritten()
-        assert {held.config["value"]} == set(np.unique(x).tolist())
-        seen.append(held.config["value"])
-    for writer in writers:
-        assert writer.communicate()[1] == ""
-        assert writer.returncode == 0
+    with ExitStack() as stack:  # which closes the pipes, whatever fails
+        writers = [stack.enter_context(subprocess.Popen([*command, mine], **pipes)) for mine in ("2.0", "3.0")]
+        while any(writer.poll() is None for writer in writers):
+            with opened_folder(tmp_path / "w") as held:
+                time.sleep(0.001)
+                x = held.files[held.folder / WEIGHTS].weights.get_tensor("a")
+                held.check_unwritten()
+            assert {held.config["value"]} == set(np.unique(x).tolist())
+            seen.append(held.config["value"])
+        for writer in writers:
+            assert writer.communicate()[1] == ""
+            assert writer.returncode == 0
     assert {2.0, 3.0} & set(seen)
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
 
@@ -160,6 +162,16 @@ def test_a_folder_that_two_saves_hide_from_one_look_is_found_by_the_next(tmp_pat
     """Between the renames of the first, after its end, and between the renames of the second."""
     save(tmp_path / "w", 1.0)
     looks, there = iter([False, False, False]), Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: next(looks, True) and there(path))
+    assert value(tmp_path / "w") == 1.0
+
+
+def test_a_replaced_folder_that_is_being_deleted_is_left_for_the_new_one(tmp_path, monkeypatch):
+    """A look finds the old folder, then the save ends: it deletes the files of the old folder first, and then the folder."""
+    save(tmp_path / "w", 1.0)
+    (tmp_path / ".w.replaced").mkdir()
+    (tmp_path / ".w.replaced" / CONFIG).write_text("{}")
+    looks, there = iter([False]), Path.is_dir
     monkeypatch.setattr(Path, "is_dir", lambda path: next(looks, True) and there(path))
     assert value(tmp_path / "w") == 1.0
 

@@ -97,7 +97,8 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
             except OSError as error:
                 raise ValueError(f"{place} cannot be read: {error}") from error
             except ValueError:
-                if _is_at(place, number):  # type: ignore[possibly-undefined]
+                deleted = place != resolved(folder) and resolved(folder).is_dir()  # the end of a save deletes the old folder
+                if _is_at(place, number) and not deleted:  # type: ignore[possibly-undefined]
                     raise
                 continue
             if not _is_at(place, number):
