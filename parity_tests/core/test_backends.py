@@ -44,9 +44,14 @@ def test_kernels_that_compile_are_taken():
 
 
 def test_auto_passes_over_what_is_slower_and_takes_it_by_name():
+    exact = replace(on_a_gpu("auto"), dtypes=("float32",) * 3)
+    assert [select(problem) for problem in (on_a_gpu("auto"), exact)] == ["hopper", "triton"]
+    assert select(exact, "triton_tf32") == "triton_tf32"
+
+
+def test_auto_takes_hopper_for_wide_heads():
     wide = replace(on_a_gpu("auto"), q_shape=(1, 256, 2, 192), k_shape=(1, 256, 2, 192))
-    assert [select(problem) for problem in (on_a_gpu("auto"), wide)] == ["hopper", "triton"]
-    assert select(wide, "hopper") == "hopper"
+    assert select(wide) == "hopper"
 
 
 def test_a_triton_that_nobody_tried_is_named_once_and_passed_over(monkeypatch):
@@ -109,6 +114,9 @@ def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monk
         runnable(on_a_gpu("hopper"))
 
 
+CACHED = steps.in_one_pass, steps.forward, steps.dq, steps.dkv, portable.delta, portable.dq, portable.dkv
+
+
 def test_a_cache_that_cannot_be_written_is_named_once(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
@@ -130,8 +138,9 @@ def test_a_cache_that_cannot_be_written_is_named_once(monkeypatch, tmp_path):
 def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, reason):
     """The problem and the reason are named, once; ranks learn of it before anything is sent."""
     monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
-    monkeypatch.setattr(steps, "refusal_of_backward", lambda _: "the portable kernels, whose tiles these are, are to be tried")
-    for make in (steps.in_one_pass, portable.delta, steps.forward, portable.dq, portable.dkv):
+    taken = steps._takes
+    monkeypatch.setattr(steps, "_takes", lambda call, name: name == "forward" and taken(call, name))
+    for make in CACHED:
         make.cache_clear()
     of = "bfloat16 heads of 64 and 64"
     with (
@@ -141,5 +150,5 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
         assert runnable(on_a_gpu("auto")) is None
     with pytest.raises(ValueError, match=reason):
         runnable(on_a_gpu("triton"))
-    for make in (steps.in_one_pass, portable.delta, steps.forward, portable.dq, portable.dkv):
+    for make in CACHED:
         make.cache_clear()

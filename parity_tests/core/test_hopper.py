@@ -12,9 +12,10 @@ from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.compile import compiled, triton_release
 from ring_attn_core.kernels.hopper import launches as hopper
-from ring_attn_core.kernels.hopper.supports import refusal, refusal_of_backward
+from ring_attn_core.kernels.hopper.supports import refusal
 from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar
 from ring_attn_core.kernels.obstacles import MOST_STACK
+from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.ptx import as_before
 from ring_attn_core.kernels.tile_sizes import shared_memory
 
@@ -126,9 +127,34 @@ def test_what_newer_tritons_have_undone_is_undone_in_every_product():
         assert as_before(ptx) == ptx
 
 
+WIDTHS = {
+    (256, 256): {},
+    (192, 128): {},
+    (192, 192): {"packed": True},
+    (128, 64): {"q_runs": 2, "k_runs": 2},
+    (136, 136): {"given": frozenset({"extents"}), "clean": True},
+    (256, 128): {"given": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
+}
+"""Heads whose backward takes two passes, with a feature of the call each."""
+
+
+@pytest.mark.parametrize(
+    "widths", [each if each == (192, 128) else pytest.param(each, marks=pytest.mark.exhaustive) for each in WIDTHS]
+)
+def test_a_backward_in_two_passes_compiles(widths):
+    call = replace(HOPPER, head_dim=widths[0], v_dim=widths[1], **WIDTHS[widths])
+    made = [steps.dq(call, True, True), steps.dkv(call, True, True), steps.dq(call, False, False), steps.dkv(call, False, False)]
+    for launch in made if widths == (256, 256) else made[:2]:
+        check_compiled(launch)
+        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+        for each in (*steps.lists(call, "dq"), *steps.lists(call, "dkv")):
+            compiled(each, 90)
+
+
 @pytest.mark.exhaustive
-def test_tiles_of_heads_of_256_compile():
-    check_compiled(steps.forward(replace(HOPPER, head_dim=256, v_dim=256), False, False))
+def test_tiles_of_wide_heads_compile():
+    for head_dim, v_dim in ((256, 256), (192, 128)):
+        check_compiled(steps.forward(replace(HOPPER, head_dim=head_dim, v_dim=v_dim), False, False))
 
 
 @pytest.mark.parametrize(
@@ -164,18 +190,48 @@ def test_the_hopper_backward_makes_all_gradients_in_one_pass():
     }
 
 
-REFUSED = [
-    ({"head_dim": 256, "v_dim": 256}, "256"),
-    ({"v_dim": 64}, "v_dim 64"),
-    ({"capability": 80}, "sm_80"),
+TWO_PASSES = [
+    {"head_dim": 256, "v_dim": 256},
+    {"v_dim": 64},
+    {"head_dim": 192},
+    {"heads": 32, "kv_heads": 8, "kv_local": 4096},
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=str)
-def test_what_the_hopper_backward_refuses_the_portable_kernels_take(change, reason):
-    call = replace(HOPPER, **change)
-    assert reason in str(refusal_of_backward(call))
-    assert {"dq", "dkv"} <= {x.kernel for x in steps.of_backward(call, 1)}
+@pytest.mark.parametrize("change", TWO_PASSES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_passes_take_the_arrays_of_the_portable_kernels(change, packed):
+    call = replace(HOPPER, **change, packed=packed)
+    assert {x.kernel for x in steps.of_backward(call, 3)} == {"delta", "hopper_wide_dq", "hopper_wide_dkv"}
+    for place in ((True, True), (True, False), (False, False), (False, True)):
+        for make, of_portable in ((steps.dq, portable.dq), (steps.dkv, portable.dkv)):
+            ours, theirs = make(call, *place), of_portable(call, *place)
+            made = [x.over for x in ours.scratch]
+            assert list(dict.fromkeys(x for x in ours.inputs if x not in made)) == list(dict.fromkeys(theirs.inputs))
+            assert ours.outputs == theirs.outputs
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"heads": 32, "kv_heads": 8}, {"head_dim": 64, "v_dim": 64, "kv_heads": 4, "kv_local": 1024}]
+)
+def test_one_pass_takes_long_rows_and_heads_of_64(change):
+    assert steps.in_one_pass(replace(HOPPER, **change))
+
+
+def test_what_hopper_refuses_the_portable_kernels_take_backward_too():
+    assert {"dq", "dkv"} <= {x.kernel for x in steps.of_backward(replace(HOPPER, capability=80), 1)}
+
+
+def test_extents_are_sorted_into_lists_of_tiles_before_the_launches_that_read_them():
+    call = replace(HOPPER, given=frozenset({"extents"}), clean=True)
+    assert [x.kernel for x in steps.lists(call, "forward")] == ["key_tiles", "not_finite"]
+    assert [x.kernel for x in steps.lists(call, "backward")] == ["query_tiles"]
+    wide = replace(call, head_dim=256, v_dim=256)
+    names = [x.kernel for x in steps.of_backward(wide, 1)]
+    assert names.index("key_tiles") < names.index("hopper_wide_dq") and names.index("query_tiles") < names.index(
+        "hopper_wide_dkv"
+    )
+    assert steps.lists(replace(call, hopper=False), "forward") == steps.lists(HOPPER, "forward") == ()
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from ..problem.options import Options
 from ..problem.problem import Problem
 from ..releases import warn_if_untried
 from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
-from .hopper.supports import WIDEST, refusal_of_gradients, refusal_of_shape
+from .hopper.supports import WIDEST, refusal_of_shape
 
 if TYPE_CHECKING:
     from .call import RingCall
@@ -85,21 +85,11 @@ def _hopper(problem: Problem) -> str | None:
     return refusal_of_shape(problem.dtypes[0], problem.q_shape[-1], problem.v_shape[-1])
 
 
-def _drawback_of_hopper(problem: Problem) -> str | None:
-    if problem.q_shape[-1] > 128:
-        return "its tiles of heads wider than 128 are measured on no GPU"
-    return _untried()
-
-
 def _untried() -> str | None:
     if triton_release() > NEWEST_TRIED:
         newest = ".".join(map(str, NEWEST_TRIED))
         return f"Triton {triton_version()} is newer than {newest}, the newest that its kernels were tried with"
     return None
-
-
-def _left_by_hopper(problem: Problem) -> str | None:
-    return refusal_of_gradients(problem.q_shape[-1], problem.v_shape[-1]) or _slower_than_portable(problem)
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
@@ -185,7 +175,7 @@ def check_vendor(options: Options, differentiates_lse: bool) -> None:
 
 
 BACKENDS: tuple[Candidate, ...] = (
-    Candidate("hopper", _hopper, _drawback_of_hopper, _left_by_hopper),
+    Candidate("hopper", _hopper, lambda problem: _untried(), _slower_than_portable),
     Candidate("triton", _triton),
     Candidate("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
     Candidate("flash", _flash, lambda problem: "it is there to compare with"),
@@ -269,7 +259,7 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 def _new_to_hopper(problem: Problem) -> str | None:
     """Return why "auto" skips Hopper's kernels if an untried Triton is the only reason, else None."""
-    return _untried() if _hopper(problem) is None and problem.q_shape[-1] <= 128 else None
+    return _untried() if _hopper(problem) is None else None
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:

@@ -47,6 +47,9 @@ MODULES = {
     "forward": "portable.forward",
     "delta": "portable.backward_sums",
     "extent_bounds": "portable.backward_sums",
+    "key_tiles": "portable.extent_lists",
+    "query_tiles": "portable.extent_lists",
+    "not_finite": "portable.extent_lists",
     "dq": "portable.backward_dq",
     "dkv": "portable.backward_dkv",
     "unpack_key_mask": "portable.loads",
@@ -56,6 +59,8 @@ MODULES = {
     "hopper_forward": "hopper.forward",
     "hopper_backward": "hopper.backward",
     "hopper_dq": "hopper.backward_dq",
+    "hopper_wide_dq": "hopper.wide_dq",
+    "hopper_wide_dkv": "hopper.wide_dkv",
 }
 """The module of each kernel, by the name that launches use."""
 

@@ -12,7 +12,7 @@ from .compile import cache_folder, compiled, interpreted, triton_version
 from .launch import Launch
 from .tile_sizes import shared_memory
 
-MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600}
+MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600, "hopper_wide_dq": 600, "hopper_wide_dkv": 600}
 """Largest stack, in bytes of spilled registers, at which "auto" takes a kernel. The tried releases need at most 432 and 568
 with all features at once (parity_tests/core/hopper_launches.json)."""
 

@@ -7,9 +7,11 @@ from functools import lru_cache
 
 from .call import RingCall
 from .hopper import launches as hopper
-from .hopper.supports import refusal, refusal_of_backward
+from .hopper import wide_launches as wide
+from .hopper.supports import columns, refusal
 from .launch import Launch
 from .portable import launches as portable
+from .tile_sizes import HOPPER_BACKWARD_KEYS, hopper_passes
 
 
 def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
@@ -18,6 +20,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
         yield portable.unpack_key_mask(call.batch, call.kv_local)
     if "dropout_seed" in call.given:
         yield portable.dropout_streams(call.batch, call.heads)
+    yield from lists(call, "forward")
     for first, last in _ends(steps):
         yield forward(call, first, last)
 
@@ -29,11 +32,14 @@ def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
         yield extent_bounds(call)
     for first, last in _ends(steps):
         if in_one_pass(call):
+            yield from lists(call, "backward")
             yield hopper.backward(call, first, first and last)
             yield hopper.dq(call)
         else:
-            yield portable.dq(call, first, last)
-            yield portable.dkv(call, first, first and last)
+            yield from lists(call, "dq")
+            yield from lists(call, "dkv")
+            yield dq(call, first, last)
+            yield dkv(call, first, first and last)
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
@@ -44,18 +50,57 @@ def _ends(steps: int) -> list[tuple[bool, bool]]:
 @lru_cache(maxsize=4096)
 def in_one_pass(call: RingCall) -> bool:
     """Return whether one launch, ``hopper.backward``, computes all gradients of a step, in place of ``dq`` and ``dkv``."""
-    return call.hopper and "backward" not in call.portable and refusal_of_backward(call) is None
+    widths = columns(call.head_dim), columns(call.v_dim)
+    return _takes(call, "backward") and hopper_passes(*widths, call.heads // call.kv_heads, call.kv_local) == 1
+
+
+def _takes(call: RingCall, name: str) -> bool:
+    """Return whether Hopper's kernels compute a pass of a call."""
+    return call.hopper and name not in call.portable and refusal(call) is None
 
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that merges the keys of one shard into (out, lse)."""
     launch = portable.forward(call, first, last)
-    takes = call.hopper and "forward" not in call.portable and refusal(call) is None
-    return hopper.forward(call, launch) if takes else launch
+    return hopper.forward(call, launch) if _takes(call, "forward") else launch
+
+
+@lru_cache(maxsize=4096)
+def dq(call: RingCall, first: bool, last: bool) -> Launch:
+    """Return the launch that adds one shard of keys to dq, for a backward of two launches."""
+    launch = portable.dq(call, first, last)
+    return wide.dq(call, launch) if _takes(call, "backward") else launch
+
+
+@lru_cache(maxsize=4096)
+def dkv(call: RingCall, first: bool, last: bool) -> Launch:
+    """Return the launch of the gradients of one shard of keys, for a backward of two launches."""
+    launch = portable.dkv(call, first, last)
+    return wide.dkv(call, launch) if _takes(call, "backward") else launch
+
+
+@lru_cache(maxsize=4096)
+def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
+    """Return the launches whose outputs a launch of a step needs besides its arrays.
+
+    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". Only Hopper's kernels need any, for extents.
+    """
+    if "extents" not in call.given or not _takes(call, "forward" if kernel == "forward" else "backward"):
+        return ()
+    if kernel == "backward":
+        return (portable.query_tiles(call, hopper.queries(call), HOPPER_BACKWARD_KEYS),)
+    if kernel == "dkv":
+        return (portable.query_tiles(call, wide.tiles_of(call).dkv_block_q, wide.BLOCK_K),)
+    tiles = hopper.tiles_of_forward(call) if kernel == "forward" else wide.tiles_of(call)
+    return portable.key_tiles(call, tiles.block_q, tiles.block_k), portable.not_finite(call)
 
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall) -> Launch:
     """Return the launch that computes the extent bounds of the backward's query tiles."""
-    return portable.extent_bounds(call, hopper.queries(call) if in_one_pass(call) else call.tiles("dkv").block_q)
+    if in_one_pass(call):
+        return portable.extent_bounds(call, hopper.queries(call))
+    return portable.extent_bounds(
+        call, wide.tiles_of(call).dkv_block_q if _takes(call, "backward") else call.tiles("dkv").block_q
+    )

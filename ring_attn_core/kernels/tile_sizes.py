@@ -113,18 +113,71 @@ class HopperConfig:
 
 
 def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
-    """Return the tiles of the Hopper forward for padded heads of 64, 128 or 256; ``features`` as in ``choose_tiles``.
+    """Return the tiles of the Hopper forward for padded heads of 64, 128, 192 or 256; ``features`` as in ``choose_tiles``.
 
     Numbers are TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, with losers of the same run in
     brackets.
     """
-    if max(head_dim, v_dim) > 128:
-        return HopperConfig(128, 64, 2, q_in_registers=False)  # limited by registers, not measured
+    if v_dim > 128 or head_dim > 192:
+        return HopperConfig(128, 64, 2, q_in_registers=False)  # limited by registers and shared memory
+    if head_dim > 128:
+        return HopperConfig(128, 128, 2, q_in_registers=False)
     if head_dim == 64:
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
     # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout need q's registers: 2.05 ms without q in
     # registers (2.11 with it), 2.08 (2.22; these two from an earlier version of the kernel) and 2.56 (4.10).
     return HopperConfig(128, 128, 2, q_in_registers=not features & {"key_mask", "alibi_slopes", "dropout_seed"})
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """Tiles of the Hopper backward in two passes, and the numbers of stages in shared memory.
+
+    dq has ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys, ``k_stages`` tiles of k and ``v_stages`` of v in
+    flight. dk and dv have tiles of ``dkv_block_q`` queries, ``q_stages`` of q and of dout in flight. ``q_in_registers``,
+    ``kv_in_registers``: products of dq take q and dout from registers, those of dk and dv take k and v.
+    """
+
+    block_q: int
+    block_k: int
+    k_stages: int
+    v_stages: int
+    dkv_block_q: int
+    q_stages: int
+    q_in_registers: bool
+    kv_in_registers: bool
+    registers: int = 240
+    producer_registers: int = 24
+
+
+def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
+    """Return the tiles of the Hopper backward in two passes for padded heads of 64, 128, 192 or 256, and a shard's tokens.
+
+    TFLOP/s on one H200, bf16, causal. 16/16 heads of 192, values of 128, 16,384 tokens: 511 (448 with k and v from shared
+    memory). 32/8 heads of 128, tiles of 64 / 128 queries for dk and dv: 16 x 1,024 tokens 355 / 340, 8 x 2,048 419 / 396, 4 x
+    4,096 443 / 436; 64/8 heads, 4 x 4,096 432 / 459.
+    """
+    if head_dim > 192:
+        return WideConfig(128, 64, 2, 1 if v_dim > 192 else 2, 64, 2, False, False)  # limited by shared memory
+    if head_dim > 128:
+        return WideConfig(128, 64, 2, 2, 64, 3 if v_dim <= 128 else 2, False, kv_in_registers=v_dim <= 128)
+    if tokens <= 2048:
+        return WideConfig(128, 64, 2, 2, 64, 3, True, True)
+    return WideConfig(128, 64, 2, 2, 128, 2, True, True)
+
+
+def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int) -> int:
+    """Return the number of passes of the Hopper backward for padded heads, query heads of a key head, and a shard's keys.
+
+    One pass computes 5 products, but its tiles of keys add to dq in turns, and its sums of wide heads do not fit into registers.
+    Two compute 7, and none waits for another. TFLOP/s in one / two on one H200, bf16, heads of 128, causal: 32/8 heads, 16 x
+    1,024 tokens 285 / 355, 8 x 2,048 320 / 419, 4 x 4,096 402 / 443, 2 x 8,192 480 / 460, 16,384 522 / 459; 64/8, 16 x 1,024 279
+    / 366, 4 x 4,096 403 / 459, 8,192 463 / 472; 16/16, 16 x 1,024 306 / 309, 4 x 4,096 478 / 410. 4 x 4,096, 32/8 heads of 64:
+    354 / 324.
+    """
+    if head_dim != v_dim or head_dim > 128:
+        return 2
+    return 2 if head_dim == 128 and query_heads >= 4 and tokens <= 4096 else 1
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from jax import lax
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
+from ring_attn_core.kernels.launch import Launch
 from ring_attn_core.kernels.portable import launches as portable
 
 from .backend import sink_gradient
@@ -38,6 +39,7 @@ class Kernels:
         arrays = _arrays(q, keys, rows, score)
         if total is not None:
             arrays["out_in"], arrays["lse_in"] = total
+        _add_lists(arrays, steps.lists(self.call, "forward"))
         out, lse = launch(steps.forward(self.call, total is None, last), arrays)
         return out, lse
 
@@ -80,6 +82,7 @@ class Kernels:
             arrays["bounds"] = of_q.bounds
         if before is not None:
             arrays["dkv_in"] = before
+        _add_lists(arrays, steps.lists(self.call, "backward"))
         dq, *dkv = launch(hopper.backward(self.call, before is None, before is None and last), arrays)
         if last:
             (dq,) = launch(hopper.dq(self.call), {"sums": dq})
@@ -92,7 +95,8 @@ class Kernels:
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
-        (dq,) = launch(portable.dq(self.call, dq is None, last), arrays)
+        _add_lists(arrays, steps.lists(self.call, "dq"))
+        (dq,) = launch(steps.dq(self.call, dq is None, last), arrays)
         return dq
 
     def attend_dkv(
@@ -104,7 +108,8 @@ class Kernels:
             arrays["bounds"] = of_q.bounds
         if arrived is not None:
             arrays["dkv_in"] = arrived
-        dkv = launch(portable.dkv(self.call, arrived is None, arrived is None and last), arrays)
+        _add_lists(arrays, steps.lists(self.call, "dkv"))
+        dkv = launch(steps.dkv(self.call, arrived is None, arrived is None and last), arrays)
         return dkv[0] if len(dkv) == 1 else dkv
 
 
@@ -116,6 +121,12 @@ def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x
+
+
+def _add_lists(arrays: dict[str, jax.Array], launches: Iterable[Launch]) -> None:
+    """Run launches on ``arrays``, and add their outputs to these by name."""
+    for each in launches:
+        arrays.update(zip(each.output_names, launch(each, arrays), strict=True))
 
 
 def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:

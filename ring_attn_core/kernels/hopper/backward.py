@@ -43,8 +43,8 @@ from ..portable.rows import NOTHING_BEGINS, load_row
 from ..portable.scores import LOG2E
 from .backward_dkv import finish, hide_unseen, keys_seen_by_some
 from .backward_dq import SUM_COLUMNS, SUM_ROWS, adder, hand_over, layout_of_dq
-from .backward_producer import producer
-from .backward_scheduler import BLOCK_K, KeyWork, query_tiles, survey
+from .backward_producer import Sources, producer
+from .backward_scheduler import keys_of_program, query_tiles, survey
 from .barriers import (
     BACKWARD_STAGES,
     DOUT_READ,
@@ -62,6 +62,7 @@ from .barriers import (
 from .dropout import kept_of_keys
 from .gluon import wait_for_products
 from .instructions import packed_half, special_tanh
+from .parts import Parts, allocate_parts
 from .register_layouts import accumulator, here, matrix
 
 
@@ -78,7 +79,11 @@ class BackwardConstants(NamedTuple):
     Q_RUNS: Any
     K_RUNS: Any
     BLOCK_Q: Any
+    BLOCK_K: Any
     BLOCK_D: Any
+    TAIL_D: Any
+    BLOCK_E: Any
+    TAIL_E: Any
     FIRST: Any
     CLEAN: Any
     ALIGNED: Any
@@ -92,6 +97,7 @@ class BackwardArguments(NamedTuple):
     rows: Any
     extents: Any
     bounds: Any
+    query_tiles: Any
     key_mask: Any
     key_mask_spans: Any
     alibi_slopes: Any
@@ -142,6 +148,7 @@ def hopper_backward(
     rows_ptr,
     extents_ptr,
     bounds_ptr,
+    query_tiles_ptr,
     key_mask_BT,
     key_mask_spans_ptr,
     alibi_slopes_ptr,
@@ -169,6 +176,7 @@ def hopper_backward(
     Q_RUNS: gl.constexpr,
     K_RUNS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FIRST: gl.constexpr,
     CLEAN: gl.constexpr,
@@ -179,37 +187,28 @@ def hopper_backward(
     DTYPE: gl.constexpr = q_BSHD.dtype
     gl.static_assert(STAGES <= BACKWARD_STAGES and OUT_STAGES <= BACKWARD_STAGES, "named barriers overlap")
     sizes: gl.constexpr = BackwardConstants(
-        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_D, FIRST, CLEAN, ALIGNED, STAGES, OUT_STAGES
-    )
-    args = BackwardArguments(
-        rows_ptr, extents_ptr, bounds_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS,
-        dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, softcap, threshold, rescale, S, T,
+        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, 0, BLOCK_D, 0,
+        FIRST, CLEAN, ALIGNED, STAGES, OUT_STAGES,
     )  # fmt: skip
-    k_slot = T // K_RUNS
-    tiles = gl.cdiv(k_slot, BLOCK_K)
-    # Programs take `together` key heads at a time, and the tiles of each head in order.
-    before = gl.program_id(0) // (together * K_RUNS * tiles) * together
-    heads = gl.minimum(together, gl.num_programs(0) // (K_RUNS * tiles) - before)
-    within = gl.program_id(0) - before * K_RUNS * tiles
-    tile = within // heads
-    head = before + within % heads
-    k_run = tile // tiles
-    k_tile = tile % tiles
-    work = KeyWork(head // G, head % G, k_run, k_tile, k_tile * BLOCK_K, k_slot, S // Q_RUNS, 0, (0, 0), (0, 0), (0, 0))
-    work = survey(args, work, sizes)
+    args = BackwardArguments(
+        rows_ptr, extents_ptr, bounds_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
+        lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, softcap, threshold, rescale, S, T,
+    )  # fmt: skip
+    work = survey(args, keys_of_program(together, args, sizes), sizes)
+    sources = Sources(Parts(q_BSHD, q_BSHD), Parts(dout_BSHE, dout_BSHE), Parts(k_BTGD, k_BTGD), Parts(v_BTGE, v_BTGE))
     extents, first_query = None, None
     if extents_ptr is not None:
         first_query = allocate_numbers(STAGES)
         extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = BackwardSharedMemory(
-        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_BSHD.layout),
-        gl.allocate_shared_memory(DTYPE, [OUT_STAGES, 1, BLOCK_Q, 1, BLOCK_D], dout_BSHE.layout),
+        allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, 0),
+        allocate_parts(sources.dout, OUT_STAGES, BLOCK_Q, BLOCK_D, 0),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.float32, [OUT_STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         extents,
         first_query,
-        gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
-        gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_K, 1, BLOCK_D], v_BTGE.layout),
+        allocate_parts(sources.k, 1, BLOCK_K, BLOCK_D, 0),
+        allocate_parts(sources.v, 1, BLOCK_K, BLOCK_D, 0),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
         gl.allocate_shared_memory(gl.float32, [SUM_ROWS, SUM_COLUMNS], dq_in_RX.layout),
         allocate_barriers(1),
@@ -224,7 +223,7 @@ def hopper_backward(
     gl.warp_specialize(
         [
             (consumer, (args, shared, work, sizes)),
-            (producer, (q_BSHD, dout_BSHE, k_BTGD, v_BTGE, args, shared, work, sizes)),
+            (producer, (sources, args, shared, work, sizes)),
             (adder, (dq_in_RX, args, shared, work, sizes)),
         ],
         [1, 1],
@@ -236,6 +235,7 @@ def hopper_backward(
 def consumer(args, shared, work, sizes: gl.constexpr):
     """Compute dk and dv of the keys, and their contribution to dq of each query tile."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    BLOCK_K: gl.constexpr = sizes.BLOCK_K
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q, 8)
     O_LAYOUT: gl.constexpr = accumulator(BLOCK_D, 8)
@@ -250,7 +250,8 @@ def consumer(args, shared, work, sizes: gl.constexpr):
             some_unseen = some_hidden(args.key_mask_spans, work.batch, args.T, k_base + work.n0, BLOCK_K)
         mbarrier.wait(shared.keys_full.index(0), 0)
         if sizes.CLEAN:
-            hide_unseen(args, shared, work, sizes)
+            hide_unseen(matrix(shared.k.main.index(0)), args, work, sizes)
+            hide_unseen(matrix(shared.v.main.index(0)), args, work, sizes)
         mbarrier.wait(shared.q_full.index(0), 0)
         s = wait_for_products(0, deps=[multiply_queries(shared, 0, sizes)])
         at = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
@@ -278,8 +279,8 @@ def consumer(args, shared, work, sizes: gl.constexpr):
         dv *= args.rescale
     dv_in = args.dk_in if args.dv_in is None else args.dv_in
     dv_to = args.dk if args.dv is None else args.dv
-    finish(dk * args.scale, args.dk_in, args.dk, 0, shared.k.index(0), sizes.K_STRIDE, sizes.D, args, work, sizes)
-    finish(dv, dv_in, dv_to, sizes.V_COLUMN, shared.v.index(0), sizes.V_STRIDE, sizes.E, args, work, sizes)
+    finish(dk * args.scale, args.dk_in, args.dk, 0, matrix(shared.k.main.index(0)), sizes.K_STRIDE, sizes.D, args, work, sizes)
+    finish(dv, dv_in, dv_to, sizes.V_COLUMN, matrix(shared.v.main.index(0)), sizes.V_STRIDE, sizes.E, args, work, sizes)
 
 
 class RunOfQueries(NamedTuple):
@@ -327,8 +328,9 @@ def visit_queries(
     end: across the edge of a loop, ptxas would make each product wait for the one before.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    BLOCK_K: gl.constexpr = sizes.BLOCK_K
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    DTYPE: gl.constexpr = shared.q.dtype
+    DTYPE: gl.constexpr = shared.q.main.dtype
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q, 8)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator(BLOCK_D, 8), 2)
     STAGES: gl.constexpr = sizes.STAGES
@@ -336,8 +338,8 @@ def visit_queries(
     out_stage, out_phase = stage, phase
     if sizes.OUT_STAGES == 2:
         out_stage, out_phase = step & 1, step >> 1 & 1
-    dout = matrix(shared.dout.index(here(out_stage)))
-    v = matrix(shared.v.index(here(0)))
+    dout = matrix(shared.dout.main.index(here(out_stage)))
+    v = matrix(shared.v.main.index(here(0)))
     mbarrier.wait(shared.dout_full.index(out_stage), out_phase)
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, S_LAYOUT)
     of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -356,7 +358,9 @@ def visit_queries(
     if MASKED:
         p = gl.where(visible(m0, run, shared, stage, args, sizes), p, 0.0)
     if args.dropout is not None:
-        keep = kept_of_keys(run.stream, args.threshold, m0, work.n0, run.q_start, run.k_start, run.stride, BLOCK_Q, sizes.ALIGNED)
+        keep = kept_of_keys(
+            run.stream, args.threshold, m0, work.n0, run.q_start, run.k_start, run.stride, BLOCK_K, BLOCK_Q, sizes.ALIGNED
+        )
         p = gl.where(keep, p, -p)
     half = packed_half(p, DTYPE, args.dropout is not None)
     if args.softcap is not None:
@@ -367,7 +371,7 @@ def visit_queries(
     following = gl.where(around, 0, stage + more.to(gl.int32))
     following_phase = phase ^ around.to(gl.int32)
     mbarrier.wait(shared.q_full.index(following), following_phase)
-    dout = matrix(shared.dout.index(here(out_stage)))
+    dout = matrix(shared.dout.main.index(here(out_stage)))
     dv = warpgroup_mma(half, dout, dv, is_async=True)
     dp = wait_for_products(1, deps=[of_values])
     delta = shared.delta.index(out_stage).load(gl.SliceLayout(0, S_LAYOUT))
@@ -382,12 +386,12 @@ def visit_queries(
     # Triton puts a barrier of all 8 warps here, because the product reads the stores of all of them.
     zero_dq = gl.zeros([BLOCK_Q, BLOCK_D], gl.float32, layout_of_dq(BLOCK_Q))
     tile = shared.ds.index(here(step & 1))
-    k = matrix(shared.k.index(here(0)))
+    k = matrix(shared.k.main.index(here(0)))
     dq = warpgroup_mma(tile.permute([1, 0]), k, zero_dq, use_acc=False, is_async=True)
     dv, half = wait_for_products(1, deps=[dv, half])
     release(DOUT_READ + out_stage, 2, 8)
     ahead = multiply_queries(shared, here(following), sizes)
-    q = matrix(shared.q.index(here(stage)))
+    q = matrix(shared.q.main.index(here(stage)))
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dq = wait_for_products(2, deps=[dq])
     if step > 0:
@@ -403,7 +407,7 @@ def visit_queries(
 @gluon.jit
 def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
     """Return the visibility, bool [keys, queries]."""
-    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, 8)
+    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     if args.extents is None:
         i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
         i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)
@@ -417,6 +421,6 @@ def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
 @gluon.jit
 def multiply_queries(shared, stage, sizes: gl.constexpr):
     """Issue the product k q^T [keys, queries]; return it in flight."""
-    zero = gl.zeros([BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
-    q = matrix(shared.q.index(stage))
-    return warpgroup_mma(matrix(shared.k.index(here(0))), q.permute([1, 0]), zero, use_acc=False, is_async=True)
+    zero = gl.zeros([sizes.BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
+    q = matrix(shared.q.main.index(stage))
+    return warpgroup_mma(matrix(shared.k.main.index(here(0))), q.permute([1, 0]), zero, use_acc=False, is_async=True)

@@ -2,7 +2,7 @@
 
     dk, dv = gradients of this step + dk_in, dv_in        dk_in, dv_in not at the first step
 
-Shapes     a tile of 128 keys; dk_BTGD, dv_BTGE, or both packed in one array
+Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
 State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
 Precision  f32; 16 bits for complete gradients
 """
@@ -17,8 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..portable.rows import load_row
-from .backward_scheduler import BLOCK_K
-from .register_layouts import by_eights, matrix, rows_and_columns, rows_by_lines
+from .register_layouts import by_eights, rows_and_columns, rows_by_lines
 
 
 @gluon.jit
@@ -37,21 +36,19 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 
 
 @gluon.jit
-def hide_unseen(args, shared, work, sizes: gl.constexpr):
-    """Zero the keys and values that no query sees, because 0 times NaN is NaN.
+def hide_unseen(tile, args, work, sizes: gl.constexpr):
+    """Zero the keys or values in ``tile`` that no query sees, because 0 times NaN is NaN.
 
     With extents, which differ between queries, all elements that are not finite become 0, visible or not. A query that sees such
     a key has NaN in out, but not in all gradients, as it would without extents.
     """
-    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_D, 8)
-    j = work.n0 + gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES))
+    LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
+    j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))
     seen = gl.expand_dims(keys_seen_by_some(args, work, sizes, j), 1)
-    for tile in gl.static_range(2):
-        half = matrix(shared.k.index(0) if tile == 0 else shared.v.index(0))
-        x = half.load(LINES)
-        if args.extents is not None:
-            x = gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0)
-        half.store(gl.where(seen, x, 0.0))
+    x = tile.load(LINES)
+    if args.extents is not None:
+        x = gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0)
+    tile.store(gl.where(seen, x, 0.0))
     fence_async_shared()
 
 
@@ -60,25 +57,25 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of the steps before to ``x``, and store the sum."""
-    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    """Add the gradients of the steps before to ``x``, and store the sum; WIDTH columns lie inside the array."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = to.dtype.element_ty
     if to.dtype.element_ty == gl.float32:
-        x = by_eights(x, 8)
-        row, column = rows_and_columns(BLOCK_K, BLOCK_D, 8)
+        x = by_eights(x, WARPS)
+        row, column = rows_and_columns(sizes.BLOCK_K, COLUMNS, WARPS)
         if not sizes.FIRST:
             at, inside = elements(before + COLUMN, row, column, args, work, sizes, STRIDE, WIDTH)
             x += gl.load(at, mask=inside, other=0.0)
         at, inside = elements(to + COLUMN, row, column, args, work, sizes, STRIDE, WIDTH)
         gl.store(at, x, mask=inside)
     else:
-        LINES: gl.constexpr = rows_by_lines(BLOCK_D, 8)
-        half = matrix(tile)
-        half.store(x.to(DTYPE))
-        row = gl.expand_dims(gl.arange(0, BLOCK_K, gl.SliceLayout(1, LINES)), 1)
-        column = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, LINES)), 0)
+        LINES: gl.constexpr = rows_by_lines(COLUMNS, WARPS)
+        tile.store(x.to(DTYPE))
+        row = gl.expand_dims(gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES)), 1)
+        column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, LINES)), 0)
         at, inside = elements(to + COLUMN, row, column, args, work, sizes, STRIDE, WIDTH)
-        gl.store(at, half.load(LINES), mask=inside)
+        gl.store(at, tile.load(LINES), mask=inside)
 
 
 @gluon.jit

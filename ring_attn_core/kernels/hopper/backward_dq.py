@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from ..portable.rows import load_row
 from . import launches
-from .backward_scheduler import BLOCK_K, keys_in_extents, visits, walk_of
+from .backward_scheduler import keys_in_extents, visits, walk_of
 from .barriers import DQ_FREE, DQ_FULL, arrive, every_lane, sync, with_one_warp
 from .gluon import add_tile, constexpr_function
 
@@ -35,17 +35,17 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
     """Add each step's dq to the sums of its query tile by TMA, when it is the turn of this key tile."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
-    batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, BLOCK_K) * sizes.K_RUNS * sizes.G)
+    batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * sizes.G)
     words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
     step = 0
     for member in range(sizes.H // sizes.G):
         head = work.group * (sizes.H // sizes.G) + member
         for each in range(sizes.Q_RUNS):
             q_run = sizes.Q_RUNS - 1 - each
-            first, last = walk_of(work, q_run)
+            first, last, gaps = walk_of(work, q_run)
             at = ((work.batch * sizes.H + head) * sizes.Q_RUNS + q_run) * tiles
             turn, turns = turn_of(args, work, sizes, q_run, last - 1)
-            here = visits(args, work, sizes, q_run, last - 1)
+            here = visits(args, work, sizes, q_run, last - 1, gaps)
             for t in range(last - first):
                 tile = last - 1 - t
                 visited = here
@@ -56,7 +56,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
                     sync(DQ_FULL, with_one_warp(2), 1)
                     add_tile(dq_in_RX, [(at + tile) * SUM_ROWS, 0], shared.dq)
                 turn, turns = turn_of(args, work, sizes, q_run, tile - 1)
-                here = visits(args, work, sizes, q_run, tile - 1)
+                here = visits(args, work, sizes, q_run, tile - 1, gaps)
                 if visited:
                     every_lane("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
                     if step < work.steps - 1:
@@ -73,8 +73,8 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
     for k_run in range(sizes.K_RUNS):
         row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
         m0 = tile * sizes.BLOCK_Q
-        first = gl.maximum(m0 - row.hi, 0) // BLOCK_K
-        last = gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - row.lo, 0) + BLOCK_K - 1, row.k_len + BLOCK_K - 1) // BLOCK_K
+        first = gl.maximum(m0 - row.hi, 0) // sizes.BLOCK_K
+        last = (gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - row.lo, 0), row.k_len) + sizes.BLOCK_K - 1) // sizes.BLOCK_K
         if args.extents is not None:
             least, greatest = keys_in_extents(args, work, sizes, q_run, k_run, tile)
             first = gl.maximum(first, least)

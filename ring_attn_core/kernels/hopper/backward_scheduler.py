@@ -4,7 +4,8 @@
 
 A run of queries is walked from its last tile to its first, so that programs follow each other and adders rarely wait.
 
-Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py)
+Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py), query_tiles int32
+           [B, k tiles, q_runs, 4] (portable/extent_lists.py)
 Units      local indices of a run, except bounds, which are token positions
 """
 
@@ -18,13 +19,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .. import tile_sizes
 from ..portable.rows import Tiles, load_row, tiles_in_band
-
-SCAN = gl.constexpr(128)
-"""Number of query tiles whose bounds are read at a time."""
-BLOCK_K = gl.constexpr(tile_sizes.HOPPER_BACKWARD_KEYS)
-"""Number of keys of a program."""
 
 
 class KeyWork(NamedTuple):
@@ -54,37 +49,51 @@ class KeyWork(NamedTuple):
 def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
     """Return the ``rows.Tiles`` of a run of queries that meet the band of a key tile."""
     row = load_row(rows_ptr, q_run * sizes.K_RUNS + k_run)
-    n0 = k_tile * BLOCK_K
-    tiles = tiles_in_band(n0, gl.minimum(n0 + BLOCK_K, row.k_len), -row.hi, -row.lo, row.q_len, sizes.BLOCK_Q)
-    whole_last = gl.where(n0 + BLOCK_K > row.k_len, tiles.whole_first, tiles.whole_last)
+    n0 = k_tile * sizes.BLOCK_K
+    tiles = tiles_in_band(n0, gl.minimum(n0 + sizes.BLOCK_K, row.k_len), -row.hi, -row.lo, row.q_len, sizes.BLOCK_Q)
+    whole_last = gl.where(n0 + sizes.BLOCK_K > row.k_len, tiles.whole_first, tiles.whole_last)
     return Tiles(tiles.first, tiles.last, tiles.whole_first, whole_last)
 
 
 @gluon.jit
+def keys_of_program(together, args, sizes: gl.constexpr):
+    """Return the key tile of this program as a ``KeyWork`` without its query tiles.
+
+    Programs take ``together`` key heads at a time, and the tiles of each head in order.
+    """
+    k_slot = args.T // sizes.K_RUNS
+    tiles = gl.cdiv(k_slot, sizes.BLOCK_K)
+    before = gl.program_id(0) // (together * sizes.K_RUNS * tiles) * together
+    heads = gl.minimum(together, gl.num_programs(0) // (sizes.K_RUNS * tiles) - before)
+    within = gl.program_id(0) - before * sizes.K_RUNS * tiles
+    tile = within // heads
+    head = before + within % heads
+    n0 = tile % tiles * sizes.BLOCK_K
+    q_slot = args.S // sizes.Q_RUNS
+    return KeyWork(
+        head // sizes.G, head % sizes.G, tile // tiles, tile % tiles, n0, k_slot, q_slot, 0, (0, 0), (0, 0), (0, 0)
+    )  # fmt: skip
+
+
+@gluon.jit
 def survey(args, work, sizes: gl.constexpr):
-    """Return the work with its query tiles counted: in each run those of ``first .. last - 1`` for which ``visits`` is true."""
+    """Return the work with its query tiles counted: in each run those of ``first .. last - 1`` for which ``visits`` is true.
+
+    With extents ``extent_lists`` has found them.
+    """
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0
     firsts = (0, 0)
     lasts = (0, 0)
     counts = (0, 0)
     for q_run in gl.static_range(sizes.Q_RUNS):
-        tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
-        first, last = tiles.first, tiles.last
-        if args.extents is None:
-            count = last - first
+        if args.query_tiles is None:
+            tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
+            first, last, count = tiles.first, tiles.last, tiles.last - tiles.first
         else:
-            count = 0
-            lowest = last
-            highest = first
-            for at in range(first, last, SCAN):
-                tile = at + gl.arange(0, SCAN, gl.BlockedLayout([SCAN // 32], [32], [gl.num_warps()], [0]))
-                some = (tile < last) & visits(args, work, sizes, q_run, tile)
-                lowest = gl.minimum(lowest, gl.min(gl.where(some, tile, last), 0))
-                highest = gl.maximum(highest, gl.max(gl.where(some, tile + 1, first), 0))
-                count += gl.sum(some.to(gl.int32), 0)
-            first = lowest
-            last = gl.maximum(highest, lowest)
+            tile = (work.batch * sizes.K_RUNS + work.k_run) * gl.cdiv(work.k_slot, sizes.BLOCK_K) + work.k_tile
+            at = args.query_tiles + (tile.to(gl.int64) * sizes.Q_RUNS + q_run) * 4
+            first, last, count = gl.load(at), gl.load(at + 1), gl.load(at + 2)
         steps += count
         if q_run == 0:
             firsts = (first, first)
@@ -102,18 +111,21 @@ def survey(args, work, sizes: gl.constexpr):
 
 @gluon.jit
 def walk_of(work, q_run):
-    """Return the first query tile of a run that the program visits, and the end (exclusive) of these tiles."""
-    return gl.where(q_run == 0, work.first[0], work.first[1]), gl.where(q_run == 0, work.last[0], work.last[1])
+    """Return the first query tile of a run that the program visits, the end of these tiles, and whether some are left out."""
+    first, last = gl.where(q_run == 0, work.first[0], work.first[1]), gl.where(q_run == 0, work.last[0], work.last[1])
+    return first, last, last - first > gl.where(q_run == 0, work.visited[0], work.visited[1])
 
 
 @gluon.jit
-def visits(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return whether some query of a tile may see the program's key tile by its extent."""
+def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
+    """Return whether some query of a tile may see the program's key tile by its extent; without ``gaps`` all tiles do."""
     if args.extents is None:
         some = True
     else:
-        first, last = keys_in_extents(args, work, sizes, q_run, work.k_run, tile)
-        some = (first <= work.k_tile) & (work.k_tile < last)
+        some = tile >= -1
+        if gaps:
+            first, last = keys_in_extents(args, work, sizes, q_run, work.k_run, tile)
+            some = (first <= work.k_tile) & (work.k_tile < last)
     return some
 
 
@@ -128,4 +140,4 @@ def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
     at = args.bounds + ((work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)) * 4
     begin = (gl.maximum(gl.load(at) - row.k_start, 0) + row.stride - 1) // row.stride
     end = gl.minimum((gl.maximum(gl.load(at + 1) - row.k_start, 0) + row.stride - 1) // row.stride, row.k_len)
-    return begin // BLOCK_K, (end + BLOCK_K - 1) // BLOCK_K
+    return begin // sizes.BLOCK_K, (end + sizes.BLOCK_K - 1) // sizes.BLOCK_K

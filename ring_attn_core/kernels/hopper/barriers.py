@@ -20,6 +20,10 @@ in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forwar
                DOUT_READ + stage     a stage of dout has been read       consumers arrive, producer syncs     256 + 32
                DQ_FULL               dq of a step is in shared memory    consumers arrive, adder syncs        256 + 32
                DQ_FREE               TMA has read it                     adder arrives, consumers sync        256 + 32
+    wide dkv   Q_READ, DOUT_READ     as in the backward
+               P_FULL                p of a step is in shared memory     the first warpgroup arrives, the second syncs     256
+               P_READ                the second has read it              the second arrives, the first syncs               256
+    wide dq    K_FREE, V_FREE, VALUES_CLEAN    as in the forward, of which VALUES_CLEAN is about keys
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -54,6 +58,8 @@ Q_READ = gl.constexpr(0)
 DOUT_READ = gl.constexpr(3)
 DQ_FULL = gl.constexpr(7)
 DQ_FREE = gl.constexpr(8)
+P_FULL = gl.constexpr(7)
+P_READ = gl.constexpr(8)
 BACKWARD_STAGES = gl.constexpr(3)
 """Largest number of stages of q and of dout for which the backward has barriers."""
 

@@ -4,7 +4,7 @@
 
 A thread draws for the elements that it holds (``kept_of_tile``), or for itself and a neighbour (``kept_of_keys``).
 
-Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [128 keys, WIDTH queries] in 8 warps
+Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [KEYS, WIDTH queries], 16 keys to a warp
 Units      positions are token positions of the global sequence
 """
 
@@ -29,15 +29,16 @@ def counters_of_tile(width):
 
 
 @constexpr_function
-def counters_of_keys(width):
-    """Return the layout of counters [32, width / 2] of 128 keys in 8 warps: a thread draws for itself and for a neighbour.
+def counters_of_keys(width, keys):
+    """Return the layout of counters [keys / 4, width / 2], 16 keys to a warp: a thread draws for itself and for a neighbour.
 
     A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k draws the
     words of query q for both keys, the lane of key k + 1 those of query q + 1; then they exchange words (``exchanged_kept``).
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(queries, lanes, [[4, 0], [8, 0], [16, 0]], [], [32, width // 2])
+    warps = [[4 << bit, 0] for bit in range((keys // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(queries, lanes, warps, [], [keys // 4, width // 2])
 
 
 EXCHANGE = gl.constexpr(
@@ -69,22 +70,24 @@ def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: 
 
 
 @gluon.jit
-def kept_of_keys(stream, threshold, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return the dropout mask, bool [128 keys, WIDTH queries] in 8 warps, for queries from ``m0`` and keys from ``n0`` on."""
-    LAYOUT: gl.constexpr = accumulator(WIDTH, 8)
+def kept_of_keys(
+    stream, threshold, m0, n0, q_start, k_start, stride, KEYS: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
+):  # fmt: skip
+    """Return the dropout mask, bool [KEYS, WIDTH queries], for queries from ``m0`` and keys from ``n0`` on."""
+    LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:
-        COUNTERS: gl.constexpr = counters_of_keys(WIDTH)
+        COUNTERS: gl.constexpr = counters_of_keys(WIDTH, KEYS)
         i = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, COUNTERS))
         of_q = (q_start + stride * m0) // 2 + i
-        of_k = (k_start + stride * n0) // 4 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        of_k = (k_start + stride * n0) // 4 + gl.arange(0, KEYS // 4, gl.SliceLayout(1, COUNTERS))
         a, b = philox2x32(gl.expand_dims(of_q, 0), gl.expand_dims(of_k, 1), stream)
         keep = gl.join(exchanged_kept(a, i % 2 == 0, threshold), exchanged_kept(b, i % 2 == 0, threshold))
-        keep = keep.reshape([8, 4, WIDTH // 16, 4, 2, 2, 2, 2]).permute([0, 5, 1, 4, 2, 7, 3, 6]).reshape([128, WIDTH])
+        keep = keep.reshape([KEYS // 16, 4, WIDTH // 16, 4, 2, 2, 2, 2]).permute([0, 5, 1, 4, 2, 7, 3, 6]).reshape([KEYS, WIDTH])
         keep = gl.convert_layout(keep, LAYOUT, assert_trivial=True)
     else:
         q_pos = q_start + stride * (m0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
-        k_pos = k_start + stride * (n0 + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)))
-        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, 128, False, True)
+        k_pos = k_start + stride * (n0 + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
+        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, KEYS, False, True)
     return keep
 
 

@@ -3,7 +3,7 @@
     s_ij, lse_i, out_i           as in portable/forward.py: the arrays are the same, and the results agree to a rounding
 
 Shapes     as in portable/forward.py; q, k and v are read through TMA descriptors of [batch, tokens, heads, columns], so that no
-           tile reaches into another batch row
+           tile reaches into another batch row; q and k come in one part of columns or two (parts.py)
 Program    one per multiprocessor, persistent: one warp produces, 2 or 3 warpgroups consume, 64 queries each of a (q tile, head,
            batch row). Programs take tiles by a ticket, a counter in memory: some heads at a time, which share their keys in the
            L2 cache, of these the heaviest tiles first. The prologue and epilogue of a warpgroup's tile overlap with the products
@@ -50,6 +50,7 @@ from .forward_epilogue import finish, seen_before
 from .forward_producer import producer
 from .forward_softmax import probabilities, row_sum, scores, softmax_step
 from .gluon import meet
+from .parts import Parts, allocate_parts, in_registers, multiply_transposed, tile_of
 from .register_layouts import accumulator, column, matrix
 from .scheduler import NUMBERS, announced, run_of, tile_at
 
@@ -66,6 +67,7 @@ class ForwardConstants(NamedTuple):
     BLOCK_Q: Any
     BLOCK_K: Any
     BLOCK_D: Any
+    TAIL_D: Any
     BLOCK_E: Any
     GROUPS: Any
     STAGES: Any
@@ -82,6 +84,8 @@ class ForwardArguments(NamedTuple):
 
     rows: Any
     extents: Any
+    key_tiles: Any
+    not_finite: Any
     key_mask: Any
     key_mask_spans: Any
     sinks: Any
@@ -111,6 +115,8 @@ class ForwardSharedMemory(NamedTuple):
     out: Any
     key_mask: Any
     some_hidden: Any
+    not_finite: Any
+    extents: Any
     work: Any
     q_full: Any
     k_full: Any
@@ -121,7 +127,9 @@ class ForwardSharedMemory(NamedTuple):
 @gluon.jit
 def hopper_forward(
     q_BSHD,
+    q_tail_BSHD,
     k_BTGD,
+    k_tail_BTGD,
     v_BTGE,
     rows_ptr,
     extents_ptr,
@@ -132,6 +140,8 @@ def hopper_forward(
     dropout_BH,
     out_in_BSHE,
     lse_in_BSH,
+    key_tiles_ptr,
+    not_finite_ptr,
     tickets_in_ptr,
     out_BSHE,
     lse_BSH,
@@ -153,6 +163,7 @@ def hopper_forward(
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    TAIL_D: gl.constexpr,
     BLOCK_E: gl.constexpr,
     STAGES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
@@ -168,28 +179,35 @@ def hopper_forward(
     GROUPS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(STAGES <= FORWARD_STAGES and Q_FREE + GROUPS <= VALUES_CLEAN, "named barriers overlap")
     sizes: gl.constexpr = ForwardConstants(
-        H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_E, GROUPS, STAGES, Q_IN_REGISTERS,
-        FIRST, LAST, FOLDED, CLEAN, ALIGNED,
+        H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, GROUPS, STAGES,
+        Q_IN_REGISTERS, FIRST, LAST, FOLDED, CLEAN, ALIGNED,
     )  # fmt: skip
     args = ForwardArguments(
-        rows_ptr, extents_ptr, key_mask_BT, key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH,
-        out_BSHE, lse_BSH, tickets_ptr, inner, softcap, threshold, rescale, S, T, together, total,
+        rows_ptr, extents_ptr, key_tiles_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr,
+        dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr, inner, softcap, threshold, rescale, S, T, together,
+        total,
     )  # fmt: skip
-    q = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
-    out = q
-    if BLOCK_D <= 128:
+    of_q, of_k = Parts(q_BSHD, q_tail_BSHD), Parts(k_BTGD, k_tail_BTGD)
+    q = allocate_parts(of_q, GROUPS, 64, BLOCK_D, TAIL_D)
+    out = q.main
+    if BLOCK_D + TAIL_D <= 128:
         out = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
-    key_mask, some_hidden = None, None
+    key_mask, some_hidden, not_finite, extents = None, None, None, None
+    if extents_ptr is not None:
+        not_finite = allocate_numbers(STAGES)
+        extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if key_mask_BT is not None:
         key_mask = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         some_hidden = allocate_numbers(STAGES)
     shared = ForwardSharedMemory(
         q,
-        gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_BTGD.layout),
+        allocate_parts(of_k, STAGES, BLOCK_K, BLOCK_D, TAIL_D),
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_E], v_BTGE.layout),
         out,
         key_mask,
         some_hidden,
+        not_finite,
+        extents,
         allocate_numbers(NUMBERS),
         allocate_barriers(GROUPS),
         allocate_barriers(STAGES),
@@ -207,7 +225,7 @@ def hopper_forward(
             [
                 (consumer, (args, shared, sizes, 0)),
                 (consumer, (args, shared, sizes, 1)),
-                (producer, (q_BSHD, k_BTGD, v_BTGE, args, shared, sizes)),
+                (producer, (of_q, of_k, v_BTGE, args, shared, sizes)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -219,7 +237,7 @@ def hopper_forward(
                 (consumer, (args, shared, sizes, 0)),
                 (consumer, (args, shared, sizes, 1)),
                 (consumer, (args, shared, sizes, 2)),
-                (producer, (q_BSHD, k_BTGD, v_BTGE, args, shared, sizes)),
+                (producer, (of_q, of_k, v_BTGE, args, shared, sizes)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -261,7 +279,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
             loads += 1
         else:
             leave(shared, args, work, sizes, GROUP)
-            if sizes.BLOCK_D > 128:  # out passed through the memory of q
+            if sizes.BLOCK_D + sizes.TAIL_D > 128:  # out passed through the memory of q
                 fence_async_shared()
             release(WORK_READ, sizes.GROUPS)
         taken += 1
@@ -278,41 +296,43 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([64, sizes.BLOCK_E], gl.float32, accumulator(sizes.BLOCK_E))
     end = step + work.tiles
-    run = run_of(args, work, sizes, work.first_run, i)
+    run = run_of(args, shared, loads, work, sizes, work.first_run, i, GROUP)
     n0 = tile_at(0, run.tiles) * sizes.BLOCK_K
     mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
-    q = matrix(shared.q.index(GROUP))
+    q = tile_of(shared.q, GROUP, sizes.TAIL_D)
     if sizes.Q_IN_REGISTERS:
-        q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        q = in_registers(q, S_LAYOUT, 0)
     wait_for_keys(shared, step, end, STAGES)
     products = multiply_keys(q, shared, step % STAGES, sizes)
+    some_nan = values_not_finite(step % STAGES, shared, args)
     s = scores_under_key_mask(products, q, 0, step % STAGES, shared, args, sizes)
     release(K_FREE + step % STAGES, sizes.GROUPS)
     # Not earlier: bar.arrive does not wait for loads in flight, but the instructions that use them do.
     release(WORK_READ, sizes.GROUPS)
-    if sizes.Q_IN_REGISTERS:
+    OWN: gl.constexpr = sizes.Q_IN_REGISTERS and (args.extents is None or sizes.K_RUNS == 1)  # q and its extents are in registers
+    if OWN:
         release(Q_FREE + GROUP, 1)
     weights, m, _ = softmax_step(s, m, run, n0, i, args, work, sizes, True)
     l = row_sum(weights)
     wait_for_keys(shared, step + 1, end, STAGES)
-    p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, True, GROUP)
+    p = probabilities(weights, some_nan, step, run, n0, i, shared, args, work, sizes, True, GROUP)
     queries = WarpgroupQueries(q, i, end)
     progress = WarpgroupState(step + 1, acc, p, m, l)
     for number in gl.static_range(sizes.K_RUNS):  # unrolled: in a loop over runs ptxas would copy p at every step
         done = 1
         if sizes.K_RUNS > 1:
-            run = run_of(args, work, sizes, number, i)
+            run = run_of(args, shared, loads, work, sizes, number, i, GROUP)
             done = gl.where(number == work.first_run, 1, 0)
         progress = walk(progress, queries, run, done, shared, args, work, sizes, GROUP)
     step, acc, p, m, l = progress
-    if sizes.BLOCK_D <= 128 and not sizes.Q_IN_REGISTERS:
+    if sizes.BLOCK_D + sizes.TAIL_D <= 128 and not OWN:
         release(Q_FREE + GROUP, 1)
     acc = multiply_values(acc, p, shared, end - 1, sizes)
     before = seen_before(i, args, work, sizes, GROUP)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(V_FREE + (end - 1) % STAGES, sizes.GROUPS)
     finish(acc, m, l, i, before, shared, args, work, sizes, GROUP)
-    if sizes.BLOCK_D > 128:  # out passed through the memory of q
+    if sizes.BLOCK_D + sizes.TAIL_D > 128:  # out passed through the memory of q
         fence_async_shared()
         release(Q_FREE + GROUP, 1)
     return end
@@ -357,6 +377,7 @@ def visit_keys(
     stage = step % STAGES
     products = multiply_keys(q, shared, stage, sizes)
     acc = multiply_values(acc, p, shared, step - 1, sizes)
+    some_nan = values_not_finite(stage, shared, args)
     s = scores_under_key_mask(products, q, 1, stage, shared, args, sizes)
     release(K_FREE + stage, sizes.GROUPS)
     if args.key_mask is not None:  # already complete; the wait ends a basic block, or ptxas releases the keys after the softmax
@@ -367,16 +388,14 @@ def visit_keys(
     wait_for_keys(shared, step + 1, end, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(V_FREE + (step - 1) % STAGES, sizes.GROUPS)
-    p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, MASKED, GROUP)
+    p = probabilities(weights, some_nan, step, run, n0, i, shared, args, work, sizes, MASKED, GROUP)
     return WarpgroupState(step + 1, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l)
 
 
 @gluon.jit
 def multiply_keys(q, shared, stage, sizes: gl.constexpr):
     """Issue the product q k^T [64, keys]; return it in flight."""
-    zero = gl.zeros([64, sizes.BLOCK_K], gl.float32, accumulator(sizes.BLOCK_K))
-    k = matrix(shared.k.index(stage))
-    return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    return multiply_transposed(q, tile_of(shared.k, stage, sizes.TAIL_D), 64, sizes.BLOCK_K, sizes.TAIL_D)
 
 
 @gluon.jit
@@ -389,6 +408,15 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 
 
 @gluon.jit
+def values_not_finite(stage, shared, args):
+    """Return whether the values of a stage's keys may hold NaN or infinity; read it before the keys are released."""
+    some = True
+    if args.not_finite is not None:
+        some = read_number(shared.not_finite, stage) != 0
+    return some
+
+
+@gluon.jit
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
     """Wait for the products q k^T and return their scores, with -inf for keys that the key mask hides.
 
@@ -398,7 +426,7 @@ def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args,
     if args.key_mask is not None:
         some_hidden = read_number(shared.some_hidden, stage) != 0
     if sizes.Q_IN_REGISTERS:
-        products, q = warpgroup_mma_wait(LATER, deps=[products, q])
+        products, _ = warpgroup_mma_wait(LATER, deps=[products, q.main])
     else:
         products = warpgroup_mma_wait(LATER, deps=[products])
     s = scores(products, args, sizes)

@@ -5,7 +5,8 @@
 The loads are in the order of their use by the consumers, each as soon as its stage is free (barriers.py). With the keys of a step
 the producer stores their key mask.
 
-Shapes     q_BSHD, k_BTGD, v_BTGE as TMA descriptors, key_mask_BT f32, key_mask_spans int32 (portable/loads.py)
+Shapes     q_BSHD, k_BTGD as ``Parts`` of TMA descriptors, v_BTGE as one, key_mask_BT f32, key_mask_spans int32
+           (portable/loads.py), extents and not_finite int32 (portable/extent_lists.py)
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -22,7 +23,8 @@ from ..portable.loads import some_hidden
 from ..portable.rows import load_row
 from .barriers import K_FREE, Q_FREE, V_FREE, WORK_READ, acquire, sync_warp, write_number
 from .gluon import copy_tile
-from .scheduler import announce, key_tiles, tile_at, work_of
+from .parts import bring_parts, expect_parts
+from .scheduler import announce, extents_of_group, key_tiles, tile_at, work_of
 
 
 @gluon.jit
@@ -38,11 +40,19 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
         if work.tiles > 0:
             group = work.head // (sizes.H // sizes.G)
             for each in gl.static_range(sizes.GROUPS):
+                first, last = 0, 0
+                if args.extents is not None:
+                    first, last = extents_of_group(args, work, sizes, each)
                 if loads > 0:
                     acquire(Q_FREE + each, 1)
-                mbarrier.expect(shared.q_full.index(each), 128 * sizes.BLOCK_D)
-                at = [work.batch, work.q_run * q_slot + work.m0 + each * 64, work.head, 0]
-                copy_tile(q_BSHD, at, shared.q_full.index(each), shared.q.index(each))
+                if args.extents is not None:
+                    shared.extents.index(2 * each).store(first)
+                    shared.extents.index(2 * each + 1).store(last)
+                    sync_warp()
+                full = shared.q_full.index(each)
+                expect_parts(full, 64, sizes.BLOCK_D + sizes.TAIL_D)
+                token = work.q_run * q_slot + work.m0 + each * 64
+                bring_parts(q_BSHD, work.batch, token, work.head, 0, full, shared.q, each, sizes.TAIL_D)
             loads += 1
             at = [work.batch, work.first_token, group, 0]
             fill_keys(k_BTGD, args, shared, at, step, sizes)
@@ -89,8 +99,11 @@ def take(args):
 
 
 @gluon.jit
-def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr):
-    """Load the keys of a step by TMA, and their key mask, which is read before the stage is free to hide its latency."""
+def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl.constexpr = 1):
+    """Load the keys of a step by TMA, their key mask, and the flag that the values, or else the keys, are not all finite.
+
+    Mask and flag are read before the stage is free, to hide their latency.
+    """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
     some = False
@@ -101,15 +114,23 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr):
         most = gl.full([BLOCK_K], float("inf"), gl.float32, LINE)
         if some:
             most = gl.load(args.key_mask + at[0].to(gl.int64) * args.T + j, mask=j < args.T, other=-float("inf"))
+    some_nan = False
+    if args.not_finite is not None:
+        some_nan = some_hidden(args.not_finite, (at[0] * sizes.G + at[2]) * 2 + OF_VALUES, args.T, at[1], BLOCK_K)
     if step >= sizes.STAGES:
         acquire(K_FREE + stage, sizes.GROUPS)
+    if args.not_finite is not None:
+        write_number(shared.not_finite, stage, some_nan.to(gl.int32))
+        if args.key_mask is None:
+            sync_warp()
     if args.key_mask is not None:
         write_number(shared.some_hidden, stage, some.to(gl.int32))
         if some:
             shared.key_mask.index(stage).store(most)
         sync_warp()
-    mbarrier.expect(shared.k_full.index(stage), 2 * BLOCK_K * sizes.BLOCK_D)
-    copy_tile(k_BTGD, at, shared.k_full.index(stage), shared.k.index(stage))
+    full = shared.k_full.index(stage)
+    expect_parts(full, BLOCK_K, sizes.BLOCK_D + sizes.TAIL_D)
+    bring_parts(k_BTGD, at[0], at[1], at[2], 0, full, shared.k, stage, sizes.TAIL_D)
 
 
 @gluon.jit

@@ -133,8 +133,13 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 
 @gluon.jit
-def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
-    """Return the weights in 16 bits as the first factor of the product with the step's values, with dropout applied."""
+def probabilities(
+    weights, some_nan, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Return the weights in 16 bits as the first factor of the product with the step's values, with dropout applied.
+
+    If ``some_nan``, the values that no query sees may hold NaN, and become 0.
+    """
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
         first = work.m0 + GROUP * 64
@@ -142,20 +147,25 @@ def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.const
             stream, args.threshold, i, first, n0, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED
         )
         weights = gl.where(keep, weights, 0.0)
-    half = packed_half(weights, shared.q.dtype)
+    half = packed_half(weights, shared.q.main.dtype)
     if MASKED and sizes.CLEAN > 0:
-        hide_unseen(shared, step, run, n0, args, work, sizes, GROUP)
+        stage = step % sizes.STAGES
+        if some_nan:
+            mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
+            hide_unseen(matrix(shared.v.index(stage)), run, n0, args, work, sizes, GROUP)
     return gl.convert_layout(half, gl.DotOperandLayout(0, accumulator(sizes.BLOCK_E), 2), assert_trivial=True)
 
 
 @gluon.jit
-def hide_unseen(shared, step, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Zero the values that no query of the program sees, because 0 times NaN is NaN; two warpgroups zero half of them each."""
+def hide_unseen(tile, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Zero the rows of a key tile that no query of the program sees, because 0 times NaN is NaN.
+
+    Two warpgroups zero half of them each.
+    """
     HALF: gl.constexpr = sizes.BLOCK_K // 2
     S_LAYOUT: gl.constexpr = accumulator(HALF)
-    LINES: gl.constexpr = rows_by_lines(sizes.BLOCK_E)
+    LINES: gl.constexpr = rows_by_lines(tile.shape[1])
     row = load_row(args.rows, run.pair)
-    mbarrier.wait(shared.v_full.index(step % sizes.STAGES), step // sizes.STAGES & 1)
     if args.extents is None:
         seen_end = gl.minimum(gl.minimum(work.m0 + sizes.BLOCK_Q, row.q_len) - row.lo, row.k_len)
         some_unseen = (n0 < work.m0 - row.hi) | (n0 + sizes.BLOCK_K > seen_end)
@@ -171,7 +181,7 @@ def hide_unseen(shared, step, run, n0, args, work, sizes: gl.constexpr, GROUP: g
                 begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
                 seen |= visible(columns, begin - first, end - first).to(gl.int32)
             seen = gl.convert_layout(gl.max(seen, 0), gl.SliceLayout(1, LINES))
-            tile = matrix(shared.v.index(step % sizes.STAGES)).slice(GROUP * HALF, HALF, 0)
-            tile.store(gl.where(gl.expand_dims(seen, 1) > 0, tile.load(LINES), 0.0))
+            half = tile.slice(GROUP * HALF, HALF, 0)
+            half.store(gl.where(gl.expand_dims(seen, 1) > 0, half.load(LINES), 0.0))
             fence_async_shared()
         sync(VALUES_CLEAN, among_consumers(sizes.GROUPS), 4)

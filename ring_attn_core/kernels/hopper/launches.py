@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..call import RingCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
-from .supports import columns
+from .supports import Columns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
 """Bytes of keys and values of the heads that run at a time, which share the L2 cache.
@@ -40,15 +40,16 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 
 def forward(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of the Hopper forward, with the arrays and outputs of the portable one."""
-    d, e = columns(call.head_dim), columns(call.v_dim)
-    tiles = hopper_tiles(d, e, call.features)
+    d, e = _widths(call)
+    tiles = tiles_of_forward(call)
     given = dict(portable.constants)
     constants = {
         **{name: given[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         **{name: given[name] for name in ("FIRST", "LAST", "FOLDED", "CLEAN", "ALIGNED")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
-        "BLOCK_D": d,
+        "BLOCK_D": d.main,
+        "TAIL_D": d.tail,
         "BLOCK_E": e,
         "STAGES": tiles.stages,
         "Q_IN_REGISTERS": tiles.q_in_registers,
@@ -56,14 +57,14 @@ def forward(call: RingCall, portable: Launch) -> Launch:
         "PRODUCER_REGISTERS": tiles.producer_registers,
     }
     total = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    arguments: dict[str, Argument] = {}
-    for parameter, argument in (dict(portable.arguments) | _descriptors(call, tiles, d, e)).items():
+    arguments = _descriptors(call, tiles, d, e)
+    for parameter, argument in portable.arguments:
         if parameter == "out_BSHE":
-            arguments["tickets_in_ptr"] = Array("tickets_in", "int32")
-        arguments[parameter] = argument
+            arguments |= extent_lists(call, "key_tiles", "not_finite") | {"tickets_in_ptr": Array("tickets_in", "int32")}
+        arguments.setdefault(parameter, argument)
         if parameter == "lse_BSH":
             arguments["tickets_ptr"] = Array("tickets", "int32")
-    arguments |= {"together": Scalar(_heads_together(call), "i32"), "total": Scalar(total, "i32")}
+    arguments |= {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32")}
     return replace(
         portable,
         kernel="hopper_forward",
@@ -76,20 +77,48 @@ def forward(call: RingCall, portable: Launch) -> Launch:
     )
 
 
-def _descriptors(call: RingCall, tiles: HopperConfig, d: int, e: int) -> dict[str, Argument]:
+def tiles_of_forward(call: RingCall) -> HopperConfig:
+    """Return the tiles of the forward."""
+    d, e = _widths(call)
+    return hopper_tiles(d.total, e, call.features)
+
+
+def _widths(call: RingCall) -> tuple[Columns, int]:
+    """Return the padded head dimensions of q and k, and of v: only beside values of up to 128 are keys in parts."""
+    e = columns(call.v_dim)
+    return in_parts(call.head_dim) if e <= 128 else Columns(columns(call.head_dim), 0), e
+
+
+def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
+    """Return those arrays of portable/extent_lists.py by parameter, none without extents."""
+    return {f"{name}_ptr": Array(name, "int32") for name in names if "extents" in call.given}
+
+
+def _descriptors(call: RingCall, tiles: HopperConfig, d: Columns, e: int) -> dict[str, Argument]:
     both = call.head_dim + call.v_dim
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
     pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
     q_shape = call.batch, call.seq_local, call.heads, call.head_dim
     k_shape = call.batch, call.kv_local, call.kv_heads, call.head_dim
     return {
-        "q_BSHD": Descriptor("q", call.dtype, q_shape, (1, 64, 1, d), gluon=True),
-        "k_BTGD": Descriptor(k_name, call.dtype, k_shape, (1, tiles.block_k, 1, d), pitch, gluon=True),
+        **parts("q", "BSHD", "q", call.dtype, q_shape, 64, d),
+        **parts("k", "BTGD", k_name, call.dtype, k_shape, tiles.block_k, d, pitch),
         "v_BTGE": Descriptor(v_name, call.dtype, (*k_shape[:3], v_width), (1, tiles.block_k, 1, e), gluon=True),
     }
 
 
-def _heads_together(call: RingCall) -> int:
+def parts(
+    of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: Columns, pitch: int = 0
+) -> dict[str, Argument]:
+    """Return the descriptors of tiles of ``rows`` rows in parts, by parameter, such as q_BSHD and q_tail_BSHD."""
+    made: dict[str, Argument] = {}
+    for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
+        if width:
+            made[f"{of}{part}_{axes}"] = Descriptor(name, dtype, shape, (1, rows, 1, width), pitch, gluon=True)
+    return made
+
+
+def heads_together(call: RingCall) -> int:
     """Return the number of query heads that run at a time: those of the key heads that fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
@@ -154,6 +183,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
         "bounds_ptr": call.array("extents", "int32", "bounds"),
+        "query_tiles_ptr": call.array("extents", "int32", "query_tiles"),
         "key_mask_BT": call.array("key_mask"),
         "key_mask_spans_ptr": call.array("key_mask", "int32", "key_mask_spans"),
         "alibi_slopes_ptr": call.array("alibi_slopes"),
@@ -165,7 +195,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "dv_BTGE": None if call.packed else Array("dv", dtype),
         "scale": Scalar(call.scale, "fp32"),
         **call.numbers,
-        "together": Scalar(_kv_heads_together(call), "i32"),
+        "together": Scalar(kv_heads_together(call), "i32"),
     }
     constants = {
         "H": call.heads,
@@ -178,6 +208,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "Q_RUNS": call.q_runs,
         "K_RUNS": call.k_runs,
         "BLOCK_Q": block_q,
+        "BLOCK_K": HOPPER_BACKWARD_KEYS,
         "BLOCK_D": width,
         "FIRST": first,
         "CLEAN": call.clean,
@@ -191,8 +222,9 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
     return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
 
 
-def _kv_heads_together(call: RingCall) -> int:
-    enough = -(-KEY_TILES_TOGETHER // call.k_tiles(HOPPER_BACKWARD_KEYS))
+def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:
+    """Return the number of key heads whose gradients are computed at a time."""
+    enough = -(-KEY_TILES_TOGETHER * HOPPER_BACKWARD_KEYS // block_k // call.k_tiles(block_k))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 
 

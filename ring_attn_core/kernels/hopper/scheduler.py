@@ -22,12 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..portable.rows import (
+    Tiles,
     count_partly_seen,
+    keys_between,
     keys_seen,
     load_row,
     partly_seen,
     tiles_in_band,
-    tiles_in_extents,
 )
 from ..portable.scores import LOG2E
 from .barriers import read_number, sync_warp, write_number
@@ -69,6 +70,15 @@ class RunOfKeys(NamedTuple):
 
 
 @gluon.jit
+def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Load the extents of a warpgroup's 64 queries in a one-warp partition: first and end, 0 behind the last query."""
+    row = load_row(args.rows, work.q_run * sizes.K_RUNS)
+    i = work.m0 + 64 * GROUP + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
+    at = args.extents + (work.batch.to(gl.int64) * args.S + row.q_base + i) * 2
+    return gl.load(at, mask=i < row.q_len, other=0), gl.load(at + 1, mask=i < row.q_len, other=0)
+
+
+@gluon.jit
 def visible(column, begin, end):
     """Return begin <= column < end, bool [queries, keys], in one comparison.
 
@@ -80,15 +90,16 @@ def visible(column, begin, end):
 
 @gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the ``rows.Tiles`` that a query tile visits of a run of keys."""
-    row = load_row(args.rows, pair)
-    m1 = gl.minimum(m0 + sizes.BLOCK_Q, row.q_len)
-    tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, sizes.BLOCK_K)
-    if args.extents is not None:
-        # Every warp holds all queries, so that no reduction passes through shared memory.
-        i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.BlockedLayout([sizes.BLOCK_Q // 32], [32], [gl.num_warps()], [0]))
-        begin, end = keys_seen(i, args.extents, batch, args.S, row)
-        tiles = tiles_in_extents(tiles, begin, end, i < row.q_len, sizes.BLOCK_K)
+    """Return the ``rows.Tiles`` that a query tile visits of a run of keys; with extents they come from ``extent_lists``."""
+    if args.key_tiles is None:
+        row = load_row(args.rows, pair)
+        m1 = gl.minimum(m0 + sizes.BLOCK_Q, row.q_len)
+        tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, sizes.BLOCK_K)
+    else:
+        tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
+        tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
+        at = args.key_tiles + (tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS) * 4
+        tiles = Tiles(gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
     return tiles
 
 
@@ -156,13 +167,22 @@ def tile_at(t, tiles):
 
 
 @gluon.jit
-def run_of(args, work, sizes: gl.constexpr, number, i):
-    """Return the key run with index ``number``, with the intervals that the queries ``i`` see."""
+def run_of(args, shared, loads, work, sizes: gl.constexpr, number, i, GROUP: gl.constexpr):
+    """Return the key run with index ``number``, with the intervals that the queries ``i`` of a warpgroup see.
+
+    Their extents lie in shared memory once q has arrived for the ``loads``-th time, or else in global memory.
+    """
     pair = work.q_run * sizes.K_RUNS + number
     row = load_row(args.rows, pair)
-    begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
     tiles = key_tiles(args, work.batch, pair, work.m0, sizes)
     slope = 0.0
     if args.alibi_slopes is not None:
         slope = gl.load(args.alibi_slopes + work.head).to(gl.float32) * LOG2E
+    if shared.extents is None:
+        begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
+    else:
+        mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
+        first = shared.extents.index(2 * GROUP).load(i.type.layout)
+        last = shared.extents.index(2 * GROUP + 1).load(i.type.layout)
+        begin, end = keys_between(i, first, last, row)
     return RunOfKeys(pair, begin, end, tiles, row.q_start, row.k_start, row.stride, slope)

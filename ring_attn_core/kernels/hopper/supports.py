@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..call import RingCall
 
 WIDEST = 256
 
 
 def refusal(call: RingCall) -> str | None:
-    """Return why the Hopper forward refuses a call, which the portable kernel then takes; None if it takes the call."""
+    """Return why Hopper's kernels refuse a call, which the portable ones then take; None if they take the call."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
         reason = f"it is for sm_90, and this GPU is sm_{call.capability}"
@@ -36,15 +38,17 @@ def columns(width: int) -> int:
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
-def refusal_of_backward(call: RingCall) -> str | None:
-    """Return why the Hopper backward refuses a call, which the portable kernels then take; None if it takes the call."""
-    return refusal(call) or refusal_of_gradients(call.head_dim, call.v_dim)
+class Columns(NamedTuple):
+    """The columns of a tile in two parts, of which ``tail`` may be 0; a part is a power of two."""
+
+    main: int
+    tail: int
+
+    @property
+    def total(self) -> int:
+        return self.main + self.tail
 
 
-def refusal_of_gradients(head_dim: int, v_dim: int) -> str | None:
-    """Return the part of ``refusal_of_backward`` that depends only on the head dimensions and is not in ``refusal_of_shape``."""
-    if max(head_dim, v_dim) > 128:
-        return f"its sums for heads of more than 128 do not fit into registers, and these are of {head_dim}"
-    if columns(head_dim) != columns(v_dim):
-        return f"its tiles of keys and values are as wide, and head_dim is {head_dim} and v_dim {v_dim}"
-    return None
+def in_parts(width: int) -> Columns:
+    """Return the padded head dimension of a tile in parts: 192 columns are 128 and 64, not 256."""
+    return Columns(128, 64) if 128 < width <= 192 else Columns(columns(width), 0)

@@ -97,6 +97,63 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
+def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
+    """Return the launch that finds the tiles of ``block_k`` keys of each tile of ``block_q`` queries by the extents."""
+    arguments = {
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": Array("extents", "int32"),
+        "key_tiles_ptr": Array("key_tiles", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    output = Output("key_tiles", (call.batch, call.q_tiles(block_q), call.k_runs, 4), "int32")
+    grid = call.batch * call.q_tiles(block_q) * call.k_runs
+    return _launch("key_tiles", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
+    """Return the launch that finds the tiles of ``block_q`` queries of each tile of ``block_k`` keys by their extent bounds."""
+    arguments = {
+        "rows_ptr": Array("rows", "int32"),
+        "bounds_ptr": Array("bounds", "int32"),
+        "query_tiles_ptr": Array("query_tiles", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    output = Output("query_tiles", (call.batch, call.k_tiles(block_k), call.q_runs, 4), "int32")
+    grid = call.batch * call.k_tiles(block_k) * call.q_runs
+    return _launch("query_tiles", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def not_finite(call: RingCall) -> Launch:
+    """Return the launch that flags the spans of keys and of values that are not all finite."""
+    both = call.head_dim + call.v_dim
+    arguments = {
+        "k_BTGD": Array("kv" if call.packed else "k", call.dtype),
+        "v_BTGE": Array("kv" if call.packed else "v", call.dtype),
+        "not_finite_ptr": Array("not_finite", "int32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+    constants = {
+        "G": call.kv_heads,
+        "D": call.head_dim,
+        "E": call.v_dim,
+        "K_STRIDE": both if call.packed else call.head_dim,
+        "V_STRIDE": both if call.packed else call.v_dim,
+        "V_COLUMN": call.head_dim if call.packed else 0,
+        "BLOCK_D": padded(call.head_dim),
+        "BLOCK_E": padded(call.v_dim),
+    }
+    spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)
+    output = Output("not_finite", (call.batch, call.kv_heads, 2, spans), "int32")
+    grid = call.batch * call.kv_heads * spans
+    return _launch("not_finite", grid, arguments, constants, (output,), TileConfig(0, 0, 4, 1))
+
+
+@lru_cache(maxsize=4096)
 def unpack_key_mask(batch: int, kv_local: int) -> Launch:
     """Return the launch that unpacks ``key_mask_bits``: outputs ``key_mask`` [b t] f32 and ``key_mask_spans`` [b spans] int32.
 

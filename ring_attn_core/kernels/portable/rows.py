@@ -67,12 +67,20 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
     A query that is fully masked in this run, or is padding, has begin >= end.
     """
-    begin = tl.maximum(i - row.hi, 0)
-    end = tl.minimum(i - row.lo + 1, row.k_len)
+    first, last = None, None
     if extents_ptr is not None:
         at = extents_ptr + (batch.to(tl.int64) * q_tokens + row.q_base + i) * 2
         first = tl.load(at, mask=i < row.q_len, other=0)
         last = tl.load(at + 1, mask=i < row.q_len, other=0)
+    return keys_between(i, first, last, row)
+
+
+@triton.jit
+def keys_between(i, first, last, row):
+    """Return what ``keys_seen`` does, from the extents ``first .. last - 1`` of the queries; both are None without extents."""
+    begin = tl.maximum(i - row.hi, 0)
+    end = tl.minimum(i - row.lo + 1, row.k_len)
+    if first is not None:
         begin = tl.maximum(begin, (tl.maximum(first - row.k_start, 0) + row.stride - 1) // row.stride)
         end = tl.minimum(end, (tl.maximum(last - row.k_start, 0) + row.stride - 1) // row.stride)
     nothing = (i >= row.q_len) | (begin >= end)

@@ -1,0 +1,417 @@
+"""The gradient of the queries for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
+
+    s = q k^T     p = exp2(s - lse2)     dp = dout v^T     ds = p (dp - delta)     dq += ds k
+
+The same as portable/backward_dq.py, with the gradients of keys and values in a launch of their own (wide_dkv.py): 7 products in
+all, not 5. In return dq stays in registers, no program waits for another, and two runs give the same bits.
+
+Shapes     as in portable/backward_dq.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
+Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets, as the forward does. Two warpgroups of 64
+           queries share the tiles of keys, which one warp loads by TMA; with IN_REGISTERS it loads the next queries meanwhile
+Pipeline   k and v have STAGES and V_STAGES stages. While one warpgroup computes ds, the products of the other fill the tensor
+           cores
+K tiles    as in forward.py
+State      FIRST: dq starts at 0, else at dq_in f32, which dq may overwrite in place. LAST: dq gets its dtype
+Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..portable.rows import count_partly_seen, partly_seen
+from .backward_producer import Sources
+from .barriers import (
+    FORWARD_STAGES,
+    K_FREE,
+    Q_FREE,
+    V_FREE,
+    WORK_READ,
+    allocate_barriers,
+    allocate_numbers,
+    read_number,
+    release,
+)
+from .dropout import kept_of_tile
+from .forward_softmax import hide_unseen
+from .gluon import wait_for_products
+from .instructions import packed_half, special_tanh
+from .parts import (
+    Parts,
+    allocate_parts,
+    in_registers,
+    multiply_add,
+    multiply_transposed,
+    tile_of,
+    wait_for_sum,
+    zeros_of_parts,
+)
+from .register_layouts import accumulator, by_eights, here, rows_and_columns, rows_by_lines
+from .scheduler import NUMBERS, announced, run_of, tile_at, visible
+from .wide_dq_producer import producer
+
+
+class DqConstants(NamedTuple):
+    """The constants of the kernel; tiles have BLOCK_D + TAIL_D columns of q and k, BLOCK_E + TAIL_E of v and dout."""
+
+    H: Any
+    G: Any
+    D: Any
+    V_COLUMN: Any
+    Q_RUNS: Any
+    K_RUNS: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    BLOCK_D: Any
+    TAIL_D: Any
+    BLOCK_E: Any
+    TAIL_E: Any
+    GROUPS: Any
+    STAGES: Any
+    V_STAGES: Any
+    IN_REGISTERS: Any
+    FIRST: Any
+    CLEAN: Any
+    ALIGNED: Any
+
+
+class DqArguments(NamedTuple):
+    """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
+
+    rows: Any
+    extents: Any
+    key_tiles: Any
+    not_finite: Any
+    key_mask: Any
+    key_mask_spans: Any
+    alibi_slopes: Any
+    dropout: Any
+    lse2: Any
+    delta: Any
+    dq_in: Any
+    dq: Any
+    scale: Any
+    inner: Any
+    softcap: Any
+    threshold: Any
+    rescale: Any
+    S: Any
+    T: Any
+    tickets: Any
+    together: Any
+    total: Any
+
+
+class DqSharedMemory(NamedTuple):
+    """The tiles in shared memory, and the mbarriers that signal that they are full."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+    extents: Any
+    k: Any
+    v: Any
+    out: Any
+    key_mask: Any
+    some_hidden: Any
+    not_finite: Any
+    work: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    work_full: Any
+
+
+@gluon.jit
+def hopper_wide_dq(
+    q_BSHD,
+    q_tail_BSHD,
+    dout_BSHE,
+    dout_tail_BSHE,
+    k_BTGD,
+    k_tail_BTGD,
+    v_BTGE,
+    v_tail_BTGE,
+    key_mask_spans_ptr,
+    lse2_BHS,
+    delta_BHS,
+    rows_ptr,
+    extents_ptr,
+    key_mask_BT,
+    alibi_slopes_ptr,
+    dropout_BH,
+    key_tiles_ptr,
+    not_finite_ptr,
+    dq_in_BSHD,
+    tickets_in_ptr,
+    dq_BSHD,
+    tickets_ptr,
+    scale,
+    inner,
+    softcap,
+    threshold,
+    rescale,
+    S,
+    T,
+    together,
+    total,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    V_COLUMN: gl.constexpr,
+    Q_RUNS: gl.constexpr,
+    K_RUNS: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    TAIL_D: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+    TAIL_E: gl.constexpr,
+    STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    FIRST: gl.constexpr,
+    CLEAN: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    GROUPS: gl.constexpr = BLOCK_Q // 64
+    gl.static_assert(V_STAGES <= STAGES and STAGES <= FORWARD_STAGES and GROUPS == 2, "named barriers overlap")
+    sizes: gl.constexpr = DqConstants(
+        H, G, D, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E, GROUPS, STAGES, V_STAGES,
+        IN_REGISTERS, FIRST, CLEAN, ALIGNED,
+    )  # fmt: skip
+    args = DqArguments(
+        rows_ptr, extents_ptr, key_tiles_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
+        lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap, threshold, rescale, S, T, tickets_ptr, together,
+        total,
+    )  # fmt: skip
+    sources = Sources(
+        Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE), Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE)
+    )  # fmt: skip
+    q = allocate_parts(sources.q, GROUPS, 64, BLOCK_D, TAIL_D)
+    out = q
+    if IN_REGISTERS:
+        out = allocate_parts(sources.q, GROUPS, 64, BLOCK_D, TAIL_D)
+    key_mask, some_hidden, not_finite, extents = None, None, None, None
+    if extents_ptr is not None:
+        not_finite = allocate_numbers(STAGES)
+    if extents_ptr is not None and IN_REGISTERS:  # beside tiles of 256 columns there is no room
+        extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if key_mask_BT is not None:
+        key_mask = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        some_hidden = allocate_numbers(STAGES)
+    shared = DqSharedMemory(
+        q,
+        allocate_parts(sources.dout, GROUPS, 64, BLOCK_E, TAIL_E),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        extents,
+        allocate_parts(sources.k, STAGES, BLOCK_K, BLOCK_D, TAIL_D),
+        allocate_parts(sources.v, V_STAGES, BLOCK_K, BLOCK_E, TAIL_E),
+        out,
+        key_mask,
+        some_hidden,
+        not_finite,
+        allocate_numbers(NUMBERS),
+        allocate_barriers(GROUPS),
+        allocate_barriers(STAGES),
+        allocate_barriers(V_STAGES),
+        allocate_barriers(1),
+    )
+    mbarrier.init(shared.work_full.index(0), count=1)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(shared.q_full.index(group), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(shared.k_full.index(stage), count=1)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(shared.v_full.index(stage), count=1)
+    gl.warp_specialize(
+        [
+            (consumer, (args, shared, sizes, 0)),
+            (consumer, (args, shared, sizes, 1)),
+            (producer, (sources, args, shared, sizes)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+class WarpgroupQueries(NamedTuple):
+    """The 64 queries of a warpgroup, with local indices ``i``.
+
+    With IN_REGISTERS all are in registers; else lse in base 2 and delta are placeholders and lie in shared memory, like q and dout.
+    """
+
+    q: Any
+    dout: Any
+    i: Any
+    lse2: Any
+    delta: Any
+
+
+@gluon.jit
+def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Compute dq of this warpgroup's 64 queries of each query tile, until the producer announces that none is left."""
+    taken = gl.to_tensor(0)
+    loads = gl.to_tensor(0)
+    step = gl.to_tensor(0)
+    work = announced(taken, shared)
+    while work.tiles >= 0:
+        dq = zeros_of_parts(64, sizes.BLOCK_D, sizes.TAIL_D)
+        if work.tiles > 0:
+            step, dq = sum_of_keys(step, dq, loads, shared, args, work, sizes, GROUP)
+            loads += 1
+        if not sizes.IN_REGISTERS:
+            work = announced(taken, shared)  # once more: during the products its fields would take registers
+        out = tile_of(shared.out, GROUP, sizes.TAIL_D)
+        finish(dq.main, out.main, 0, args, work, sizes, GROUP)
+        if sizes.TAIL_D > 0:
+            finish(dq.tail, out.tail, sizes.BLOCK_D, args, work, sizes, GROUP)
+        if not sizes.IN_REGISTERS:  # dq passed through the memory of q
+            fence_async_shared()
+            if work.tiles > 0:
+                release(Q_FREE + GROUP, 1)
+        if not sizes.IN_REGISTERS or work.tiles == 0:
+            release(WORK_READ, sizes.GROUPS)
+        taken += 1
+        work = announced(taken, shared)
+    release(WORK_READ, sizes.GROUPS)
+
+
+@gluon.jit
+def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Add all key tiles of a query tile to dq; return the step behind the last, and dq."""
+    S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
+    i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
+    q = tile_of(shared.q, GROUP, sizes.TAIL_D)
+    dout = tile_of(shared.dout, GROUP, sizes.TAIL_E)
+    lse2, delta = 0.0, 0.0
+    if sizes.IN_REGISTERS:
+        q, dout = in_registers(q, S_LAYOUT, sizes.TAIL_D), in_registers(dout, S_LAYOUT, sizes.TAIL_E)
+        lse2 = shared.lse2.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
+        delta = shared.delta.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
+    queries = WarpgroupQueries(q, dout, i, lse2, delta)
+    if sizes.IN_REGISTERS:
+        run = run_of(args, shared, loads, work, sizes, work.first_run, i, GROUP)
+        n0 = tile_at(0, run.tiles) * sizes.BLOCK_K
+        step, dq = visit_keys(step, dq, queries, run, n0, shared, args, work, sizes, True, GROUP)
+        if args.extents is None or sizes.K_RUNS == 1:
+            release(Q_FREE + GROUP, 1)  # all that lies in shared memory has been used, so its loads have ended
+        release(WORK_READ, sizes.GROUPS)
+    for number in range(work.first_run, sizes.K_RUNS):
+        done = 0
+        if sizes.IN_REGISTERS:
+            done = gl.where(number == work.first_run, 1, 0)
+        if not sizes.IN_REGISTERS or sizes.K_RUNS > 1:
+            run = run_of(args, shared, loads, work, sizes, number, i, GROUP)
+        masked = count_partly_seen(run.tiles)
+        for t in range(done, masked):
+            n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
+            step, dq = visit_keys(step, dq, queries, run, n0, shared, args, work, sizes, True, GROUP)
+        for t in range(gl.maximum(done - masked, 0), run.tiles.whole_last - run.tiles.whole_first):
+            n0 = (run.tiles.whole_last - 1 - t) * sizes.BLOCK_K
+            step, dq = visit_keys(step, dq, queries, run, n0, shared, args, work, sizes, False, GROUP)
+    if sizes.IN_REGISTERS and args.extents is not None and sizes.K_RUNS > 1:
+        release(Q_FREE + GROUP, 1)
+    return step, dq
+
+
+@gluon.jit
+def visit_keys(
+    step, dq, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Add one key tile to dq; return the next step and dq."""
+    BLOCK_K: gl.constexpr = sizes.BLOCK_K
+    E_PARTS: gl.constexpr = 2 if sizes.TAIL_E > 0 else 1
+    S_LAYOUT: gl.constexpr = accumulator(BLOCK_K)
+    q, dout, i, lse2, delta = queries
+    if not sizes.IN_REGISTERS:
+        q = tile_of(shared.q, here(gl.to_tensor(GROUP)), sizes.TAIL_D)
+        dout = tile_of(shared.dout, here(gl.to_tensor(GROUP)), sizes.TAIL_E)
+    stage, v_stage = step % sizes.STAGES, step % sizes.V_STAGES
+    mbarrier.wait(shared.k_full.index(stage), step // sizes.STAGES & 1)
+    k = tile_of(shared.k, stage, sizes.TAIL_D)
+    s = multiply_transposed(q, k, 64, BLOCK_K, sizes.TAIL_D)
+    mbarrier.wait(shared.v_full.index(v_stage), step // sizes.V_STAGES & 1)
+    dp = multiply_transposed(dout, tile_of(shared.v, v_stage, sizes.TAIL_E), 64, BLOCK_K, sizes.TAIL_E)
+    s = wait_for_products(E_PARTS, deps=[s])
+    factor = 1.0
+    if args.softcap is None:
+        s *= args.inner
+    else:
+        s = special_tanh(s * args.inner)
+        factor = 1.0 - s * s
+        s *= args.softcap
+    if args.key_mask is not None:  # noqa: SIM102 (known when compiled)
+        if read_number(shared.some_hidden, stage) != 0:
+            s = gl.minimum(s, gl.expand_dims(shared.key_mask.index(stage).load(gl.SliceLayout(0, S_LAYOUT)), 0))
+    columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, S_LAYOUT))
+    if args.alibi_slopes is not None:
+        ahead = gl.expand_dims((run.stride * columns).to(gl.float32), 0)
+        ahead -= gl.expand_dims((run.q_start - run.k_start + run.stride * (i - n0)).to(gl.float32), 1)
+        s += ahead * run.slope
+    if not sizes.IN_REGISTERS:
+        lse2 = shared.lse2.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
+        delta = shared.delta.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
+    p = gl.exp2(s - gl.expand_dims(lse2, 1))
+    dp = wait_for_products(0, deps=[dp])
+    release(V_FREE + v_stage, sizes.GROUPS)
+    some_nan = True
+    if MASKED and args.not_finite is not None:
+        some_nan = read_number(shared.not_finite, stage) != 0
+    if args.dropout is not None:
+        stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
+        keep = kept_of_tile(
+            stream, args.threshold, i, work.m0 + GROUP * 64, n0, run.q_start, run.k_start, run.stride, BLOCK_K, sizes.ALIGNED
+        )
+        dp = gl.where(keep, dp * args.rescale, 0.0)
+    ds = p * (dp - gl.expand_dims(delta, 1))
+    if args.softcap is not None:
+        ds *= factor
+    if MASKED:
+        ds = gl.where(visible(columns, run.begin - n0, run.end - n0), ds, 0.0)
+        if sizes.CLEAN > 0 and some_nan:
+            hide_unseen(k.main, run, n0, args, work, sizes, GROUP)
+            if sizes.TAIL_D > 0:
+                hide_unseen(k.tail, run, n0, args, work, sizes, GROUP)
+    dq, half = multiply_add(dq, packed_half(ds, shared.q.main.dtype), k, sizes.TAIL_D)
+    dq, half = wait_for_sum(0, dq, half, sizes.TAIL_D)
+    release(K_FREE + stage, sizes.GROUPS)
+    return step + 1, dq
+
+
+@gluon.jit
+def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
+    """Scale the sums of some columns, add those of the steps before, and store them; 16 bits pass through ``tile``."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    DTYPE: gl.constexpr = args.dq.dtype.element_ty
+    x *= args.scale
+    first = work.batch.to(gl.int64) * args.S + work.q_run * (args.S // sizes.Q_RUNS) + work.m0 + GROUP * 64
+    offset = (first * sizes.H + work.head) * sizes.D + COLUMN
+    limit = args.S // sizes.Q_RUNS - work.m0 - GROUP * 64
+    if not sizes.FIRST or DTYPE.is_fp32():
+        row, each = rows_and_columns(64, COLUMNS)
+        x = by_eights(x)
+        inside = (row < limit) & (COLUMN + each < sizes.D)
+        at = row * (sizes.H * sizes.D) + each
+        if not sizes.FIRST:
+            x += gl.load(args.dq_in + offset + at, mask=inside, other=0.0)
+        gl.store(args.dq + offset + at, x.to(DTYPE), mask=inside)
+    else:
+        LINES: gl.constexpr = rows_by_lines(COLUMNS)
+        row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LINES)), 1)
+        each = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, LINES)), 0)
+        tile.store(x.to(DTYPE))
+        at = args.dq + offset + (row * (sizes.H * sizes.D) + each)
+        gl.store(at, tile.load(LINES), mask=(row < limit) & (COLUMN + each < sizes.D))

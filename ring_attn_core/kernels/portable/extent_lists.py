@@ -1,0 +1,105 @@
+"""Lists of the tiles that extents leave to a launch, found once for all its programs, in Triton.
+
+    key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
+    query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
+                                                    gaps among first .. last - 1, count is less than last - first
+    not_finite     int32 [B, G, 2, spans]           1 if one of 64 keys (0) or values (1) is infinite or NaN
+
+Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
+           whole blocks of MASK_BLOCK keys, as in loads.py
+Program    one (tile, run of the others, batch row); of ``not_finite`` one (span, key head, batch row)
+Units      local indices of tiles in their run
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .loads import SPAN, SPANS
+from .rows import keys_seen, load_row, tiles_in_band, tiles_in_extents
+
+SCAN = tl.constexpr(128)
+"""Number of query tiles whose bounds are read at a time."""
+
+
+@triton.jit
+def key_tiles(
+    rows_ptr, extents_ptr, key_tiles_ptr, S,
+    Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store the key tiles of a run that a query tile visits."""
+    tiles_of_run = tl.cdiv(S // Q_RUNS, BLOCK_Q)
+    program = tl.program_id(0)
+    tile = program // K_RUNS % (Q_RUNS * tiles_of_run)
+    batch = program // K_RUNS // (Q_RUNS * tiles_of_run)
+    row = load_row(rows_ptr, tile // tiles_of_run * K_RUNS + program % K_RUNS)
+    m0 = tile % tiles_of_run * BLOCK_Q
+    i = m0 + tl.arange(0, BLOCK_Q)
+    tiles = tiles_in_band(m0, tl.minimum(m0 + BLOCK_Q, row.q_len), row.lo, row.hi, row.k_len, BLOCK_K)
+    begin, end = keys_seen(i, extents_ptr, batch, S, row)
+    tiles = tiles_in_extents(tiles, begin, end, i < row.q_len, BLOCK_K)
+    at = key_tiles_ptr + program.to(tl.int64) * 4
+    tl.store(at, tiles.first)
+    tl.store(at + 1, tiles.last)
+    tl.store(at + 2, tiles.whole_first)
+    tl.store(at + 3, tiles.whole_last)
+
+
+@triton.jit
+def query_tiles(
+    rows_ptr, bounds_ptr, query_tiles_ptr, S, T,
+    Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store the query tiles of a run that a key tile visits: those that meet the band, and by their bounds the tile."""
+    q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
+    k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
+    program = tl.program_id(0)
+    q_run = program % Q_RUNS
+    k_tile = program // Q_RUNS % (K_RUNS * k_tiles)
+    batch = program // Q_RUNS // (K_RUNS * k_tiles)
+    row = load_row(rows_ptr, q_run * K_RUNS + k_tile // k_tiles)
+    n0 = k_tile % k_tiles * BLOCK_K
+    n1 = tl.minimum(n0 + BLOCK_K, row.k_len)
+    tiles = tiles_in_band(n0, n1, -row.hi, -row.lo, row.q_len, BLOCK_Q)
+    lowest, highest, count = tiles.last, tiles.first, 0
+    for start in range(tiles.first, tiles.last, SCAN):
+        tile = start + tl.arange(0, SCAN)
+        inside = tile < tiles.last
+        bounds = bounds_ptr + ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * 4
+        begin = (tl.maximum(tl.load(bounds, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride
+        end = (tl.maximum(tl.load(bounds + 1, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride
+        some = inside & (begin // BLOCK_K <= n0 // BLOCK_K) & (n0 // BLOCK_K < tl.cdiv(tl.minimum(end, row.k_len), BLOCK_K))
+        lowest = tl.minimum(lowest, tl.min(tl.where(some, tile, tiles.last), 0))
+        highest = tl.maximum(highest, tl.max(tl.where(some, tile + 1, tiles.first), 0))
+        count += tl.sum(some.to(tl.int32), 0)
+    at = query_tiles_ptr + program.to(tl.int64) * 4
+    tl.store(at, lowest)
+    tl.store(at + 1, tl.maximum(highest, lowest))
+    tl.store(at + 2, count)
+    tl.store(at + 3, 0)
+
+
+@triton.jit
+def not_finite(
+    k_BTGD, v_BTGE, not_finite_ptr, T,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Flag a span whose keys, or values, are not all finite."""
+    spans = tl.cdiv(T, SPAN * SPANS) * SPANS
+    program = tl.program_id(0)
+    span = program % spans
+    group = program // spans % G
+    batch = (program // spans // G).to(tl.int64)
+    token = span * SPAN + tl.arange(0, SPAN)[:, None]
+    first = (batch * T + token) * G + group
+    flags = not_finite_ptr + ((batch * G + group) * 2) * spans + span
+    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
+    k = tl.load(k_BTGD + first * K_STRIDE + d, mask=(token < T) & (d < D), other=0.0).to(tl.float32)
+    v = tl.load(v_BTGE + first * V_STRIDE + V_COLUMN + e, mask=(token < T) & (e < E), other=0.0).to(tl.float32)
+    tl.store(flags, tl.max(tl.max((~(tl.abs(k) < float("inf"))).to(tl.int32), 1), 0))
+    tl.store(flags + spans, tl.max(tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), 1), 0))
