@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Number of positions, from a multiple of it on, that share counters; positions of different spans share none."""
+"""Length of a span of positions. Spans begin at its multiples, and no Philox counter serves positions of two spans."""
 
 ROUNDS = 7
 STREAM_ROUNDS = 10
@@ -81,12 +81,12 @@ def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callabl
 
 
 def place_of_query(pos: Any) -> tuple[Any, Any]:
-    """Return a query's counter word, and the index, 0 or 1, of its word in the output of Philox."""
+    """Return the counter word of a query position, and which of Philox's two output words it uses, 0 or 1."""
     return pos // 16 * 8 + pos % 8, pos // 8 % 2
 
 
 def place_of_key(pos: Any) -> tuple[Any, Any]:
-    """Return a key's counter word, and the number of bytes, 0 to 3, by which the output word is rotated for it."""
+    """Return the counter word of a key position, and by how many bytes, 0 to 3, the output word is rotated for it."""
     return pos // 16 * 4 + pos % 8 // 2, pos // 8 % 2 * 2 + pos % 2
 
 
@@ -120,7 +120,7 @@ def seed_words(seed: Any) -> tuple[Any, Any]:
 
 
 def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
-    """Return the dropout mask, bool [batch, heads, queries, keys] in numpy, True for kept; the reference of every backend.
+    """Return the dropout mask, bool [batch, heads, queries, keys] in numpy, True for kept; every backend must draw the same.
 
     ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` is the global index of the first batch row and head.
     """

@@ -33,7 +33,7 @@ class Identity(NamedTuple):
     modified: int
     """Time of the last modification in nanoseconds; a program can set it back."""
     changed: int
-    """Time of the last change of the inode in nanoseconds. No program can set it back; rename, link and chmod move it too."""
+    """Time of the last change of the inode in nanoseconds. No program can set it back; rename, link and chmod change it too."""
 
 
 def identity(place: str | Path | int) -> Identity:
@@ -82,7 +82,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 class OpenFile(Protocol):
-    """An open file."""
+    """An object with a file descriptor, such as an open file."""
 
     def fileno(self) -> int:
         """Return the file descriptor."""

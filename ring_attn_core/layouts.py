@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 
 def slots(layout: str) -> int:
-    """Return the number of runs of a rank, which is the number of equal slots of its shard."""
+    """Return the number of runs of each rank; a shard is cut into as many equal slots."""
     return len(named(layout)(0, 1, 0))
 
 
@@ -78,16 +78,16 @@ def check_rank(rank: object, ranks: int) -> None:
 
 
 def named(layout: str) -> Layout:
-    """Return the layout of that name. Raise ValueError if it is not in LAYOUTS."""
+    """Return the layout called ``layout``. Raise ValueError if it is not in LAYOUTS."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[layout]
 
 
 def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: object) -> int:
-    """Return the number of tokens in ``ranks`` shards [batch, tokens, ...]: ``length``, or all of them if it is None.
+    """Return the global number of tokens in ``ranks`` shards [batch, tokens, ...]: ``length``, or all of them if that is None.
 
-    Raise ValueError if ``shape`` has fewer than 2 dimensions, or if the layout pads ``length`` to another shard size.
+    Raise ValueError if ``shape`` has fewer than 2 dimensions, or if a shard of ``length`` tokens has another size than ``shape``.
     """
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
@@ -102,7 +102,7 @@ def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: obj
 
 
 def token_position(position: object, length: int) -> int:
-    """Return the position, from 0, of a token that is counted from the start or, if negative, from the end.
+    """Return ``position`` counted from 0; a negative one counts from the end, as in Python.
 
     Raise ValueError if ``position`` is not an integer from ``-length`` to ``length - 1``.
     """

@@ -54,7 +54,7 @@ def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
 
 
 MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "sliding_window": sliding_window}
-"""The functions that make masks, by name, as a command line and the tests call them."""
+"""The mask functions by name, for command lines and tests."""
 
 
 def check_mask(mask: Any) -> None:

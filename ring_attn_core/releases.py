@@ -21,7 +21,7 @@ _looked_at: set[str] = set()
 
 
 def warn_if_untried(package: str, first_rank: bool = True) -> None:
-    """Warn once per process if the installed release of ``package`` is not in TRIED, if ``first_rank`` is True."""
+    """Warn once per process, and only on the first rank, if the installed release of ``package`` is not in TRIED."""
     if not first_rank or package in _looked_at:
         return
     _looked_at.add(package)

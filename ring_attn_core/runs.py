@@ -1,7 +1,7 @@
-"""Runs, bands and rows: the token positions of a rank, a mask, and the integers that a kernel reads of both.
+"""Runs, bands and rows: the token positions of a rank, a mask, and the integers that describe both to a kernel.
 
-A *run* is an arithmetic progression of token positions. A *band* is a mask that depends only on the lag
-``q_pos - k_pos``. Between two runs of equal stride a band stays a band in local indices, so kernels do not depend on the layout.
+A *run* is an arithmetic progression of token positions. A *band* is a mask that depends only on the lag ``q_pos - k_pos``.
+Between two runs of equal stride a band stays a band in local indices, so kernels do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Band:
         return Band(lo, hi)
 
     def clamped(self, farthest: int) -> Band:
-        """Return this band with both sides clamped to ``farthest``, a bound of all lags: the same mask in int32."""
+        """Return the same mask with sides that fit int32: both clamped to ``farthest``, which no lag exceeds."""
         side = lambda x: None if x is None else min(max(x, -farthest), farthest)
         return Band(side(self.lo), side(self.hi))
 
@@ -79,7 +79,10 @@ class Band:
 
 
 def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
-    """Return the number of pairs with ``i - j <= lag``: queries up to ``lag`` see all keys, each later one a key fewer."""
+    """Return the number of pairs with ``i - j <= lag``.
+
+    Queries up to ``lag`` see all keys, and each later query sees one key fewer than the query before it.
+    """
     whole = min(max(lag + 1, 0), queries)
     first = max(lag + 1, 0)
     last = min(queries, lag + keys)

@@ -1,7 +1,7 @@
 """Sampling of the next token: parameters, checks, and the random bits of the Gumbel-max trick.
 
     score_i = (logit_i - max logit) / temperature
-    kept    = the top_k highest scores; of these the fewest, from the highest on, whose probabilities sum to top_p at least
+    kept    = the top_k highest scores, and of them the fewest, highest first, whose probabilities sum to at least top_p
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
 The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the counter-based generators of
@@ -19,7 +19,7 @@ from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
 from .validation import hold_numbers, in_words, is_integer
 
 DOMAIN = 1
-"""Counter word that separates sampling from dropout, whose word is 0, under the same seed."""
+"""Counter word of sampling. Dropout has 0 there, so the two draw different numbers from one seed."""
 
 
 LEAST = 2.0**-126
@@ -27,7 +27,7 @@ LEAST = 2.0**-126
 
 
 class SamplingParameters(NamedTuple):
-    """Sampling parameters as a framework computes with them, None if unused; ``temperature`` None is greedy decoding."""
+    """Sampling parameters within the ranges of float32 and int32, None if unused; no ``temperature`` means greedy decoding."""
 
     temperature: Any
     top_k: Any
@@ -109,8 +109,8 @@ def number_words(numbers: Any) -> Any:
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
     """Return 32 random bits for each (request, position, token); ``philox`` holds ``multiply`` and ``word`` of ``philox4x32``.
 
-    The arguments are integers below 2^32 that broadcast. The key of a (request, position) pair is one word, so among n pairs some
-    two share a key with a probability of n^2 / 2^33.
+    The arguments are integers below 2^32 that broadcast. A (request, position) pair has a Philox key of one word, so the
+    probability that any two of n pairs share a key is about n^2 / 2^33.
     """
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]

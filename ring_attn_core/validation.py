@@ -10,7 +10,7 @@ STATIC = (
     ". Its value must be known when the program is traced: name it in static_argnums or static_argnames of jax.jit, or bind it "
     "with functools.partial before jit; what changes from call to call is said by arrays, such as extents"
 )
-"""Hint of an error about a traced array in place of a Python number."""
+"""Hint that ends an error if a traced array was passed in place of a Python number."""
 
 
 def is_integer(x: Any) -> bool:
@@ -66,7 +66,7 @@ def number_in_words(x: Any) -> str:
 
 
 def counts_of(name: str, values: Any) -> tuple[int, ...]:
-    """Return the token counts as ints. Raise ValueError if ``values`` is not a tuple or list of integers."""
+    """Return ``values`` as a tuple of ints. Raise ValueError if they are not a tuple or list of integers."""
     counts = tuple(map(as_number, values)) if isinstance(values, tuple | list) else None
     if counts is None or not all(isinstance(x, int) and not isinstance(x, bool) for x in counts):
         got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"
@@ -75,6 +75,6 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def missing_package(needing: str, package: str) -> ModuleNotFoundError:
-    """Return the error that ``needing``, a name or a module, raises without a package. The extra is named like the package."""
+    """Return the error that ``needing``, a name or module, raises if ``package`` is missing. The pip extra is called the same."""
     message = f"{needing} needs {package}: run pip install '.[{package}]' in a clone of the repository"
     return ModuleNotFoundError(message, name=package)

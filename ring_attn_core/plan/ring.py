@@ -1,8 +1,8 @@
-"""The plan of one ring: the positions that each rank holds, what is visible at each step, and the hops of keys and gradients.
+"""The plan of one ring: the positions of each rank, the visible keys of each step, and how far keys and gradients travel.
 
-The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on
-rank ``r - s``. A shift at which no rank sees a key is left out (shift 0 always stays), so a window pays only for the
-hops it needs. A fully masked query has out 0 and lse -inf.
+The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
+``r - s``. A shift at which no rank sees a key is left out (shift 0 always stays), so with a window keys travel only as far as
+some query sees. A fully masked query has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RingPlan:
     """The plan of one ring, frozen and hashable: equal plans run the same program.
 
     ``layout``: a name in LAYOUTS. ``mask``: a Band in global positions. ``ranks``: members of the ring. ``seq_local``,
-    ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true global
-    lengths in tokens; the rest of the shards is padding, masked as keys, out 0 and lse -inf as queries.
+    ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true global lengths in
+    tokens; the rest of the shards is padding, masked as keys, out 0 and lse -inf as queries.
 
-    ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that sets
-    ``steps`` has masked the keys of all other shifts by extents or a key mask.
+    ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that
+    leaves out other shifts must mask their keys by extents or a key mask.
 
-    Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` if both shards are
-    equally long, else ``kv_local * ranks``. Raise ValueError if these do not fit together.
+    Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` if both shards are equally long,
+    else ``kv_local * ranks``. Raise ValueError if these do not fit together.
     """
 
     layout: str
@@ -95,11 +95,9 @@ class RingPlan:
                 f"pass every rank a shard of at least {layouts.padded_local(self.layout, self.ranks, length)} tokens"
             )
 
-    # --- positions of each rank -------------------------------------------------------------------------------------
-
     @cached_property
     def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """Return ``[ranks][runs]`` of ``(base, length, start, stride)``: offset in the shard, true tokens, position, step."""
+        """Return (base, length, start, stride) as [ranks][runs]: offset in the shard, true tokens, first position, step."""
         return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
 
     @cached_property
@@ -118,7 +116,7 @@ class RingPlan:
 
     @property
     def order(self) -> str:
-        """Return the layout, or "contiguous" for one rank: all layouts are then the same, and it has the fewest runs."""
+        """Return the layout; for one rank "contiguous", which holds the same positions in the fewest runs."""
         return self.layout if self.ranks > 1 else "contiguous"
 
     @property
@@ -129,8 +127,6 @@ class RingPlan:
     @property
     def k_slot(self) -> int:
         return self.kv_local // layouts.slots(self.order)
-
-    # --- visible keys -----------------------------------------------------------------------------------------------
 
     @cached_property
     def band(self) -> Band:
@@ -185,18 +181,19 @@ class RingPlan:
 
     @staticmethod
     def _all_meet(band: Band, tokens: int, others: int) -> bool:
-        """Return whether each of ``tokens`` positions has one of ``others`` positions in the band; first and last decide."""
+        """Return whether each query position below ``tokens`` sees a key position below ``others`` under ``band``.
+
+        It is enough to test the first and the last query.
+        """
         return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
 
     @cached_property
     def by_counter(self) -> bool:
         """Return whether each run has stride 1 and starts at a multiple of SPAN.
 
-        Then kernels can draw one dropout counter for the 8 probabilities that share it.
+        Then kernels can call Philox once for the 8 probabilities that share a counter.
         """
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
-
-    # --- hops -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def shifts(self) -> tuple[int, ...]:
@@ -213,5 +210,5 @@ class RingPlan:
 
     @property
     def home(self) -> int:
-        """Return the last hop of the gradients, from the rank where k/v ended to their owner; 0 if they are there."""
+        """Return the hop that takes the gradients of k/v from the rank of the last step to their owner; 0 if they are there."""
         return -self.shifts[-1] % self.ranks

@@ -15,7 +15,7 @@ LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
 
 
 LARGEST_SCALE = 1e18
-"""Bounds of softcap and scale; beyond them a score divided by the cap may leave the normal numbers of float32."""
+"""Bounds of softcap and scale. Beyond them score / softcap may overflow or become subnormal in float32."""
 
 
 def check_scale(scale: Any) -> None:
@@ -89,20 +89,23 @@ def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_
     """Raise ValueError if an extent is reversed or leaves the keys; the extents of padded queries are ignored.
 
     ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
-    If the values are not checked, an extent that leaves the keys is clipped, and a reversed one sees no key.
+    Without this check an extent that leaves the keys is clipped, and a reversed one sees no key.
     """
     _check_intervals("extents", extents, q_runs, ("query", "key", "kv_length"), kv_length)
 
 
 def check_key_extents(key_extents: Any, k_runs: Iterable[tuple[int, int, int, int]], length: int) -> None:
-    """Raise ValueError if a key extent is reversed or leaves the queries; as ``check_extents`` does for extents."""
+    """Raise ValueError if a key extent is reversed or leaves the queries; arguments as in ``check_extents``."""
     _check_intervals("key_extents", key_extents, k_runs, ("key", "query", "length"), length)
 
 
 def _check_intervals(
     name: str, extents: Any, runs: Iterable[tuple[int, int, int, int]], words: tuple[str, str, str], most: int
 ) -> None:
-    """Raise ValueError if an interval is reversed or leaves 0 .. ``most``. ``words``: its owner, its other side, and ``most``."""
+    """Raise ValueError if an interval is reversed or leaves 0 .. ``most``.
+
+    ``words``, for the message: what has an interval ("query"), what the interval counts ("key"), and the name of ``most``.
+    """
     of, others, limit = words
     for base, length, start, stride in runs:
         first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
@@ -117,7 +120,7 @@ def _check_intervals(
 
 
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
-    """Return the runs of a query block [b s h d] and a key block [b t g d], from position 0 if None.
+    """Return the runs of a query block [b s h d] and a key block [b t g d]. None means the whole block, from position 0.
 
     Raise ValueError if an argument is not a Run or the strides differ. For ints, raise it also if the start is negative, the end
     is beyond 2^30 or the block is shorter than the run. Start and length may be traced.
@@ -160,7 +163,7 @@ def _number(name: str, field: str, x: Any) -> Any:
 
 
 def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
-    """Raise ValueError if ``x`` is not an array, which is ``expected``, or does not have dimension ``dim``."""
+    """Raise ValueError if ``x`` is not an array or has no dimension ``dim``. ``expected``: the array type, for the message."""
     if not is_array:
         raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")
     if not is_integer(dim) or not -len(x.shape) <= dim < len(x.shape):
@@ -204,7 +207,7 @@ def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected
 
 
 def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] in floats, as ``merge_ring`` sends them."""
+    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] of floating dtypes, as ``merge_ring`` sends them."""
     _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
     out, lse = pair
     if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):

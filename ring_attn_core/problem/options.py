@@ -24,9 +24,9 @@ NO_COUNT = 2**62
 class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``, under the names of the public arguments.
 
-    ``steps`` is set by variants only, if some ranks exchange nothing; see ``RingPlan``. ``dropout_offset`` holds two ints, -1 for
-    one that lies on a device; ranks compare it in PyTorch only. Raise ValueError if a value has the wrong type or is out of
-    range; ``Problem`` checks the options against the arrays.
+    ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
+    ``dropout_offset``: two ints, -1 for one that is an array on a device; ranks compare it in PyTorch only. Raise ValueError if a
+    value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
     """
 
     layout: str = "zigzag"
@@ -76,7 +76,10 @@ class Options:
 
     @property
     def text(self) -> str:
-        """Return the other options as text, for the schema of an op; ``read`` takes both. torch.compile traces each line."""
+        """Return as text the options that ``counts`` leaves out, because the schema of an op has no records.
+
+        ``read`` makes a record of ``text`` and ``counts``. torch.compile must be able to trace each line of this property.
+        """
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)

@@ -17,10 +17,10 @@ from .options import Options
 class Problem:
     """One call of ``ring_attention`` on one rank, framework-neutral and hashable.
 
-    Shapes are the shards': q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
+    Shapes are those of the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
     ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
-    GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: the framework can launch kernels with TMA
+    GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
     descriptors.
     """
 
