@@ -1,1 +1,1 @@
-"""A folder of text or token arrays as batches of packed documents; each rank reads only its part."""
+"""Batches of packed documents from a folder of text or token arrays; each rank reads only its part."""

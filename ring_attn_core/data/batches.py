@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def documents_of(settings: DatasetSettings) -> Documents:
-    """Return the documents of the folder. Raise ValueError, alike on all ranks, if the folder or a file holds none."""
+    """Return the documents of the folder, either texts or token arrays.
+
+    Raise ValueError, the same on all ranks, if the folder holds both or neither, or a file has no tokens.
+    """
     files = found(settings)
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:
@@ -38,7 +41,7 @@ def documents_of(settings: DatasetSettings) -> Documents:
 
 
 class BatchArrays(NamedTuple):
-    """The arrays of a ``Shard`` of either framework; ``tokens`` are one rank's, or all ranks' if ``rank`` is None."""
+    """The numpy arrays of which a package makes a ``Shard``: tokens of one rank, or of all ranks if ``rank`` is None."""
 
     ids: np.ndarray
     """int32 [batch, tokens]"""
@@ -51,7 +54,7 @@ class BatchArrays(NamedTuple):
 
 
 class Batches:
-    """A run over the data: its first batch, its next batch, and the arrays of each batch."""
+    """The batches of a training run, and how many of them it has taken."""
 
     def __init__(self, settings: DatasetSettings) -> None:
         data = documents_of(settings)
@@ -59,7 +62,7 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.given = 0
-        """Number of the first batch of an iteration, and of the next batch of the latest iteration."""
+        """The number of the batch at which an iteration begins, and of the one that the latest iteration yields next."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches from ``start + offset`` to the end, every ``every``-th of them."""
@@ -93,9 +96,9 @@ class Batches:
         return BatchArrays(ids, labels, positions, extents)
 
     def state(self, batches: int | None = None) -> str:
-        """Return the position of the run as JSON: after the batches yielded so far, or after the first ``batches``."""
+        """Return as JSON the state after ``batches`` batches, by default those yielded so far; ``resume`` takes it."""
         return state_of(self.given if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Set the start to the position in ``state``."""
+        """Let iterations begin where ``state`` was taken. Raise ValueError if the state belongs to other data or settings."""
         self.start = self.given = batches_of(state, (self._digest, self._former), self.index, self.settings)

@@ -2,16 +2,16 @@
 
 The cache is a folder, by default ``.ring-attn`` in the folder of the data, with two files for each version of the texts:
 
-    <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is of these,
-                       of the names and of the lengths, so equal contents are one file
+    <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is the
+                       hash of ids, names and lengths, so equal contents share a file
     <key>.json         the index: where each document lies in it. The key is a hash of the tokenizer's file, ``end``, and the
                        names, sizes and times of the texts, so a second start reads no text. If the time of change of a text
                        differs from the index (it was copied, or its size and time were set back), the text is read and compared
 
-Each is written to a temporary file in the folder and renamed; the tokens, after an fsync, before the index. So the tokens of an
-index are always complete. If several processes start at once, one tokenises while the others wait for its lock, which the system
-lifts when that process ends. On a file system without locks each process tokenises, and all write the same. Files of older
-versions of the texts may be deleted when no run reads them.
+Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
+an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
+system releases the lock if that process dies. On a file system without locks each process tokenises, and all write the same.
+Files of older versions of the texts may be deleted when no run reads them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .settings import BYTES, DatasetSettings
 
 CHUNK = 1 << 20
 VERSION, INDEX_VERSION = 1, 2
-"""Versions of the format of the tokens, part of their digest, and of the index, part of its key."""
+"""Format versions: of the tokens (part of the digest) and of the index (part of the key)."""
 
 CODES = {1: "B", 2: "H", 4: "I"}
 
@@ -86,7 +86,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
 
 
 def _kept(index: Path, files: Sequence[File]) -> Documents | None:
-    """Return the cached documents of these files, or None if the cache is incomplete or of other texts."""
+    """Return the cached documents of these files, or None if the cache is missing, damaged or of other texts."""
     try:
         kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
@@ -178,7 +178,7 @@ def _write_index(index: Path, text: str) -> None:
 
 
 def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
-    """Yield ``pieces`` unchanged. Raise ValueError after the last one if all are empty, so without tokens."""
+    """Yield ``pieces`` unchanged. Raise ValueError after the last one if all are empty: the text has no tokens."""
     empty = True
     for piece in pieces:
         empty = empty and not piece
@@ -193,7 +193,7 @@ Encode = Callable[[File, int, Any], Iterable[bytes]]
 def _encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
     """Return the function that encodes a file, and the vocabulary size.
 
-    The function takes the file, the bytes of an id, and a hash object that it updates with the text.
+    The function takes the file, the number of bytes of an id, and a hash object that it updates with the text.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
@@ -265,9 +265,9 @@ def _binary(file: File, why: str) -> ValueError:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock the folder against other processes that tokenise into it, and yield False if the system has no locks.
+    """Hold the lock of the folder, so that one process at a time tokenises into it; yield whether the system has locks.
 
-    Wait for the lock; the system lifts the lock of a process that ends.
+    Wait while another process holds the lock; the system releases it if that process dies.
     """
     if sys.platform == "win32":
         yield False

@@ -25,7 +25,7 @@ class File(NamedTuple):
 
 
 class Document(NamedTuple):
-    """The location of the tokens of a document."""
+    """The location of a document's tokens in a file."""
 
     name: str
     path: str
@@ -52,13 +52,13 @@ class Documents(NamedTuple):
     vocab: int | None
     """One more than the largest possible id; None if unknown."""
     former: str | None = None
-    """Digest that an older release gave them, if it differs."""
+    """The digest that an older release computed, so that its runs can resume; None if it is the same."""
 
 
 def found(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, without hidden ones, in order of name.
 
-    Raise ValueError if no file matches, a file is empty or cannot be read, or the cache would be among them.
+    Raise ValueError if no file matches, a file is empty or cannot be read, or the pattern could match files of the cache.
     """
     folder = Path(settings.folder)
     if not folder.is_dir():
@@ -90,7 +90,7 @@ def _hidden(parts: Iterable[str]) -> bool:
 
 
 def _check_cache(folder: Path, settings: DatasetSettings) -> None:
-    """Raise ValueError if the files of the cache would be documents at the next start."""
+    """Raise ValueError if the next start would take the files of the cache for documents."""
     if settings.cache is None:
         return
     cache, data = Path(settings.cache).resolve(), folder.resolve()

@@ -32,11 +32,11 @@ class ShardSpan(NamedTuple):
     count: int
     stride: int
     labelled: int
-    """Number of tokens with a label (the token after each): all, or all but the last if it ends the piece."""
+    """Number of tokens with a label, which is the token after each: all, or all but the last if it ends the piece."""
 
 
 def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
-    """Yield the reads of one packed row on a rank: the part of each piece in each of the rank's runs.
+    """Yield the spans that a rank reads for one packed row: the part of each piece that lies in one of its ``runs``.
 
     A run of stride 1 reads one token more than it holds if its last piece goes on: the label of its last token. A run of another
     stride reads labels separately, because they are tokens of other ranks.
@@ -70,7 +70,7 @@ class Index:
                 "pass last='pad', a shorter length, a smaller batch, or more text"
             )
         self.end = None if settings.epochs is None else settings.epochs * self.batches
-        """Batches of all epochs; None if there is not an end."""
+        """Batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
         """Return the pieces of each packed row of this replica in a batch; a row beyond the end of the data is empty."""
@@ -135,7 +135,7 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
 
 
 def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
-    """Return ``batches`` as an int. Raise ValueError if it is not a number of batches of this run."""
+    """Return ``batches`` as an int. Raise ValueError if it is not one from 0 to the number of batches of all epochs."""
     if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
         most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"
         raise ValueError(f"a state counts the batches that were taken, 0{most}, got {_short(batches)}")
@@ -143,7 +143,7 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
-    """Return the values that, with its number, determine the contents of a batch."""
+    """Return the values that, together with the number of a batch, determine its contents."""
     of = settings
     same = {
         "length": int(of.length),
@@ -156,6 +156,6 @@ def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
 
 
 def _short(x: object) -> str:
-    """Return ``x`` in words for a message: the keys of a mapping, at most about 100 characters."""
+    """Return ``x`` in at most about 100 characters for a message; a mapping as its keys."""
     text = f"the keys {', '.join(map(str, x))}" if isinstance(x, Mapping) else in_words(x)
     return text if len(text) <= 99 else text[:99] + "..."

@@ -4,9 +4,9 @@ Four documents of 5, 2, 8 and 4 tokens in rows of 6, with documents as letters; 
 
     context 0   A A A A A B     context 1   B C C C C C     context 2   C C C D D D     context 3   D . . . . .
 
-Each token is in one row, and only the last row of an epoch has padding. A document that is cut goes on in the next row, which a
-shuffled epoch takes at another time. So attention treats the span of a document in one row, a *piece*, as a document of its own,
-and the last token of a piece has no label.
+Each token is in one row, and only the last row of an epoch has padding. A document that is cut goes on in the next row, but a
+shuffled epoch may put that row into another batch. So attention treats the span of a document in one row, a *piece*, as a
+document of its own, and the last token of a piece has no label.
 """
 
 from __future__ import annotations

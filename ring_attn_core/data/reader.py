@@ -36,10 +36,10 @@ class _SharedFile:
 
 
 class Reader:
-    """A reader of the tokens of documents. Pickling leaves its open files behind.
+    """A reader of the tokens of documents. An unpickled copy opens the files anew.
 
-    Each read checks the file's status afterwards. Another size or time of writing is an error. If only the inode or the time of
-    change differs (after a rename, a link, a chmod or a time that was set back), a digest of blocks spread over the file decides.
+    Each read checks the file's status afterwards. A different size or modification time is an error. If only the inode or its
+    change time differs (after a rename, a link, a chmod or a time that was set back), a digest of sampled blocks is compared.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
@@ -70,7 +70,7 @@ class Reader:
                 raise vanished(path, error) from error
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids [count] and labels [labelled] of a read."""
+        """Return the ids [count] and the labels [labelled] of a span."""
         if read.stride == 1:
             tokens = self._tokens(read.piece.document, read.first, max(read.count, read.labelled + 1), 1)
             return tokens[: read.count], tokens[1 : 1 + read.labelled]
@@ -126,7 +126,7 @@ class Reader:
 
 
 def _check_unwritten(document: Document, now: Identity) -> None:
-    """Raise ValueError if the file's size or time of writing differs from when the dataset was made."""
+    """Raise ValueError if the file's size or modification time is not that of when the dataset was made."""
     if now.size != document.size:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"
         raise ValueError(f"{document.path} {had}: make the dataset anew")

@@ -7,8 +7,8 @@ Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; 
     weights    1 1 1 1 0    1 1 1 0           weights   2 2   1 1 0   1 0        the sum of both rollouts
 
 The label of c differs between the two. So c leaves the prompt and becomes the first token of each completion, at the same
-position and with the same ancestors. Two tokens share a slot if their prefixes, the tokens themselves and their labels are equal;
-the last token of a rollout has no label and shares any slot of its token. numpy is imported on first use.
+position and with the same ancestors. Two tokens share a slot if they, their prefixes and their labels are equal. The last token
+of a rollout has no label, so its label need not be equal. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NO_LABEL = -100
-"""The label of a token that predicts nothing, ``ignore_index`` of the losses."""
+"""The label of a token without a target; the losses ignore it by default (``ignore_index``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +38,13 @@ class Rollouts:
     ids: Any
     """int [rows, tokens]: token ids."""
     labels: Any
-    """int [rows, tokens]: the next token of each; -100 if no rollout counts it. Never shift them."""
+    """int [rows, tokens]: the next token of each, so do not shift them again; -100 if no rollout counts it in the loss."""
     label_weights: Any
     """float32 [rows, tokens]: the sum of the weights that the rollouts give the label; 0 without a label."""
     positions: Any
     """int32 [rows, tokens]: the position of each token in its rollouts, for rotary embeddings."""
     predictors: Any
-    """int [labels]: the slot, row * tokens + index, that predicts each token but the first; all rollouts one after the other."""
+    """int [sum of counts]: for each token of each rollout but its first, the flat slot (row * tokens + index) before it."""
     counts: tuple[int, ...]
     """Number of predicted tokens of each rollout: its tokens but the first."""
     parents: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Rollouts:
 
     @property
     def saved_tokens(self) -> int:
-        """Return the number of tokens that need not be computed: those of all rollouts less those of all rows."""
+        """Return the number of tokens that sharing saves: those of all rollouts less those of all rows."""
         return sum(self.counts) + len(self.counts) - sum(map(sum, self.lengths))
 
     @property
@@ -80,7 +80,7 @@ class _Row:
         self.last = np.zeros(0, np.int64)
         """The last rollout."""
         self.parents: list[np.ndarray] = []
-        """The slot before each slot on its path, in parts; -1 for a root."""
+        """The slot of the token before each slot's token, -1 for a root: one array for each rollout."""
 
     def shared(self, tokens: np.ndarray) -> int:
         """Return the number of slots that a rollout would share with the last one."""
@@ -144,7 +144,7 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
-    """Raise ValueError if values of this ``shape`` are neither the rollouts' rows nor, with a layout, a shard of them."""
+    """Raise ValueError if ``shape`` is not [rows, tokens, ...] of the rollouts, or with a ``layout`` that of one rank's shard."""
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
     rows, tokens = rollouts.ids.shape
@@ -160,7 +160,7 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, rank
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Return the row and the slots of each rollout, and the rows.
 
-    A rollout goes to the row with room in which it adds the fewest tokens, to the first of several.
+    A rollout goes to the row with room in which it adds the fewest tokens, or to a new row; the first row wins a tie.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)

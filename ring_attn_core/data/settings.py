@@ -11,7 +11,7 @@ from ..runs import Run
 from ..validation import in_words, is_integer
 
 BYTES = 256
-"""Number of ids of a text without a tokenizer, one for each byte value; special ids lie above."""
+"""Number of ids without a tokenizer, one for each byte value; an ``end`` id lies above."""
 
 LARGEST = 2**31 - 1
 """The largest id: ids are int32 in JAX."""
@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSettings:
-    """The arguments of ``SequenceShardedDataset``, which documents them."""
+    """The arguments of ``SequenceShardedDataset``; see there for their meaning."""
 
     folder: Any
     length: int

@@ -14,7 +14,7 @@ from .documents import Document, Documents, File, empty, vanished
 
 SUFFIX = ".npy"
 ENDS = 4096
-"""Bytes at each end of a token array that an older release hashed."""
+"""Bytes at the beginning and at the end of a token array that an older release hashed."""
 
 LONGEST = 10_000
 """The most bytes of a header; numpy has the same limit."""

@@ -41,7 +41,7 @@ class Tree(NamedTuple):
         return sum(self.lengths)
 
     def depths(self) -> list[int]:
-        """Return the position on its path of the first token of each segment."""
+        """Return for each segment the position of its first token, counted along the path from the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
@@ -104,7 +104,7 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def longest_path(trees: Iterable[Tree]) -> int:
-    """Return the number of tokens on the longest path from a root: a window of as many hides nothing on any path."""
+    """Return the number of tokens on the longest path from a root. A window of that many tokens hides no ancestor."""
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
