@@ -1,4 +1,4 @@
-"""Checks of the arguments of a cache's calls."""
+"""Checks of the arguments with which a KVCache is called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """Raise ValueError if a rank lacks slots for its ``held`` tokens of a chunk after its ``counts`` cached ones."""
+    """Raise ValueError if a rank has too few slots for its ``counts`` cached tokens plus its ``held`` tokens of a new chunk."""
     for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
         if spec.window is None and count + more > spec.slots:
             raise ValueError(
@@ -44,7 +44,7 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 
 
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
-    """Return ``lengths`` as ints. Raise ValueError if there is not one for each request, or one is not 0 to ``most``.
+    """Return ``lengths`` as ints. Raise ValueError if there is not one for each request, or one is outside of 0 to ``most``.
 
     ``what`` ends the message: it says what ``most`` is.
     """
@@ -68,7 +68,7 @@ def check_rows(name: str, rows: Any, batch: int) -> list[int]:
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
-    """Return ``source`` and ``target`` as lists of one length, a single source repeated for several targets.
+    """Return ``source`` and ``target`` as lists of equal length; a single source is repeated for several targets.
 
     Raise ValueError if one is not a request of the cache, a target is repeated, or the lengths differ otherwise.
     """
@@ -101,7 +101,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError unless k and v fit ``tokens`` (requests, tokens of each) and the cache's sizes and dtype."""
+    """Raise ValueError unless k and v fit ``tokens`` (number of requests, tokens of each) and the cache's sizes and dtype."""
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)
@@ -144,7 +144,7 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 def check_window(spec: CacheSpec, window: Any) -> int | None:
     """Return the window of a call, by default the cache's.
 
-    Raise ValueError if it is not an int of at least 0, or is wider than the cache's, which may have overwritten such keys.
+    Raise ValueError if it is not an int of at least 0, or is wider than the cache's: older keys may be overwritten.
     """
     if window is None:
         return spec.window
@@ -158,7 +158,7 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
-    """Raise ValueError if a request that reached ``reached`` tokens goes back to ``length`` by more than the room."""
+    """Raise ValueError if rolling a request back from ``reached`` tokens to ``length`` exceeds the room of the cache."""
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
             f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
@@ -169,8 +169,8 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
     """Return the spec enlarged by whole pages, so that each request has room for ``tokens`` more.
 
-    Each rank gets slots for its equal part of them beyond its largest count in ``counts`` [requests][ranks]. Raise ValueError if
-    the cache has no page, or ``tokens`` is not an int of at least 0.
+    Each rank gets slots for the largest of ``counts`` [requests][ranks] plus ``tokens / ranks``. Raise ValueError if the cache
+    has no page, or ``tokens`` is not an int of at least 0.
     """
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")

@@ -36,7 +36,7 @@ class HostState:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Raise ``reached`` by a step that has begun to write ``tokens`` of each of these requests, even if it fails."""
+        """Raise ``reached`` by the ``tokens`` that a step is about to write for each request; it stays so if the step fails."""
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 

@@ -78,5 +78,5 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Return the number of the first ``length`` tokens of a chunk on each rank; they come first in its shard."""
+    """Return how many of the first ``length`` tokens of a chunk each rank holds; they are the first of its shard."""
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

@@ -64,7 +64,7 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the spec of a cache for requests of ``capacity`` tokens, or with a window of ``capacity`` slots a rank.
+        """Return the spec of a cache. ``capacity``: the most tokens of a request, or with a window the slots of a rank.
 
         A ``dtype`` of None means the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes. Raise ValueError if a
         value does not fit.
@@ -111,7 +111,7 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int | None:
-        """The most tokens of a request; None with a window, where the cache keeps the newest of any number."""
+        """The most tokens of a request; None with a window, which lets a request grow without end."""
         return None if self.window is not None else self.ranks * self.slots
 
     @property
