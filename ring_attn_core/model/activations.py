@@ -1,9 +1,13 @@
-"""The activation settings of a transformer block: the values that it keeps from its forward for its backward."""
+"""The activation settings of a transformer block, which say what it keeps from its forward for its backward."""
 
 from __future__ import annotations
 
 ACTIVATIONS = ("keep", "recompute", "offload")
-"""Keep all; keep the block's input and attention's (out, lse) and recompute the rest; keep these in host memory."""
+"""The choices of what a block keeps for its backward.
+
+With "keep" all activations. With "recompute" only its input and attention's (out, lse); the rest is computed again. With
+"offload" the same arrays as with "recompute", but in host memory.
+"""
 
 
 def check_activations(activations: str) -> None:

@@ -33,7 +33,10 @@ NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, 
 
 
 class CheckpointFolder:
-    """The checkpoints in ``path``. ``name``: format of the step, such as "step-{:09}"; ``marks``: files that complete one."""
+    """The checkpoints in the folder ``path``.
+
+    ``name``: format of their names, such as "step-{:09}". ``marks``: file names; a checkpoint with any of them is complete.
+    """
 
     def __init__(self, path: Path, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
         self.path, self._name, self._marks = path, name, marks
@@ -148,8 +151,8 @@ def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
     """Raise ValueError if a file of a checkpoint is missing, unexpected or changed; the message names it.
 
-    Compare all sizes, and every ``parts``-th digest from the ``part``-th on, so that ranks share the reading. A file that ends in
-    ``suffix`` (None: any) is unexpected if it was not saved. A checkpoint of an earlier version, without digests, passes.
+    Compare all sizes, and every ``parts``-th digest from the ``part``-th on, so that ranks share the reading. A file that was not
+    saved is unexpected if its name ends in ``suffix`` (None: never). A checkpoint of an earlier version, without digests, passes.
     """
     saved = run.get("files")
     if saved is None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..problem.checks import check_dropout_rate, check_softcap
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""The dtypes that weights may have and that may be computed in."""
+"""The dtypes of weights and of computations."""
 
 LARGEST = 2**31 - 1
 """The largest size: 64 bits can count the elements of a matrix of two such sizes."""
@@ -51,7 +51,7 @@ def check_dtype(name: str, dtype: str) -> None:
 
 
 def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: float) -> None:
-    """Raise ValueError if a number is outside its range, when the layer is made and not only at its first call."""
+    """Raise ValueError if a score option is outside its range. Layers check this when they are made, before any call."""
     check_softcap(softcap)
     check_dropout_rate(dropout_rate)
     for name, flag in (("sinks", sinks), ("alibi", alibi)):

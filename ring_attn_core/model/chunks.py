@@ -19,7 +19,7 @@ def check_chunk(name: str, chunk: Any) -> None:
 
 
 def even_chunk(tokens: int, chunk: int) -> int:
-    """Return the length of chunks if ``tokens`` are cut into as few as possible, of at most ``chunk`` each.
+    """Return the chunk length that cuts ``tokens`` into the fewest chunks of at most ``chunk`` tokens, as evenly as possible.
 
     All chunks have this length, except that the last may be shorter.
     """

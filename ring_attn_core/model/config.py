@@ -70,8 +70,8 @@ class TransformerConfig:
 
     If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are those of :class:`AttentionConfig`. ``windows`` and
     ``rotaries``: one value a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: tokens of a rank that the
-    MLP takes at a time, None for all. ``published``: statements of a published model that the computation does not use; they
-    do not count in comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.
+    MLP takes at a time, None for all. ``published``: metadata of a published model; it affects neither the computation nor
+    comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.
     """
 
     vocab: int

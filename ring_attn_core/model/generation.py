@@ -100,8 +100,9 @@ class Generation:
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the ``capacity``, ``window`` and ``room`` for ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk. If each layer has a window, the cache keeps only the widest one, if that takes
-        fewer slots. The slots of each rank are counted chunk by chunk, because a layout may share a short prompt unevenly.
+        ``shards``: tokens of a rank in each chunk. If each layer has a window, the cache keeps only the tokens in the widest one,
+        provided that takes fewer slots. The slots of each rank are counted chunk by chunk, because a layout may share a short
+        prompt unevenly.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)

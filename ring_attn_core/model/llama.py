@@ -60,7 +60,7 @@ PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_toke
 """Keys of a config that are kept although the computation does not use them."""
 
 LENGTH = 131072
-"""The default longest sequence, in tokens, that other programs should allow."""
+"""The default of ``max_position_embeddings``: the longest sequence, in tokens, that other programs should allow."""
 
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "max_position_embeddings": (int, "an int"),
@@ -79,7 +79,7 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "eos_token_id": ((int, list), "an int or a list of ints"),
     "pad_token_id": (int, "an int"),
 }
-"""The types of keys that are present and not null, and their names in messages."""
+"""The type that each key must have, unless it is absent or null, and the name of the type in messages."""
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
@@ -129,7 +129,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
 
 
 def _published(theirs: Theirs) -> Published | None:
-    """Return the metadata of a config that the computation does not use; None if there is none of it."""
+    """Return the metadata of a config that the computation does not use; None if it has none."""
     said = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
     return Published(**said) if said else None
 
@@ -152,7 +152,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
-    """Return the config with which transformers computes the same.
+    """Return the Hugging Face config of the model that computes what ``config`` says.
 
     ``length``: the longest sequence that transformers should allow, in tokens; None means the config's, or 131072. Raise
     ValueError if none of the four architectures supports the config; the message names the settings.

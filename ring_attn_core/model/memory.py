@@ -1,4 +1,4 @@
-"""Peak memory of training on each GPU, and on the host for it: a formula whose terms have explanations.
+"""Peak memory of training on each GPU, and for each GPU on the host: a sum of terms, each explained by its formula.
 
 Weights in ``param_dtype`` are sharded over all GPUs (FSDP), as are their gradients and AdamW's two moments, in the same dtype. A
 block computes in ``compute_dtype`` with gathered weights in that dtype. The peak is the sum of all that stays in memory for the
@@ -57,7 +57,7 @@ class Term(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """The memory of a GPU for the whole step, its additional memory at each moment of the step, and the host's for it."""
+    """The memory of a step: ``stays`` on a GPU throughout, in addition at each of its ``moments``, and on the ``host``."""
 
     stays: tuple[Term, ...]
     moments: dict[str, tuple[Term, ...]]
@@ -110,8 +110,8 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
     """Return the activations that autograd saves in a block besides ``block_kept``.
 
-    They exist for each block, or only for the one that is recomputed. Norms count as on a GPU, where they save their input; on a
-    CPU PyTorch saves two float32 arrays in its place.
+    They exist for each block or, with recomputation, for one block at a time. Norms count as on a GPU, where they save their
+    input; on a CPU PyTorch saves two float32 arrays in its place.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4
@@ -227,7 +227,7 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the most tokens a GPU, a multiple of STEP, with a peak of at most ``memory`` bytes; 0 if STEP do not fit.
+    """Return the most tokens a GPU, a multiple of STEP, with a peak of at most ``memory`` bytes; 0 if STEP tokens do not fit.
 
     ``host``: bytes of host memory for each GPU; None: unlimited. ``training.tokens`` is not used.
     """

@@ -16,7 +16,7 @@ MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
 
 
 ITEMS = "(keys and values)"
-"""The key in JSON of a dict whose keys are not all texts, such as the milestones of torch's MultiStepLR."""
+"""The JSON key that holds the items of a dict whose own keys are not all texts, such as MultiStepLR's milestones."""
 
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]
@@ -24,7 +24,7 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class ResumePoint(NamedTuple):
-    """The point from which a run resumes: after ``step``, with the dataset at ``data``, and the user's data ``more``."""
+    """The point from which a run resumes: after ``step``, with the dataset's state ``data`` and the user's own data ``more``."""
 
     step: int
     data: str | None
@@ -51,7 +51,7 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
 
 
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
-    """Return the progress that ``described`` wrote, read from the file or folder ``where``.
+    """Return the progress in ``found``, the JSON that ``described`` made and that was read from ``where``.
 
     Raise ValueError if a value is missing or not of its type, or if the model's config differs; the message names the fields.
     """
@@ -111,7 +111,7 @@ def check_keep(keep: int) -> None:
 
 
 def _packed(x: Any) -> Any:
-    """Return ``x`` in a form that survives JSON, also if keys are numbers. Raise TypeError if a key is anything else."""
+    """Return ``x`` in a form in which dicts with numbers as keys survive JSON. Raise TypeError if a key is anything else."""
     if isinstance(x, list | tuple):
         return [_packed(each) for each in x]
     if not isinstance(x, dict):
@@ -125,7 +125,7 @@ def _packed(x: Any) -> Any:
 
 
 def _unpacked(x: Any) -> Any:
-    """Return the value that ``_packed`` was given, with lists for tuples."""
+    """Return the value that ``_packed`` took, with lists in place of tuples."""
     if isinstance(x, list):
         return [_unpacked(each) for each in x]
     if not isinstance(x, dict):

@@ -41,7 +41,7 @@ Table = Mapping[str, Sequence[Replica]]
 
 
 def as_told(tables: Iterable[Any]) -> list[Table]:
-    """Return tables as Table, from their form in JSON."""
+    """Return tables that were sent as JSON: turn its lists into ``Replica`` again."""
     copy = lambda holder, *rest: Replica((holder[0], holder[1]), *rest)
     return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
 
@@ -51,7 +51,10 @@ class RankDifference(ValueError):
 
 
 def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
-    """Raise RankDifference if the texts that ranks found of ``what``, one a rank, differ. ``holder``: such as "rank"."""
+    """Raise RankDifference if the texts in ``found``, one from each ``holder`` (such as "rank"), differ.
+
+    ``what`` names the thing that they describe, for the message.
+    """
     if len(set(found)) > 1:
         others = [f"{holder} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
         listed = "; ".join(others[:MOST_HOLDERS])
@@ -98,7 +101,7 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """Return the digest of an array's bytes, after the ``value`` if the array is one number."""
+    """Return the digest of an array's bytes; if the array is one number, the ``value`` before the digest."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 
@@ -115,8 +118,8 @@ def essence(table: Table) -> str:
 def check_copies(tables: Sequence[Table], unit: str, remedy: str) -> None:
     """Raise ValueError if copies of an entry differ or a table lacks an entry.
 
-    The message names each such entry and the holders of each content; it is the same on all of them. ``tables``: one for each
-    ``unit`` ("rank" or "process"), in order.
+    The message names each such entry and the holders of each content, and is the same for the same tables. ``tables``: one for
+    each ``unit`` ("rank" or "process"), in order.
     """
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:
@@ -150,7 +153,7 @@ def _difference(told: Sequence[Sequence[Replica] | None], unit: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """Return the holders of each content."""
+    """Group (content, holder) ``pairs``: return the holders of each content."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for content, holder in pairs:
         groups.setdefault(content, []).append(holder)

@@ -226,7 +226,7 @@ def attention_factor(rotary: Rotary) -> float:
 
 
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
-    """Return the indices i, possibly fractional, beyond which pairs rotate less than ``fast`` and ``slow`` times."""
+    """Return the indices i, possibly fractional, at which a pair rotates ``fast`` and ``slow`` times in the original context."""
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)
     if scaling.truncate:

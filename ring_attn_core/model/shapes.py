@@ -1,4 +1,4 @@
-"""Published models by name, which ``ring-attn plan --model`` takes besides a file."""
+"""Configs of published models by name: ``ring-attn plan --model`` takes one of these or a file."""
 
 from __future__ import annotations
 

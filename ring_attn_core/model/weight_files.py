@@ -34,7 +34,7 @@ SAMPLES = 256
 TRIES = 5
 """The most attempts to open a folder that another process keeps replacing."""
 LOOKS = 10
-"""Number of looks for a folder that a save may be renaming, 10 ms apart."""
+"""Number of times to look for a folder that a save may be renaming, 10 ms apart."""
 
 
 class WeightFile(NamedTuple):
@@ -63,7 +63,7 @@ class WeightFolder(NamedTuple):
             _check_unwritten(path, each.identity, each.file.fileno())
 
     def digest(self, config: TransformerConfig) -> str:
-        """Return a digest of ``config`` and of blocks spread over the weights, which tells saves of a training apart."""
+        """Return a digest of ``config`` and of blocks spread over the weights; it differs between two saves of a training."""
         what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 
@@ -75,7 +75,7 @@ class Naming(NamedTuple):
     renamed: Callable[[str], str]
     """Maps our name of a weight to the name in the files."""
     ignored: Callable[[TransformerConfig], tuple[str, ...]]
-    """Returns the endings of names in the files to ignore."""
+    """Returns name endings. A weight in the files is ignored if its name has one of them."""
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the files of weights, each with the weights that the index lists for it; None without an index."""
+    """Return the files of weights, each with the names of weights that the index lists for it; None without an index."""
     if os.path.lexists(folder / WEIGHTS):
         return {folder / WEIGHTS: None}
     if not os.path.lexists(folder / INDEX):

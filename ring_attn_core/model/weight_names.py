@@ -43,7 +43,7 @@ def llama_name(name: str) -> str:
 def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
     """Raise ValueError if a parameter is missing, unexpected or of another shape; the message lists them.
 
-    ``what`` names the state in the message and ``remedy`` ends it; ``most``: the most problems that it lists, counting the rest.
+    ``what`` names the state in the message and ``remedy`` ends it; ``most``: it lists so many problems and counts the rest.
     """
     problems = [f"{name} is missing" for name in expected if name not in got]
     problems += [f"{name} is unexpected" for name in got if name not in expected]

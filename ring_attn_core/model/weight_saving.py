@@ -108,7 +108,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
     """Write the arrays into the empty ``folder``, in files of at most MOST_BYTES if they hold several weights.
 
-    Read ``weights`` one file at a time.
+    Take from ``weights`` only as many as one file holds at a time.
     """
     files: list[list[str]] = []
     part: dict[str, Any] = {}
