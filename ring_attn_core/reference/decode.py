@@ -36,7 +36,7 @@ def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, 
 def plain(
     q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, dtype: str, **features: Any
 ) -> tuple[Array, Array]:
-    """Return the same as one device computes it in ``dtype``.
+    """Return what ``exact`` returns, computed as one device does in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); probabilities and out are rounded once.
     """

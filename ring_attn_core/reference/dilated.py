@@ -44,16 +44,16 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures, dtype: str) -> Attention:
-    """Return the same as one device computes it in ``dtype``, rounded as ``oracle.plain`` does.
+    """Return what ``exact`` returns, computed as one device does in ``dtype``, and rounded as in ``oracle.plain``.
 
-    Computes one attention for each pattern, rounds each out, and weights them by their softmax denominators.
+    Compute one attention for each pattern, round its out, and weight the outs by their softmax denominators.
     """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), call, working, rounding(dtype), lambda counts: counts)
 
 
 def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
-    """Return int [patterns, heads, queries, keys]: 1 if the pattern keeps both positions for the head, in one segment."""
+    """Return int [patterns, heads, queries, keys]: 1 if both positions lie in one segment and the head keeps both."""
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
     for at, (segment, dilation) in enumerate(zip(call.segments, call.dilations, strict=True)):
@@ -74,8 +74,8 @@ def _attention(
 ) -> Attention:
     """Compute the attention and its gradients.
 
-    ``apart`` maps the counts [patterns, ...] to one array of counts for each softmax; the softmaxes are computed separately and
-    then weighted by their denominators.
+    A query may see a key in several patterns. ``apart`` maps the counts [patterns, ...] to [softmaxes, ...]: their sum for one
+    softmax, or the counts themselves for a softmax of each pattern. Several softmaxes are weighted by their denominators.
     """
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]
@@ -127,7 +127,7 @@ def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
 
 
 def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:
-    """Return the lse of all softmaxes together, and the weight of each."""
+    """Return the lse over the keys of all softmaxes, and the weight of each softmax."""
     top = np.maximum.reduce(lses)
     top = np.where(np.isneginf(top), 0, top).astype(top.dtype)
     each = [np.exp(x - top) for x in lses]

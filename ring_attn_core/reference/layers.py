@@ -1,4 +1,4 @@
-"""Reference layers in numpy, forward and backward: exact in float64, or as one device computes them in a dtype.
+"""Reference layers in numpy, forward and backward: exact in float64, or rounded as one device rounds in a given dtype.
 
     layer        out = o(attention(rotary(q x), rotary(k x), v x)); o, q, k, v are y = x W^T
     transformer  x = embed[ids]; x += layer(norm x), x += down(silu(gate norm x) * up(norm x)) for every block;
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 class LayerSettings(NamedTuple):
-    """The settings that weights do not show: head dim, mask, and rotary base (None: no positions)."""
+    """The settings that do not follow from the weights: head dim, mask, and rotary base (None: no positions)."""
 
     head_dim: int
     mask: Band
@@ -34,7 +34,7 @@ class LayerSettings(NamedTuple):
 
 
 class Layers:
-    """Layers in one arithmetic, exact if ``dtype`` is None. ``features``: the oracle's except sinks, which are weights."""
+    """Layers that compute in ``dtype``, or exactly if it is None. ``features``: as in the oracle; sinks come from the weights."""
 
     def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
@@ -96,7 +96,7 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Return attention without the output projection, and its gradients, which are 0 if ``dout`` is None."""
+        """Return attention before the output projection, and its gradients; a ``dout`` of None counts as 0."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout

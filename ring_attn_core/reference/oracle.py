@@ -1,8 +1,8 @@
 """Reference attention in numpy: exact attention in float64, and plain single-device attention in a given dtype.
 
 Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` is the straightforward
-computation on one device in the same dtype: products in the dtype, sums and softmax in float32, probabilities and results
-rounded once. numpy is needed only here, in the reference of dropout, the tolerance, the demo and the pictures.
+computation on one device in the same dtype: products in the dtype, sums and softmax in float32, probabilities and results rounded
+once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | N
 def plain(
     q: Array, k: Array, v: Array, mask: Band, dout: Array, dtype: str, dlse: Array | None = None, **features: Any
 ) -> Attention:
-    """Return the same as one device computes it in ``dtype``: "float32", "bfloat16", "float16" or "float64"."""
+    """Return what ``exact`` returns, computed as one device does in ``dtype``: "float32", "bfloat16", "float16" or "float64"."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, rounding(dtype))
 
@@ -112,7 +112,7 @@ def _to_bfloat16(x: Array) -> Array:
 
 
 class _Arrays(NamedTuple):
-    """The inputs and the cotangents of out and lse; a ``dlse`` of None means 0."""
+    """The inputs of attention, and the gradients of out and lse; a ``dlse`` of None means 0."""
 
     q: Array
     k: Array
@@ -182,7 +182,7 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """Return dropout's factor of each probability, 0 or ``rescale`` [b g r queries keys]; a single 1 without dropout."""
+    """Return the factor of each probability [b g r queries keys], 0 or ``rescale(rate)``; a single 1 without dropout."""
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups

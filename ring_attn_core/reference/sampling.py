@@ -1,4 +1,4 @@
-"""Reference sampling in numpy for both frameworks, one token of one request at a time."""
+"""Reference sampling in numpy, one token of one request at a time; both frameworks must sample the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference summary attention from its definition, exact in float64 or as one device computes it in a dtype.
+"""Reference summary attention from its definition, exact in float64, or rounded as one device rounds in a given dtype.
 
 Each query takes one dense softmax over its visible tokens and summaries, without rings and without partial summaries.
 """
@@ -45,7 +45,7 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures, dtype: str) -> SummaryAttended:
-    """Return the same as one device computes it in ``dtype``.
+    """Return what ``exact_summary`` returns, computed as one device does in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
     """
@@ -54,9 +54,9 @@ def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def who_sees_what(length: int, asked: SummaryFeatures) -> tuple[Array, Array]:
-    """Return the visibility of keys to queries, and the tokens of each summary.
+    """Return which tokens and summaries each query sees, and the tokens of each summary.
 
-    Visibility is bool [length, length + blocks * summaries], tokens first; a summary's tokens are bool
+    The first is bool [length, length + blocks * summaries], with the tokens before the summaries; the second is bool
     [blocks * summaries, length].
     """
     block, m = asked.block, asked.summaries

@@ -1,20 +1,20 @@
-"""Dilated attention as ring attention over the tokens that a head keeps: positions, visibility and the shifts that are needed.
+"""Dilated attention as ring attention over the tokens that a head keeps: their positions, visibility and the shifts needed.
 
-A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions ``p % r == h % r``.
-Heads of one offset form a head group (a *class* in the code). A rank folds its shard into folded batches (*lanes*), one for each
-batch row and head group; the i-th *slot* of one is the token that the group keeps of the i-th r tokens. With the folded batches
-as batch rows, a pattern is one ring attention in contiguous layout.
+A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
+``p % r == h % r``. Heads of one offset form a head group (a *class* in the code). A rank folds its shard into folded batches
+(*lanes*), one for each batch row and head group: slot i of a lane holds the token that the group keeps of the i-th r tokens. With
+lanes as batch rows, a pattern is one ring attention in contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
     class 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
     class 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
 Slot i of class t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, the base lies up to r - 1 tokens
-before the shard, and a slot at either end may hold no token of the rank; a key mask hides it. The slots of the global sequence
-are in order of position, so a query sees one interval of the slots of its folded batch: an extent.
+before the shard, and the first or last slot may hold no token of the rank; a key mask hides such slots. The slots of all ranks
+are in order of position, so a query sees one interval of the slots of its lane: an extent.
 
-Dilated attention is that of LongNet (Ding et al., arXiv:2307.02486, section 2.2). The arithmetic is the same for JAX and PyTorch;
-an argument that is a rank, a slot or a class may be an int or an array of any framework.
+Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). JAX and PyTorch share this arithmetic: a rank, slot or class may be
+an int or an array of any framework.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Patterns(NamedTuple):
         return tuple(zip(segments, dilations, strict=True))
 
     def checked(self, heads: int) -> Patterns:
-        """Return the patterns of a layer of ``heads`` heads, as tuples. Raise ValueError if they do not fit, as in a call."""
+        """Return the patterns with tuples in place of lists. Raise ValueError as a call with ``heads`` query heads would."""
         pairs = self.check()
         self.check_heads(heads)
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
@@ -114,18 +114,18 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return an equivalent pattern for up to ``most`` (at least 1) tokens and heads, whose positions fit int32."""
+    """Return an equivalent pattern whose positions fit int32. ``most``: the larger number of tokens and heads, at least 1."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
 
 
 class HeadPart(NamedTuple):
-    """The heads of an array that a pattern uses, and their places in the folded batches.
+    """The heads of an array that a pattern uses (kept heads), and how they are dealt to the head groups (classes).
 
-    The kept heads are ``first`` to ``end`` (exclusive), each repeated ``repeat`` times, without the first ``skip`` of these:
-    ``kept`` in all. There are ``spread * together`` classes. Kept head j goes to the ``together`` classes from
-    ``j % spread * together`` on, as head ``j // spread`` of their folded batches.
+    Take heads ``first`` to ``end`` (exclusive), repeat each ``repeat`` times and drop the first ``skip``: ``kept`` heads are
+    left. There are ``spread * together`` classes. Kept head j goes to the ``together`` classes from ``j % spread * together`` on,
+    as head ``j // spread`` of their folded batches.
     """
 
     first: int
@@ -138,7 +138,7 @@ class HeadPart(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Number of heads, padded so that all classes have equally many."""
+        """Number of kept heads, rounded up so that all classes have equally many."""
         return -(-self.kept // self.spread) * self.spread
 
 
@@ -168,7 +168,7 @@ class FoldedBatches:
 
     @property
     def shift(self) -> int:
-        """The offset of class 0."""
+        """The offset ``p % dilation`` of the tokens that class 0 keeps."""
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
@@ -182,7 +182,7 @@ class FoldedBatches:
 
     @property
     def spanned(self) -> int:
-        """Tokens that the slots of a rank span."""
+        """Number of token positions that the slots of a rank span."""
         return self.slots * self.dilation
 
     @property
@@ -192,17 +192,21 @@ class FoldedBatches:
 
     @property
     def aligned(self) -> bool:
-        """True if the i-th slot of a class over the whole ring holds its i-th kept token, without empty slots between."""
+        """True if slots have no gaps: slot i of a class, counted over all ranks, holds the i-th token that the class keeps."""
         return self.shift == 0 and (self.ranks == 1 or self.local % self.dilation == 0)
 
     @property
     def of_queries(self) -> HeadPart:
-        """The folding of q and of arrays with its heads."""
+        """The folding of q, and of arrays with as many heads, such as out."""
         return HeadPart(self.first, self.first + self.heads, 1, 0, self.heads, self.classes, 1)
 
     @property
     def of_keys(self) -> HeadPart:
-        """The folding of k and v: by their own heads if head groups and query groups nest, else repeated for each query head."""
+        """The folding of k and v.
+
+        A class holds each key head that its query heads read once. If the query heads of a key head do not spread evenly over the
+        classes, the class holds a copy of the key head for each of them.
+        """
         first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
         whole = self.first % self.share == 0 and self.heads % self.share == 0
         if whole and self.classes % self.share == 0:
@@ -213,7 +217,7 @@ class FoldedBatches:
 
     @property
     def needs_extents(self) -> bool:
-        """True if a band over slots is not enough as the mask, so each slot needs its own range of visible slots (extent)."""
+        """True if a band over slots cannot express the mask, so that each slot needs its own range of visible slots (extent)."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property
@@ -223,7 +227,7 @@ class FoldedBatches:
 
     @cached_property
     def band(self) -> Band:
-        """The part of the mask that is a band in slots; causal or full if slots are not aligned."""
+        """The part of the mask that a band over slots can say; extents say the rest. Causal or full if slots are not aligned."""
         r, (lo, hi) = self.dilation, (self.mask.lo, self.mask.hi)
         lo, hi = None if lo is None else -(-lo // r), None if hi is None else hi // r
         if self.aligned:
@@ -233,8 +237,8 @@ class FoldedBatches:
     def visible(self, rank: Any, slot: Any, of_class: Any) -> tuple[Any, Any, Any]:
         """Return whether a slot holds a true token, and the first and end (exclusive) of the slots that it sees as a query.
 
-        Slots are counted over the whole ring, ``slots`` a rank. The extent leaves out what ``band`` masks. An empty extent is
-        (0, 0).
+        The slots that it sees are counted over all ranks, ``slots`` a rank. They may include some that ``band`` masks. If it sees
+        none, both are 0.
         """
         p = self.position(rank, slot, of_class)
         start = rank * self.local
@@ -252,17 +256,17 @@ class FoldedBatches:
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
     def position(self, rank: Any, slot: Any, of_class: Any) -> Any:
-        """Return the position of a slot. If it lies outside the rank's shard, the slot holds no token."""
+        """Return the token position of a slot of a rank. If it lies outside the rank's shard, the slot holds no token."""
         return rank * self.local - self.front(rank) + slot * self.dilation + of_class
 
     def slot_of(self, position: Any) -> Any:
-        """Return the slot of a token, counted over the whole ring."""
+        """Return the slot of the token at ``position``, counted over all ranks."""
         rank = position // self.local
         return rank * self.slots + (position - rank * self.local + self.front(rank)) // self.dilation
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The shifts at which some rank sees keys; only the first and last segment of a rank reach beyond its shard."""
+        """The shifts at which some rank sees keys. Only the first and last segment of a shard reach beyond it, so test these."""
         shifts = {0}
         for rank in range(self.ranks):
             start, end = rank * self.local, min((rank + 1) * self.local, self.length)

@@ -34,7 +34,7 @@ POOLINGS = ("attention", "mean")
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions:
-    """The options of one call of ``summary_attention``, under the names that they have there.
+    """The options of one call of ``summary_attention``, under their names there.
 
     Raise ValueError if a value has another type or is outside its range; ``checked`` compares the values with the arrays.
     """
@@ -76,7 +76,7 @@ class SummaryOptions:
         self.exact(causal())
 
     def exact(self, mask: Band) -> Options:
-        """Return the options of exact attention under that mask."""
+        """Return the options of exact attention under ``mask``, with the same length, scale, softcap, strategy and backend."""
         return Options(
             layout="contiguous",
             mask=mask,
@@ -90,7 +90,7 @@ class SummaryOptions:
 
     @property
     def width(self) -> int:
-        """Number of tokens that one summary is pooled from: a block, or with ``"mean"`` its part of the block."""
+        """Number of tokens that one summary is pooled from: a whole block, or with ``"mean"`` an equal part of one."""
         return self.block // self.summaries if self.pooling == "mean" else self.block
 
     @property
@@ -140,14 +140,14 @@ class SummaryPlan:
 
     @property
     def slots(self) -> int:
-        """The most summarized blocks of which one rank holds tokens."""
+        """The largest number of summarized blocks of which one rank holds tokens."""
         starts = [rank * self.local for rank in range(self.ranks)]
         block = self.options.block
         return max(min(-(-(start + self.local) // block), self.blocks) - start // block for start in starts)
 
     @property
     def holders(self) -> int:
-        """The most ranks that hold tokens of one block.
+        """The largest number of ranks that hold tokens of one block.
 
         In a shard, blocks begin at multiples of ``gcd(block, local)``; the latest such start gives the most ranks.
         """
@@ -157,7 +157,7 @@ class SummaryPlan:
 
     @property
     def near(self) -> Options:
-        """The options of the local attention: a window that limits the hops of keys; extents cut it to whole blocks."""
+        """The options of the local attention. Its window bounds how far keys travel; extents cut it at the start of a block."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
@@ -187,10 +187,10 @@ class SummaryPlan:
         return here(of_part), here(of_part + width)
 
     def held(self, block: Any, holder: Any) -> tuple[Any, Any]:
-        """Return the index of a rank's partial summary in the gathered array, and whether that rank exists.
+        """Return where the gathered array holds a rank's partial summary of a block, and whether that rank exists.
 
-        ``holder``: index of the rank among those that hold tokens of the block. If there is not such a rank, the index is that of
-        the block's first rank.
+        ``holder``: index of the rank among those that hold tokens of the block. If the block has fewer ranks, the result is the
+        index of its first rank.
         """
         size, local = self.options.block, self.local
         first = block * size // local
@@ -201,10 +201,10 @@ class SummaryPlan:
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
         """Return the bytes that each rank sends. ``dims``: (head_dim, v_dim); ``itemsize``: bytes of an element of q, k, v.
 
-        Forward: at each hop of the window a shard of k and v, and its key mask as bits; to each other rank the rank's partial
-        summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype. Backward: k and v
-        again, their gradients in the accumulation dtype at each of these hops and home, and the gradients of the partial
-        summaries to the ranks that made them. An all-gather or reduce-scatter counts as one send to each other rank.
+        Forward: at each hop of the local attention a shard of k and v, and its key mask as bits; to each other rank this rank's
+        partial summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype. Backward: k and
+        v again; their gradients in the accumulation dtype at each of these hops, and once more to their owner; the gradients of
+        the partial summaries to the ranks that made them. An all-gather or reduce-scatter counts as a send to each other rank.
         """
         wide, numbers = max(itemsize, 4), batch * self.local * kv_heads * sum(dims)
         keys = numbers * itemsize + batch * -(-self.local // 8) * key_mask
