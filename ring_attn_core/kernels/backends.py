@@ -25,7 +25,7 @@ OLDEST_GPU = 80
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend's name with its reasons, in words, against a problem; each function returns None if it has none.
+    """The name of a backend, and functions that return its reasons in words against a problem, None if it has none.
 
     ``objection(problem)``: reason why the backend cannot solve the problem. ``drawback(problem)``: reason why "auto" skips the
     backend, which solves the problem if asked for by name. ``leaves(problem)``: reason why the backend, if it can solve the
@@ -93,11 +93,11 @@ def _untried() -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Return why "auto" leaves a backward to the portable kernels although Hopper's take it, else None.
+    """Return why "auto" leaves a backward to the portable kernels although Hopper's could run it, else None.
 
-    Measured on one H200 with 2 x 8,192 tokens, causal, 16 heads of 64, in milliseconds of Hopper's / the portable backward: with
-    softcap 1.79 / 3.53 on Triton 3.6 and 3.34 / 3.05 on 3.9; with dropout 2.18 / 3.13 and 3.67 / 3.58. At heads of 128 Hopper's
-    is faster on both releases.
+    Measured on one H200 with 2 x 8,192 tokens, causal, 16 heads of 64; milliseconds of Hopper's / the portable backward: with
+    softcap 1.79 / 3.53 on Triton 3.6 and 3.34 / 3.05 on 3.9; with dropout 2.18 / 3.13 on 3.6 and 3.67 / 3.58 on 3.9. With heads
+    of 128 Hopper's backward is faster on both releases.
     """
     softcap, dropout_rate = problem.options.softcap, problem.options.dropout_rate
     if triton_release() >= (3, 9) and problem.q_shape[-1] <= 64 and (softcap is not None or dropout_rate > 0):
@@ -107,9 +107,9 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return why FlashAttention-2, FlashAttention-4 and cuDNN alike cannot solve a problem, or None if they may.
+    """Return a reason, common to FlashAttention-2, FlashAttention-4 and cuDNN, why a backend cannot solve a problem, else None.
 
-    ``widest``: the largest head_dim of the calling backend, which checks its own further limits.
+    ``widest``: the largest head_dim of the backend that calls this; it checks its other limits itself.
     """
     if problem.framework != "torch":
         return "it is there in PyTorch only"
@@ -192,7 +192,7 @@ PASSES = "forward", "backward"
 
 
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
-    """Return the call of the backend that ``select`` takes, with compiled kernels; None for blockwise or a vendor's.
+    """Compile the kernels of the backend that ``select`` takes, and return its call; None for blockwise or a vendor's backend.
 
     ``anywhere``: as in ``call.call_of``. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or spills far
     more registers than when it was measured, "auto" warns and takes the next backend; for Hopper's kernels it decides about

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 FRAME_SIZE = 0x11
 """The attribute of `.nv.info` that holds a kernel's index and its stack size in bytes (name as in `cuobjdump -elf`)."""
 WITH_SIZE = 0x04
-"""The format of attributes that state the number of bytes that follow."""
+"""The format code of attributes whose third field is the number of bytes that follow it."""
 
 
 def stack_bytes(cubin: bytes) -> int:

@@ -1,6 +1,6 @@
-"""Launches bound to their compiled kernels on one GPU, started with pointers only.
+"""Launches bound to a compiled kernel on one GPU, so that a start only fills in the addresses of the arrays.
 
-The kernel's parameters and their offsets are parsed from its PTX. TMA descriptors are cached by address of the array.
+The offsets of the kernel's parameters are parsed from its PTX. TMA descriptors are cached by address of the array.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\
 class Parameters(NamedTuple):
     """The parameter values of a kernel, in order, with placeholders (0 or empty bytes) for those that differ between starts.
 
-    ``arrays``: index of each address in ``values``, and name of its array. ``descriptors``: the same for TMA descriptors, with
-    their cache.
+    ``arrays``: for each pointer its index in ``values`` and the name of its array. ``descriptors``: the same for each TMA
+    descriptor, and its cache.
     """
 
     values: list[Any]

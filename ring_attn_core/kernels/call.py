@@ -18,7 +18,9 @@ BEYOND = 2**30
 @hashed_once
 @dataclass(frozen=True)
 class RingCall:
-    """The parameters that all launches of one ring share; shapes are the shards', ``given`` names the optional arrays.
+    """The parameters that all launches of one ring share. Shapes are those of one rank's shards.
+
+    ``given``: names of the optional arrays.
 
     ``packed``: k and v are one array [b t g d+e], else two. ``aligned``: one dropout counter serves eight probabilities.
     ``clean``: some keys may be unused, and these may hold NaN. ``capability``: compute capability of the GPU, such as 90.
@@ -63,7 +65,10 @@ class RingCall:
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return the scalars of each kernel that computes scores; ``inner`` scales q . k to base 2, or to tanh's argument."""
+        """Return the scalars of each kernel that computes scores.
+
+        ``inner`` multiplies q . k: it scales to base 2, or with softcap to the argument of tanh.
+        """
         cap, log2e = self.softcap, math.log2(math.e)
         return {
             "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),

@@ -30,18 +30,18 @@ NEWEST_TRIED = TRIED["triton"][-1]
 """The newest release of Triton that passed the tests; Hopper's kernels are not measured with a newer one."""
 
 PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
-"""The first PTX version (times 10) that supports the GPU; all others get 8.7, of CUDA 12.8. In a JAX program XLA's own assembler
-reads the PTX, and by default Triton writes the version of its own assembler: Triton 3.9 that of CUDA 13.4."""
+"""The first PTX version (times 10) that supports the GPU; all others get 8.7, of CUDA 12.8. By default Triton writes the version
+of its own assembler, but in a JAX program XLA's assembler reads the PTX, and it may be older."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES
-"""Error numbers of the system for a folder that cannot be written."""
+"""Error numbers with which the system says that a folder cannot be written."""
 
 PATIENCE = 2
 """Seconds of compilation after which a message appears on the terminal."""
 
 _one_at_a_time = threading.RLock()
 _left: list[str] = []
-"""Triton's cache folder, once this process has replaced it by a temporary one."""
+"""Triton's own cache folder, if this process uses a temporary one in its place."""
 
 MODULES = {
     "forward": "portable.forward",

@@ -13,7 +13,7 @@ NATIVE_FP8 = 89
 """The first compute capability with instructions that convert float8_e4m3fn."""
 
 LEAST_SLOTS = 256
-"""Smallest number of slots of a split; fewer loads do not cover the time that starting a program takes."""
+"""Smallest number of slots of a split; with fewer, starting a program takes longer than its loads."""
 
 MOST_ROWS = 64
 """Largest number of rows of a query tile."""
@@ -72,12 +72,12 @@ class DecodeCall:
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
     """Return the tiles of ``decode`` for ``rows`` query rows and heads padded to ``width``.
 
-    A tile has 16 rows if they suffice, the fewest that a product takes. The bytes in flight decide the speed: to read at full
-    speed a GPU must have some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132), and 64 slots of two-byte k and v
-    of 128 are 32 KiB. Triton loads positions one loop iteration before k and v, which depend on them, so 4 stages keep one tile
-    in flight, and 6 stages two. Among the choices with enough bytes in flight, the fastest on an H200 (``benchmarks.decode --part
-    tiles``) is four programs of 16 rows with one tile each, 3 % ahead of three with two. In FP8 two warps are faster than four by
-    a third. More rows leave registers for two programs, which need two tiles each, or larger ones.
+    A tile has at least 16 rows, the fewest that a product takes. The bytes in flight decide the speed: to read at full speed a
+    GPU must have some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132), and 64 slots of two-byte k and v of 128
+    are 32 KiB. Triton loads positions one loop iteration before k and v, which depend on them, so 4 stages keep one tile in
+    flight, and 6 stages two. Among the choices with enough bytes in flight, the fastest on an H200
+    (``benchmarks.decode --part tiles``) is four programs of 16 rows with one tile each, 3 % ahead of three with two. In FP8 two
+    warps are faster than four by a third. More rows leave registers for two programs, which need two tiles each, or larger ones.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":

@@ -136,7 +136,7 @@ class Launch:
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """Return the parameters that are divisible by 16: arrays by contract, integers by their value."""
+        """Return the parameters whose value 16 divides: the addresses of all arrays (by contract), and some integers."""
         return frozenset(
             parameter
             for parameter, x in self.arguments
@@ -145,7 +145,7 @@ class Launch:
 
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:
-    """Return the TensorDescriptor that Triton's interpreter takes for a Descriptor of ``array``."""
+    """Return the TensorDescriptor that Triton's interpreter takes in place of ``x``, a descriptor of ``array``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))

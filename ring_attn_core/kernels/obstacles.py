@@ -1,4 +1,4 @@
-"""Reasons, in words, why launches cannot run on a GPU, found by compilation before any start; "auto" then moves on."""
+"""Reasons, in words, why launches cannot run on a GPU, found by compiling them; "auto" then takes the next backend."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ FIRST = 3, 8
 """The first release of Triton whose PTX is changed."""
 
 ADDRESS = {"bfe.u32": "15", "and.b32": "32767"}
-"""Instructions that cut an address to 15 bits, in units of 16 bytes (PTX ISA, matrix-descriptor format), by last operand."""
+"""Instructions that cut an address to 15 bits, and their last operand; addresses count 16 bytes (PTX ISA, matrix descriptors)."""
 
 OLDER_GPU = 80
 """A compute capability for which Triton 3.9 still uses the older of its two assemblers."""

@@ -43,8 +43,8 @@ def shared_memory(capability: int) -> int:
 def padded(width: int) -> int:
     """Return the padded head dimension of a tile that holds ``width``: a power of two, of at least 64.
 
-    A product takes 16 columns, but Triton 3.6 computes wrong numbers on Hopper if a tile with 16-bit rows shorter than 128 bytes
-    goes from registers to shared memory and is the second factor of a product there (v of a masked tile).
+    A product needs only 16 columns, but Triton 3.6 computes wrong numbers on Hopper if a tile with 16-bit rows shorter than 128
+    bytes goes from registers to shared memory and is the second factor of a product there (v of a masked tile).
     """
     return max(64, 1 << (width - 1).bit_length())
 
@@ -56,7 +56,7 @@ def choose_tiles(
 
     ``features``: optional arrays of the call and "softcap"; "softcap" and "dropout_seed" (dropout) take registers. Times are in
     ms on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, with the runner-up in brackets. GPUs with TMA use
-    it. Products in float32 are unrolled, and larger tiles take minutes to compile.
+    it. Products in float32 are unrolled, so larger tiles would take minutes to compile.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90
@@ -124,8 +124,8 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
         return HopperConfig(128, 128, 2, q_in_registers=False)
     if head_dim == 64:
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
-    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout need q's registers: 2.05 ms without q in
-    # registers (2.11 with it), 2.08 (2.22; these two from an earlier version of the kernel) and 2.56 (4.10).
+    # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout need q's registers. In ms, without (with) q
+    # in registers: key mask 2.05 (2.11) and ALiBi 2.08 (2.22), both in an earlier version of the kernel; dropout 2.56 (4.10).
     return HopperConfig(128, 128, 2, q_in_registers=not features & {"key_mask", "alibi_slopes", "dropout_seed"})
 
 

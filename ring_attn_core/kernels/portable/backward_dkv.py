@@ -3,13 +3,14 @@
     dv_j = sum_i z_ij p_ij dout_i                                  p, dp, ds, z as in backward_dq.py
     dk_j = scale sum_i ds_ij q_i
 
-One pass over the queries that see a tile of keys, for each query head of the group (FlashAttention-2, arXiv:2307.08691,
-algorithm 2).
+One pass over the queries that see a tile of keys, for each query head of the group (FlashAttention-2, arXiv:2307.08691, algorithm
+2).
 
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
            other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
 Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
-Q tiles    those that meet the band, and with extents the k tile by their bounds; those that see all of the k tile need no mask
+Q tiles    those within the band, and with extents only those whose bounds meet the k tile; a q tile that sees all of the k tile
+           needs no mask
 State      FIRST: dk and dv start at 0; else dk_in and dv_in f32, which dk and dv may overwrite in place
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """

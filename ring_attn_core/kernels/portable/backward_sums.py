@@ -60,8 +60,8 @@ def delta(
 def extent_bounds(extents_ptr, rows_ptr, bounds_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Store four numbers of a query tile's extents: the least first, the greatest end, the greatest first, the least end.
 
-    An empty extent counts as first = NOTHING_BEGINS, end = 0: the first two numbers ignore it, and by the last two there is no
-    key that all queries see.
+    An empty extent counts as first = NOTHING_BEGINS, end = 0. So the first two numbers ignore it, and the last two say that no
+    key is seen by all queries.
     """
     q_slot = S // Q_RUNS
     tiles = tl.cdiv(q_slot, BLOCK_Q)

@@ -192,7 +192,7 @@ def decode(
 
 @triton.jit
 def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sizes: tl.constexpr):
-    """Load the tile [BLOCK_K, COLUMNS] of k or v from ``slot``, counted over all batch rows, on; slots not in ``read`` are 0."""
+    """Load the tile [BLOCK_K, COLUMNS] of k or v that begins at ``slot`` (over all batch rows); slots not in ``read`` are 0."""
     j = tl.arange(0, sizes.BLOCK_K)
     column = tl.arange(0, COLUMNS)
     at = source + (slot * sizes.G + group) * WIDTH + j[:, None] * (sizes.G * WIDTH) + column[None, :]
@@ -209,7 +209,7 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_half(q_tile):
-    """Divide each row of a query tile by a power of two, to a maximum of 1 to 2.
+    """Divide each row of a query tile by a power of two, so that its largest magnitude is from 1 to 2.
 
     Return the tile in float16 and the powers in f32.
     """
@@ -248,7 +248,7 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return the begin of the visible slots, or without FORWARD their end, to the granularity of SCAN slots."""
+    """Return the first visible slot of first .. last - 1, or without FORWARD the end of the visible ones, in steps of SCAN."""
     at = first if FORWARD else last
     unseen = first < last
     while unseen:

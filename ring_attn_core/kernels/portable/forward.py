@@ -198,7 +198,7 @@ def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASK
     p = tl.exp2(s * factor - shift[:, None])
     decay = tl.exp2(m - shift)
     l = l * decay + tl.sum(p, 1)
-    # The mask does not depend on the scores, but before the product its bools would be packed until here, by 250 instructions.
+    # The dropout mask does not depend on the scores, but if drawn before the product, its bools are packed by 250 instructions.
     if args.dropout is not None:
         p = tl.where(kept_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False), p, 0.0)
     v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)

@@ -187,7 +187,10 @@ def dropout_streams(batch: int, heads: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds one shard of keys to ``dq``, which overwrites ``dq_in`` if it stays in float32."""
+    """Return the launch that adds the gradient from one shard of keys to ``dq``.
+
+    ``dq`` overwrites ``dq_in`` if it stays in float32.
+    """
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
     if not first and out.dtype == "float32":
@@ -244,7 +247,7 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """Return the arrays q, and dout, in query tiles, and k and v in key tiles, as pointers or TMA descriptors.
+    """Return q (and dout) in query tiles and k and v in key tiles, each as a pointer or a TMA descriptor.
 
     ``own``: "q" or "kv", the arrays of which a program loads a single tile.
     """
@@ -269,7 +272,7 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
 
 
 def of_decode(call: DecodeCall) -> Iterator[Launch]:
-    """Yield the launches of decoding, alone and on one of several ranks."""
+    """Yield every launch that decoding may need, on a single rank or on several."""
     yield decode(call)
     for of_ranks in (None, 2):
         for final in (True, False):
@@ -324,7 +327,7 @@ def decode(call: DecodeCall) -> Launch:
 def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
     """Return the launch that merges ``pairs`` [s, b, n, h, e + 1] of all splits, or of ``ranks`` ranks.
 
-    ``final``: outputs ``out`` [b n h e] in q's dtype and ``lse`` [b n h], the sinks merged in; else one pair, ``merged``.
+    ``final``: outputs ``out`` [b n h e] in q's dtype and ``lse`` [b n h], the sinks merged in; else one output, ``merged``.
     """
     b, n, h, e = call.batch, call.queries, call.heads, call.v_dim
     arguments = {

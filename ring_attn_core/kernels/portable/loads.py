@@ -53,8 +53,8 @@ def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constex
     """Load the tile that a program keeps for all its steps; with TMA from an array [batch * tokens, columns].
 
     The descriptor has two dimensions, because only then Triton (3.6, 3.7) leaves the tile in shared memory, where a product can
-    read it. In registers the tile takes 32 per thread, and the loops spill. Rows behind the limit may hold the next batch row's
-    tokens.
+    read it. In registers the tile would take 32 of each thread, and the loops would spill. Rows behind the limit may hold the
+    next batch row's tokens.
     """
     if columns.TMA:
         tile = source.load([batch * tokens + token, head * columns.STRIDE + columns.COLUMN])
