@@ -1,4 +1,4 @@
-"""A batch of token ids as one rank's shard."""
+"""Sharding of a global batch of token ids, with labels, positions, extents and key mask."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The result of ``shard_batch``; each array is in layout order along dimension 1."""
+    """The shard that ``shard_batch`` returns. Each array is in layout order along dimension 1."""
 
     ids: jax.Array
-    """Token ids, int [batch, tokens]; 0 in padded slots."""
+    """int [batch, tokens]: token ids, 0 in padded slots."""
     labels: jax.Array
-    """The label of each token, int [batch, tokens]; ``ignore_index`` for a token without a label and in padded slots."""
+    """int [batch, tokens]: the target of each token; ``ignore_index`` without a target and in padded slots."""
     positions: jax.Array
-    """Positions for rotary embeddings, int32 [batch, tokens]; global, or counted from the first token of the document."""
+    """int32 [batch, tokens]: positions for rotary embeddings, global or counted from the first token of the document."""
     extents: jax.Array | None
-    """Extent of each query (its document), int32 [batch, tokens, 2]; [0, 0) in padded slots. None without documents."""
+    """int32 [batch, tokens, 2]: start and end of each query's document; [0, 0) in padded slots. None without documents."""
     key_mask: jax.Array | None
-    """Keys that may be attended, bool [batch, tokens]; False in padded slots. None if no mask was passed."""
+    """bool [batch, tokens]: True if the key may be attended; False in padded slots. None if no mask was passed."""
     length: int
-    """Global number of tokens without padding, for ``ring_attention(..., length=length)``."""
+    """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: jax.Array | None = None
-    """int32 [batch, tokens, 2]: the queries that may see each key of a prefix tree; [0, 0) in padded slots. None without one."""
+    """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
 
 
 def shard_batch(
@@ -52,16 +52,16 @@ def shard_batch(
 ) -> Shard:
     """Return the shard of ``rank`` of token ids [batch, length], or all shards in layout order if ``rank`` is None.
 
-    ``labels`` [batch, length]: the label of each token. None: the next token of the same document, found *before* sharding, so
-    that the label of a shard's last token is right. ``documents`` [batch, length]: the document of each token, as
+    ``labels`` [batch, length]: the target of each token. None: the next token of the same document, taken *before* sharding, so
+    that the label of a shard's last token is correct. ``documents`` [batch, length]: the document of each token, as
     :func:`document_extents` takes it. ``tree``: (parents, lengths) of prefix trees, as :func:`tree_extents` takes them; a label
     then stays within its segment, and positions count along the path. ``key_mask`` [batch, length]: True if a key may be
     attended.
 
     A token is padding if its document is negative or its key_mask False: it has no label, even if one was passed, and it is not
-    the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in
-    each document; tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens],
-    since rows may differ, while :func:`positions` returns [tokens].
+    the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in each
+    document; tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
+    may differ, while :func:`positions` returns [tokens].
 
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
@@ -124,5 +124,5 @@ def _boolean(key_mask: Any) -> jax.Array:
 
 
 def _next(x: jax.Array, last: int) -> jax.Array:
-    """Return the successor of each token of ``x`` [batch, length] along the row; ``last`` follows the final token."""
+    """Return the successor of each token of ``x`` [batch, length], and ``last`` for the last token."""
     return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], last)], 1)

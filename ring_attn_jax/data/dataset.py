@@ -1,4 +1,4 @@
-"""Text or token arrays in a folder as one rank's shards."""
+"""A dataset that reads a folder of texts or token arrays as one rank's shards."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from .batch import Shard
 class SequenceShardedDataset:
     """A folder of files as batches of packed documents: an iterable of :class:`Shard`, one rank's part of each batch.
 
-    A file is a document. Documents are concatenated and cut every ``length`` tokens; each span of a document attends only to
-    itself (``extents``). Shards equal those of ``shard_batch(ids, layout, ranks, rank, documents=...)`` on global batches: labels
-    are shifted before the sharding, and the last token of a span has none. A rank reads only its own tokens, plus one more at the
-    end of each of its runs; for ``"striped"`` shards, whose next tokens all lie on other ranks, twice its own.
+    Each file is a document. Documents are concatenated and cut into packed rows of ``length`` tokens; each span of a document
+    within a row attends only to itself (``extents``). A shard is what ``shard_batch(ids, layout, ranks, rank, documents=...)``
+    makes of the global batch: labels are shifted before sharding, and the last token of a span has none. But a rank reads only
+    its own tokens, plus one more at the end of each of its runs. With ``"striped"`` it reads twice its own, since all its next
+    tokens lie on other ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, which the layout must cut equally. ``rank``: None for all shards side by side.
-    ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take different
-    rows, and the index of this one. ``shuffle``: order documents and rows by (seed, epoch). ``epochs``: None for no end.
-    ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: a glob of
-    pathlib that selects files; hidden files are never read. ``tokenizer``: a tokenizer.json of the package tokenizers. ``end``:
-    an id to put after each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts, by default
-    ``.ring-attn`` in ``folder``; the first process to need them writes them, once. ``restart_positions``, ``ignore_index``: as in
-    ``shard_batch``.
+    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards side by
+    side. ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take
+    different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: their number;
+    None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``:
+    the files to read, as a glob of pathlib; hidden files are never read. ``tokenizer``: a tokenizer.json of the package
+    tokenizers. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of
+    texts, ``.ring-attn`` in ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``:
+    as in ``shard_batch``.
 
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
-    passed to ``resume``, by default at the beginning.
+    passed to ``resume``, or else at the beginning.
 
     The content of a batch follows from data, seed and batch number, not from ranks, layout or workers, so a run may be resumed
-    with others.
+    with other ones.
 
-    Raise ValueError if arguments do not fit, if data are neither text nor ids, if a file is empty, vanished or changed, or if
-    there is less data than a batch.
+    Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
+    there is less data than one batch.
     """
 
     def __init__(
@@ -111,31 +112,31 @@ class SequenceShardedDataset:
 
     @property
     def batches(self) -> int:
-        """Number of batches in an epoch."""
+        """Return the number of batches per epoch."""
         return self._batches.index.batches
 
     @property
     def vocab(self) -> int | None:
-        """One more than the largest id; None for token arrays."""
+        """Return one more than the largest id, or None for token arrays."""
         return self._batches.vocab
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes of tokens that this process has read."""
+        """Return the number of bytes of tokens that this process has read."""
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run as JSON: after the batches that the latest iteration gave, or after ``batches`` of them.
+        """Return as JSON the state of the run after ``batches`` batches, by default those that the latest iteration has yielded.
 
-        ``batches`` counts from the very beginning, over epochs and resumptions. Raise ValueError if it exceeds the number of
-        batches.
+        ``batches`` counts from the very beginning, over epochs and resumptions. Raise ValueError if it exceeds the batches of the
+        run.
         """
         return self._batches.state(batches)
 
     def resume(self, state: str | Mapping[str, object]) -> None:
-        """Begin each later iteration at ``state``, a result of :meth:`state`, as text or parsed by json.loads.
+        """Begin every later iteration at ``state``, the result of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or belongs to other data, length, batch size, seed, ``shuffle`` or ``last``.
+        Raise ValueError if it is not a state, or has other data, length, rows per batch, seed, ``shuffle`` or ``last``.
         """
         self._batches.resume(state)
 

@@ -1,12 +1,12 @@
-"""Extents: one interval of visible key positions for each query, for masks that a band cannot express.
+"""Extents: one interval of visible key positions per query, for masks that a band cannot express.
 
-Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens before 3 causal tokens:
+Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens, then 3 causal ones:
 
     ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Both are of global sequences; ``to_layout(extents, layout, ranks)`` shards them, and its padding [0, 0) sees nothing.
+Both are of global sequences; ``to_layout(extents, layout, ranks)`` shards them and pads with [0, 0), which sees no key.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def document_extents(
     cu_seqlens: Int[Array, " ends"] | None = None,
     length: int | None = None,
 ) -> Int[Array, "rows length 2"]:
-    """Return the first and end (exclusive) position of each token's document in packed sequences, int32 [batch, length, 2].
+    """Return the extents of packed documents: first and end (exclusive) position of each token's document.
 
-    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. Negative: a padding token, before,
-    between or after documents, never inside one; its extent is [0, 0), and no token sees it.
+    The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    Or ``cu_seqlens`` int [documents + 1], 0 and then the end of each document -> [1, length, 2]. ``length``: number of positions,
-    by default the last entry (required under jit); tokens beyond the last entry are padding.
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, which may lie
+    before, between or after documents but not inside one; its extent is [0, 0), and no query sees it.
 
-    Raise ValueError if shapes, dtypes or values break these rules. Traced values cannot be checked: under jit the result for
-    wrong ones is undefined.
+    ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
+    positions, by default the last entry (required under jit); tokens beyond the last entry are padding.
+
+    Raise ValueError if shapes, dtypes or values break these rules. Traced values are not checked: under jit the result for
+    invalid ones is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -54,10 +56,11 @@ def document_extents(
 
 
 def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array, "rows length 2"]:
-    """Return the extents of a prefix LM, int32 [batch, length, 2] for ``mask=full()``: token p sees [0, max(prefix, p + 1)).
+    """Return the extents of a prefix-LM, to be used with ``mask=full()``: token p sees [0, max(prefix, p + 1)).
 
-    ``prefix``: number of first tokens that each token may see, an int (then batch is 1) or int [batch]; ``length``: the length of
-    the sequences without padding. Raise ValueError unless 0 <= prefix <= length; a traced prefix cannot be checked.
+    The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of first tokens that all
+    queries see, an int or int [batch]; ``length``: the true length of the sequences. Raise ValueError unless
+    0 <= prefix <= length; a traced prefix is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -69,8 +72,9 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
 
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
-    """Return ``x`` as int32 or int64. Raise ValueError unless it holds integers that fit, with one dimension per name in
-    ``dims``.
+    """Return ``x`` as int32 or int64.
+
+    Raise ValueError unless it holds integers that fit, with one dimension for each name in ``dims``.
     """
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
@@ -84,7 +88,7 @@ def integers(name: str, x: Any, *dims: str) -> jax.Array:
 
 
 def converted(name: str, x: Any) -> jax.Array:
-    """Return ``x`` as an array. Raise ValueError if it cannot be one."""
+    """Return ``x`` as an array. Raise ValueError if it cannot be converted."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
@@ -92,13 +96,14 @@ def converted(name: str, x: Any) -> jax.Array:
 
 
 def on_host(x: Any) -> np.ndarray | None:
-    """Return the values of ``x``; None if this process cannot read them: traced, or partly on other processes."""
+    """Return the values of ``x``, or None if ``x`` is traced or partly on devices of other processes."""
     return None if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) else np.asarray(x)
 
 
 def whole(x: jax.Array, dim: int) -> jax.Array:
-    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards it: a permutation along ``dim`` could not keep
-    that sharding.
+    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards it there.
+
+    A permutation along ``dim`` could not keep that sharding.
     """
     x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding

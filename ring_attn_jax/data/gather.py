@@ -1,4 +1,4 @@
-"""All-gather of shards into global sequences, all tokens or one of them: the counterpart of ``shard_batch``."""
+"""All-gather of shards into global sequences, of all tokens or of one per row: the counterpart of ``shard_batch``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .layout import from_layout, positions
 
 
 def gather(x: jax.Array, *, axis_name: str = "seq", layout: str = "zigzag", length: int | None = None) -> jax.Array:
-    """All-gather the ranks' shards [batch, tokens, ...] into the global array [batch, length, ...] in natural order.
+    """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
     Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``length``: the
-    global number of tokens without padding; None: all tokens that the shards hold.
+    true global number of tokens; None: all that the shards hold.
 
-    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens. JAX knows that the result
-    is the same on all ranks: anything that all ranks compute alike from it, and return under ``out_specs=P()``, is counted once,
-    as on one device. Inside ``shard_map(check_vma=False)`` it does not know, and the gradient is that of one device times the
-    number of ranks.
+    Differentiable: the gradient of a shard is the sum, over all ranks, of the cotangents of its tokens. JAX knows that the result
+    is the same on all ranks: a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one
+    device. Inside ``shard_map(check_vma=False)`` JAX does not know, and the gradient is that of one device times the number of
+    ranks.
 
     Raise ValueError if ``x`` is not a shard of such a sequence, or outside a shard_map over the axis.
     """
@@ -46,13 +46,13 @@ def gather_token(
     layout: str = "zigzag",
     length: int | None = None,
 ) -> jax.Array:
-    """Return one token of each row of the shards [batch, tokens, ...], as [batch, ...] on each rank.
+    """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: its global position, from the end if negative, -1 for the last token; or integers [batch], one per row, counted
-    from 0; if no rank holds the position, the result is 0. Only this one token travels. The logits of the last token:
-    ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token, counted from the end if negative, -1 for the last token; or nonnegative
+    integers [batch], one per row, with result 0 for a position that no rank holds. Only this one token travels. For example, the
+    logits of the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``axis_name``, ``length``, the gradient, and the errors: as in :func:`gather`.
+    ``axis_name``, ``length``, gradient and errors: as in :func:`gather`.
     """
     ranks = _ranks("gather_token", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)

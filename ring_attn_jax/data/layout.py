@@ -1,4 +1,4 @@
-"""Permutation of global arrays into shard order and back, and the positions of a rank's tokens."""
+"""Permutation of global arrays into layout order and back, and the position of each token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``; they are padded at the end with ``pad_value`` to the smallest number that
-    the layout can cut equally. Raise ValueError if the layout is unknown, or ``x``, ``dim`` or ``ranks`` does not fit.
+    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the least number that
+    the layout can cut equally. Raise ValueError if the layout is unknown, or if ``x``, ``dim`` or ``ranks`` is invalid.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
-    length: put the whole longer array into the layout again.
+    length: call ``to_layout`` again on the whole longer array.
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     check_number("pad_value", pad_value)
@@ -35,10 +35,9 @@ def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: An
 
 
 def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1) -> jax.Array:
-    """Invert :func:`to_layout`: return the shards' tokens in natural order, with the padding cut off at ``length``.
+    """Invert :func:`to_layout`: return the tokens in natural order, with padding cut off at ``length``.
 
-    Raise ValueError if ``x`` does not have the length that ``to_layout`` makes of ``length`` tokens, or for the reasons of
-    ``to_layout``.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     order = _order(layout, ranks, length)
@@ -51,11 +50,11 @@ def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1
 
 
 def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
-    """Return the global position of each token of a rank, int32 [seq_local], in shard order; padding has positions >= length.
+    """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
-    One dimension, the same for all batch rows; the positions of ``shard_batch`` are [batch, seq_local]. They follow from the
-    layout and ``length``: with another length, the tokens of a zigzag or contiguous shard have other positions, and only a
-    striped shard without padding may be continued by new tokens (see :func:`to_layout`).
+    Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are
+    [batch, seq_local]. They follow from the layout and ``length``: with another length the tokens of a zigzag or contiguous shard
+    have other positions, and only a striped shard without padding may be continued by new tokens (see :func:`to_layout`).
 
     ``rank`` may be traced (``lax.axis_index``). Raise ValueError if an int is not a rank of the ring.
     """
@@ -68,6 +67,6 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> In
 
 
 def _order(layout: str, ranks: int, length: int) -> jax.Array:
-    """Return the natural position of each token of the padded array in layout order."""
+    """Return the position of each token of the padded array, in layout order."""
     check_ranks(ranks)
     return jnp.concatenate([positions(layout, ranks, length, rank) for rank in range(ranks)])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Row = Sequence[int]
 
 ARRAYS = "ids", "labels", "label_weights", "positions", "predictors"
-"""The fields of Rollouts that are arrays, and leaves if it is an argument of a jitted function."""
+"""The fields of Rollouts that are arrays, and thus leaves of the pytree."""
 
 jax.tree_util.register_dataclass(Rollouts, ARRAYS, ("counts", "parents", "lengths"))
 
@@ -59,12 +59,13 @@ def pack_rollouts(
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
     token, of any sign; None: 1. The first token of a rollout is not predicted, and its entries do not matter.
 
-    The sum over all slots of ``label_weights`` times the cross-entropy of ``labels`` is the sum over all rollouts alone. A label
-    is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not shift them again.
+    Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
+    one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
+    shift them again.
 
-    ``length``: the largest number of tokens of a row; a tree that does not fit is cut between rollouts and repeats their prefix
-    in the next row. None: one row. ids and labels are int32; ``saved_tokens`` says how many are not computed. Only arrays of the
-    result are leaves of a pytree: a jitted function that takes it is compiled anew for other trees.
+    ``length``: the largest number of tokens of a row; a tree that does not fit is split between two rollouts, and the next row
+    repeats the prefix that they share. None: one row. ids and labels are int32; ``saved_tokens`` says how many are not computed.
+    The result is a pytree whose leaves are its arrays, so a jitted function that takes it is compiled anew for each other tree.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -76,18 +77,19 @@ def pack_rollouts(
 def unpack_rollouts(
     values: jax.Array, rollouts: Rollouts, *, axis_name: str = "seq", layout: str | None = None
 ) -> list[jax.Array]:
-    """Return for each rollout the values [tokens - 1] at the slots that predict its tokens 1 to the end, on every rank.
+    """Return for each rollout, on every rank, the values [tokens - 1] at the slots that predict its tokens after the first.
 
     ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
-    rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. A value is that of the token, also if a rollout's own loss
-    mask leaves it out.
+    rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: a token that a rollout masks
+    has its value too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of it, without a sum over ranks, since JAX knows that the result is the same on all ranks: a loss
-    that all compute alike from it counts once, as on one device. Under ``check_vma=False`` JAX does not know, and the derivative
-    is refused.
+    that every rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not know, so this function
+    has no derivative there.
 
-    Raise ValueError in that case, if ``values`` do not have the shape of the rollouts, or with ``layout`` outside a shard_map.
+    Raise ValueError if it is differentiated there, if ``values`` do not have the shape of the rollouts, or with ``layout``
+    outside a shard_map.
     """
     if not hasattr(values, "shape") or not hasattr(values, "dtype"):
         raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")

@@ -28,13 +28,13 @@ class Shard(NamedTuple):
     positions: Tensor
     """int32 [batch, tokens]: positions for rotary embeddings, global or counted from the first token of the document."""
     extents: Tensor | None
-    """int32 [batch, tokens, 2]: the document of each query; [0, 0) in padded slots. None without documents."""
+    """int32 [batch, tokens, 2]: start and end of each query's document; [0, 0) in padded slots. None without documents."""
     key_mask: Tensor | None
     """bool [batch, tokens]: True if the key may be attended; False in padded slots. None if no mask was passed."""
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: Tensor | None = None
-    """int32 [batch, tokens, 2]: the queries that may see each key of a prefix tree; [0, 0) in padded slots. None without one."""
+    """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
 
 
 def shard_batch(
@@ -50,7 +50,7 @@ def shard_batch(
     ignore_index: int = -100,
     restart_positions: bool = False,
 ) -> Shard:
-    """Shard token ids [batch, length] of global sequences for ``rank``; None: return all shards in layout order.
+    """Return the shard of ``rank`` of token ids [batch, length], or all shards in layout order if ``rank`` is None.
 
     ``labels`` [batch, length]: the target of each token. None: the next token of the same document, taken *before* sharding, so
     that the label of a shard's last token is correct. ``documents`` [batch, length]: the document of each token, as
@@ -66,8 +66,8 @@ def shard_batch(
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
 
-    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents come with a
-    tree, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
+    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents come with a tree,
+    or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
     """
     if rank is not None:
         check_rank(rank, ranks)

@@ -26,14 +26,15 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or ``.npy`` arrays of token ids, integers [tokens].
     ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards side by
     side. ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take
-    different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: None for no
-    end. ``last``: "drop" the tokens that fill no batch, or "pad" them (no labels, extents [0, 0)). ``pattern``: the files to
-    read, as a glob of pathlib; hidden files are never read. ``tokenizer``: a tokenizer.json of the package tokenizers. ``end``:
-    an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts, ``.ring-attn`` in
-    ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``: as in ``shard_batch``.
+    different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: their number;
+    None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``:
+    the files to read, as a glob of pathlib; hidden files are never read. ``tokenizer``: a tokenizer.json of the package
+    tokenizers. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of
+    texts, ``.ring-attn`` in ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``:
+    as in ``shard_batch``.
 
-    Pass it to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches in the
-    same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
+    Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
+    in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
 
     The content of a batch follows from data, seed and batch number, not from ranks, layout or workers, so a run may be resumed
     with other ones.
@@ -116,11 +117,11 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run as JSON: after the batches that the latest iteration gave, or after ``batches`` of them.
+        """Return as JSON the state of the run after ``batches`` batches, by default those that the latest iteration has yielded.
 
-        ``batches`` counts from the very beginning, over epochs and resumptions. Workers of a DataLoader read ahead, so that only
-        the training loop knows how many batches it took. Raise ValueError if workers have read and ``batches`` is missing, or if
-        it exceeds the batches of the run.
+        ``batches`` counts from the very beginning, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
+        training loop knows how many batches it took. Raise ValueError if workers have read and ``batches`` is missing, or if it
+        exceeds the batches of the run.
         """
         if batches is None and self._elsewhere.item():
             raise ValueError(

@@ -34,8 +34,8 @@ def document_extents(
 
     The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, before, between
-    or after documents but never inside one; it sees no key and is seen by no query, [0, 0).
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, which may lie
+    before, between or after documents but not inside one; its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the last entry (required under torch.compile); tokens beyond the last entry are padding.

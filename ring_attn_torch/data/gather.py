@@ -28,9 +28,9 @@ def gather(
 
     ``group``: the ring; None is the default group. ``length``: the true global number of tokens; None: all that the shards hold.
 
-    Differentiable: the gradient of a shard is the sum over the ranks of their cotangents of its tokens, in float32. If all ranks
-    compute the same from the global array and each calls ``backward`` on its own loss, that gradient is ``ranks`` times the one
-    of a single device: divide by ``ranks``. ``loss(..., group=group)`` of the global array does so already.
+    Differentiable: the gradient of a shard is the sum, over all ranks, of the cotangents of its tokens, in float32. So if every
+    rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of a single
+    device: divide by ``ranks``. ``loss(..., group=group)`` of a global array does so already.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of such a sequence, or if
     ranks have shards of different shapes or pass different arguments; this comparison is made at the first such call.

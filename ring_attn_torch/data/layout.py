@@ -36,7 +36,7 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
 def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -> Tensor:
     """Invert :func:`to_layout`: return the tokens in natural order, with padding cut off at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or as ``to_layout`` does.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
@@ -63,6 +63,6 @@ def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " 
 
 
 def _order(layout: str, ranks: int, length: int) -> Tensor:
-    """Return the natural position of each token of the padded array, in layout order."""
+    """Return the position of each token of the padded array, in layout order."""
     check_ranks(ranks)
     return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])

@@ -55,11 +55,13 @@ def pack_rollouts(
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
     token, of any sign; None: 1. The first token of a rollout is not predicted, and its entries do not matter.
 
-    The sum over all slots of ``label_weights`` times the cross-entropy of ``labels`` is the sum over all rollouts alone. A label
-    is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not shift them again.
+    Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
+    one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
+    shift them again.
 
-    ``length``: the largest number of tokens of a row; a tree that does not fit is cut between rollouts and repeats their prefix
-    in the next row. None: one row. ids and labels are int64 on the CPU; ``saved_tokens`` says how many are not computed.
+    ``length``: the largest number of tokens of a row; a tree that does not fit is split between two rollouts, and the next row
+    repeats the prefix that they share. None: one row. ids and labels are int64 on the CPU; ``saved_tokens`` says how many are not
+    computed.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -77,11 +79,11 @@ def unpack_rollouts(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str | None = None,
 ) -> list[Tensor]:
-    """Return for each rollout the values [tokens - 1] at the slots that predict its tokens 1 to the end, on every rank.
+    """Return for each rollout, on every rank, the values [tokens - 1] at the slots that predict its tokens after the first.
 
     ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
-    rank's shard of them. ``group``: the ring that holds the shards; None is the default group. A value is that of the token, also
-    if a rollout's own loss mask leaves it out.
+    rank's shard of them. ``group``: the ring that holds the shards; None is the default group. Loss masks are not applied: a
+    token that a rollout masks has its value too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of it, without a sum over ranks. So if every rank computes the same loss from all rollouts, the sum
@@ -110,7 +112,7 @@ def unpack_rollouts(
 
 
 class _GatherAlike(AllGather):
-    """An all-gather for ranks that all compute the same from its result: the gradient is this rank's slice of the cotangent."""
+    """An all-gather for ranks that all compute the same from its result: a shard's gradient is its slice of the cotangent."""
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
