@@ -1,4 +1,4 @@
-"""JAX's own checks of arrays and axes: inside shard_map or not, and the mesh axes over which a value varies."""
+"""Checks of arrays and mesh axes that only JAX needs: whether a call is inside shard_map, and over which axes a value varies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
 
 
 def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
-    """Return the checkable facts of the optional arrays that were passed. Raise ValueError if one is not an array."""
+    """Return name, shape and dtype of the optional arrays that were passed. Raise ValueError if one is not an array."""
     given = {name: x for name, x in arrays.items() if x is not None}
     for name, x in given.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -72,10 +72,10 @@ def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
 
 
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
-    """Return the arrays, each varying over ``axes`` and each mesh axis that any of them varies over.
+    """Mark all arrays as varying over ``axes`` and over each mesh axis that any of them varies over.
 
-    Done before the custom_vjp, so that the gradient of an array that is replicated over an axis is summed over it. A no-op under
-    ``check_vma=False``.
+    Call this before the custom_vjp, so that JAX sums the gradient of an array over an axis over which it was replicated. Without
+    effect under ``check_vma=False``.
     """
     union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
     vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x
@@ -95,7 +95,7 @@ def checks_are_off(axis_name: str) -> bool:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_derivative(call: str, x: jax.Array) -> jax.Array:
-    """Return ``x``. Raise ValueError if JAX derives it: ``call`` has no derivative inside shard_map(check_vma=False)."""
+    """Return ``x``. Raise ValueError if JAX differentiates it: ``call`` has no derivative inside shard_map(check_vma=False)."""
     return x
 
 

@@ -64,10 +64,10 @@ def sharded_ring_attention(
 
     Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
-    go over ``head_axis`` too, except a single one (multi-query), which each member holds. All mesh axes are manual inside, so
-    nothing is gathered. Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2] and key_mask
-    [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each shard's
-    offsets are filled in, and dropout_offset is added to them.
+    are sharded over ``head_axis`` too, but a single one (multi-query) is replicated. All mesh axes are manual inside, so nothing
+    is gathered. Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2] and key_mask
+    [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each shard gets
+    the global index of its first batch row and head as its offset, and dropout_offset is added.
 
     Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
     before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis that the
@@ -182,7 +182,7 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
 
 
 def _check_extents(extents: Any, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if values are wrong that this process can read: not inside jit, nor those of other hosts."""
+    """Raise ValueError if an extent is wrong. Values that this process cannot read, inside jit or of other hosts, pass."""
     values = on_host(jnp.asarray(extents))
     if values is None:
         return
@@ -193,7 +193,7 @@ def _check_extents(extents: Any, keys: int, options: Options, where: ShardedAxes
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x`` on the devices of the mesh, with its Explicit axes sharded as ``spec``; copy it if it lies on others.
+    """Return ``x``, copied to the mesh if it lies on other devices, and sharded as ``spec`` over the Explicit axes.
 
     Inside jit the devices of an array are unknown, and JAX refuses an array on devices outside the mesh.
     """

@@ -1,4 +1,4 @@
-"""The ring loop: keys and values go round, each rank merges those that it may see, and gradients return to their owner.
+"""The ring loop: keys and values go round, each rank attends to those that it may see, and gradients return to their owner.
 
 The text equals that of the other package's loop.py, up to the names of the ring and of an array.
 """
@@ -32,8 +32,8 @@ def backward(
 ) -> tuple[jax.Array, Gradients, jax.Array | None]:
     """Return dq [b s h d], dkv [b t g d+e] or (dk, dv), and the gradient of the sinks [h].
 
-    ``total``: (out [b s h e], lse [b s h]) of the forward pass; ``dtotal``: their cotangents. The gradients are those of this
-    rank's own shards, in float32, or in q's dtype if no other rank adds to them. That of the sinks is the part of this rank's
+    ``total``: (out [b s h e], lse [b s h]) of the forward pass; ``dtotal``: their cotangents. dq and dkv are those of this rank's
+    own shards, in float32, or in q's dtype if no other rank adds to them. The gradient of the sinks is the part from this rank's
     queries, or None without sinks.
     """
     of_q = dq = None

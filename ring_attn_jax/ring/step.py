@@ -1,4 +1,4 @@
-"""The interface between the loop and a strategy: a ring of ranks, and a step with the keys to compute on."""
+"""The interface between the ring loop and a strategy: the ring, and the steps that a strategy yields."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """The ranks that share a sequence: their plan, their mesh axis, and the strategy by which keys travel between them."""
+    """A ring of ranks: its plan, its mesh axis and the strategy by which keys travel."""
 
     plan: RingPlan
     axis: str
     strategy: str = "ring"
-    """A name in ``strategies.STRATEGIES``."""
+    """A name in the table of ``strategies``."""
 
 
 class Step(Protocol):
-    """One step of a strategy: the keys to compute on now. The next keys may already be in transit."""
+    """One step of a strategy: the keys to compute on now. The next keys may already be in flight."""
 
     keys: Keys
     rows: jax.Array
@@ -32,17 +32,20 @@ class Step(Protocol):
     last: bool
 
     def settle(self, state: T) -> T:
-        """Return ``state`` once the next step may begin."""
+        """Return ``state``. The next step must not begin before it is computed."""
         ...
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` from the ranks that they have passed; None at the first step."""
+        """Return the gradients of ``keys`` summed over the ranks that they have passed, or None at the first step."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``: the sum of the received gradients and this rank's part."""
+        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``.
+
+        ``dkv``: the gradients of ``keys`` that arrived, plus this rank's part.
+        """
         ...
 
     def home(self) -> Gradients:
-        """Return, after the last step, the gradients of this rank's own keys, summed over the ranks that saw them."""
+        """Return the gradients of this rank's own keys, summed over all ranks; call it after the last step."""
         ...

@@ -115,7 +115,7 @@ def agree(problem: Problem | AgreedCall, group: Group, error: Exception | None =
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, and return once every rank of ``group`` has done so at the same call; else raise as ``agree`` does.
 
-    A call that every rank has made before is not compared, unless it is ``each_time``. Under torch.compile none is.
+    A call that every rank has made before is not compared again, unless it is ``each_time``. Under torch.compile no call is.
     """
     error = None
     try:
@@ -136,7 +136,7 @@ def agreed(problem: Problem, group: Group) -> bool:
 
 
 def refuse(error: Exception, group: Group, device: str) -> None:
-    """Report an ``error`` that occurred before a problem existed to the other ranks, and raise what all of them raise."""
+    """Report to the other ranks an ``error`` that occurred before there was a problem, and raise what all ranks raise."""
     agree(_UnknownProblem(device), group, error)  # type: ignore[arg-type]
 
 
@@ -144,15 +144,15 @@ def refuse(error: Exception, group: Group, device: str) -> None:
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
     """Compare every call of ``ring_attention`` between the ranks of the group, inside a ``with``.
 
-    Use it to find a call that differs. By default ranks compare a problem only the first time they run it. Different calls, each
-    of which its rank has run before, are not detected: another mask gives wrong numbers, a skipped call shifts all later ones,
-    and shards of other sizes hang or end a gloo process. Inside the ``with`` all ranks raise the same ValueError, which names the
+    Use it to find a call that differs. By default ranks compare a problem only the first time they run it, so they do not notice
+    when each repeats a different earlier call: another mask gives wrong numbers, a skipped call shifts all later ones, and shards
+    of other sizes hang or end a gloo process. Inside the ``with`` all ranks raise the same ValueError, which names the
     difference, before anything is sent; a rank that makes fewer calls is found when it leaves.
 
     Every rank of the group must enter. Raise RuntimeError after the group's timeout if one does not, or does not reach a call.
 
-    It costs one exchange through the group's store per call: 4 ms (at best 1.1) between 4 gloo ranks on a busy CPU of 2 cores,
-    on which a barrier takes 3 ms. Calls outside of it pay nothing. Backward passes are not compared.
+    It costs one exchange through the group's store per call: 4 ms (at best 1.1) between 4 gloo ranks on a busy CPU of 2 cores, on
+    which a barrier takes 3 ms. Calls outside of it pay nothing. Backward passes are not compared.
     """
     ring = group_of(group_name(group))
     if ring is None or ranks_of(ring) == 1:

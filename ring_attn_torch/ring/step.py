@@ -30,19 +30,22 @@ class Step(Protocol):
 
     keys: Keys
     rows: Rows
-    """The rows of ``keys`` that this rank may see, by pairs of runs."""
+    """A ``Row`` for each pair of runs, [q_runs][k_runs]: the part of ``keys`` that this rank may see."""
     last: bool
 
     def settle(self, state: T) -> T:
-        """Return ``state`` once the next step may begin."""
+        """Return ``state``. The next step must not begin before it is computed."""
         ...
 
     def arrived(self) -> Tensor | None:
-        """Return the gradients of ``keys`` from the ranks that they have passed, or None at the first rank."""
+        """Return the gradients of ``keys`` summed over the ranks that they have passed, or None at the first step."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``: those that arrived plus this rank's part."""
+        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``.
+
+        ``dkv``: the gradients of ``keys`` that arrived, plus this rank's part.
+        """
         ...
 
     def home(self) -> Gradients:

@@ -1,6 +1,6 @@
-"""Strategies by name: ``strategy(keys, ring)`` yields a ``Step`` for each shard of keys that this rank sees.
+"""The strategies by which keys travel: ``strategy(keys, ring)`` yields a ``Step`` for every shard of keys that this rank sees.
 
-``ring/step.py`` holds the interface of a ``Step``; CONTRIBUTING.md says how to add a strategy.
+``ring/step.py`` defines ``Step``; CONTRIBUTING.md describes how to add a strategy.
 """
 
 from .ring import circulate

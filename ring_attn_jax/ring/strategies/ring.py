@@ -1,7 +1,7 @@
-"""The ring strategy: keys go round the ring and their gradients go home, one ppermute per hop, overlapped with the compute.
+"""The ring strategy: keys go round the ring by one ppermute per hop, in flight during the compute.
 
-In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, and the gradients of k and v
-with them, up to the rank that owns them. The arrays of the queries (q, out, lse, dout, dq) stay on their rank.
+In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
+of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def circulate(keys: Keys, ring: Ring) -> Iterator[Hop]:
 
 
 class Hop:
-    """A ``Step`` of the ring: the keys that started on ``rank - shift``, which go on to the rank ``hop`` after this one."""
+    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks; they go on to ``rank + hop``."""
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys = keys
@@ -46,32 +46,32 @@ class Hop:
     def settle(self, state: T) -> T:
         """Return ``state``, tied to the next keys by an optimization barrier: XLA may not start the next step before it has both.
 
-        Without the barrier XLA hoists all hops to the front; then memory grows with the number of ranks and nothing overlaps.
+        Without the barrier XLA moves all hops to the front, so that memory grows with the number of ranks and nothing overlaps.
         """
         if not self.last:
             state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
         return state
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` from the ranks that they have passed; None at the first step."""
+        """Return the gradients of ``keys`` summed over the ranks that they have passed; None at the first step."""
         assert not isinstance(self.travelling, tuple), "what travels is packed"
         return self.travelling
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``.
-
-        ``dkv``: the gradients of ``keys`` that arrived, plus this rank's part.
-        """
+        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``."""
         self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own k and v, summed over the ranks that saw them."""
+        """Return the gradients of this rank's own keys, summed over all ranks that saw them."""
         assert self.last and self.travelling is not None
         return self.travelling
 
 
 def rows(ring: Ring, shift: int) -> jax.Array:
-    """Return the rows of this rank at ``shift``, int32 [q_runs, k_runs, fields]: as data, since the rank is traced."""
+    """Return a Row for each pair of runs, int32 [q_runs, k_runs, fields]: this rank's queries, and the keys of rank - ``shift``.
+
+    Rows are arrays here, because the rank is traced.
+    """
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
     k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]

@@ -80,11 +80,11 @@ class Hop:
         return state
 
     def arrived(self) -> Tensor | None:
-        """Wait for the gradients of ``keys`` from the ranks that they have passed. Return them, or None at the first step."""
+        """Wait for the gradients of ``keys`` summed over the ranks that they have passed; None at the first step."""
         return None if self.travelling is None else self.travelling.wait()[0]
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send on the gradients of ``keys``, those that arrived plus this rank's part; after the last step, to their owner."""
+        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``."""
         self.travelling = send((dkv,), self._onward, self._group)
 
     def home(self) -> Gradients:
