@@ -1,4 +1,4 @@
-"""Attention over one block of keys and the exact merge of two results: the parts of a ring, for other algorithms too."""
+"""Attention of one block, and the exact merge of blocks: the building blocks of a ring, for use in other algorithms."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ def attend_block(
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     backend: str = "auto",
 ) -> tuple[Float[Array, "batch queries heads v_dim"], Float[Array, "batch queries heads"]]:
-    """Compute attention of a block of queries over a block of keys of a longer sequence; return a pair for :func:`merge`.
+    """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
     ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
-    in float32 (float64 for float64), both differentiable. A query that sees no key: out 0, lse -inf.
+    in float32 (float64 for float64), both differentiable; :func:`merge` merges such pairs. A query that sees no key has out 0 and
+    lse -inf.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens of a
-    block beyond its run's length are padding. None: from 0 on, all tokens. Start and length may be traced.
+    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
+    beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may be traced.
 
-    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the block ``(0, sink)``: merge it
-    in once.
+    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the pair (out 0, lse ``sink``):
+    merge it once.
 
     Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
@@ -80,17 +81,17 @@ def attend_block(
 
 
 def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
-    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B into the (out, lse) over all; differentiable.
+    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B into the pair over all keys.
 
-    Or merge all pairs of one list, ``merge([a, b, c])``, in their order.
+    ``merge([a, b, c])`` merges a list of pairs in order. Differentiable.
 
-    The result is exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
+    The merge is exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
         lse = log(Z_A + Z_B) = log(exp(lse_A) + exp(lse_B))
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that saw no key, out 0 and lse -inf, has no effect. Raise ValueError if an argument is not such a pair.
+    A side that sees no key, with out 0 and lse -inf, changes nothing. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))

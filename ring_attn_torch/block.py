@@ -56,8 +56,8 @@ def attend_block(
     beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may differ at every call without a
     recompilation.
 
-    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the pair
-    ``(0, sink)``: merge it once.
+    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the pair (out 0, lse ``sink``):
+    merge it once.
 
     Raise ValueError if inputs do not fit. No second derivative.
     """
@@ -153,7 +153,7 @@ torch.library.register_autograd("ring_attn::attend_block_backward", refuse_secon
 
 
 class _Block(NamedTuple):
-    """The arguments of a backend for a block, except the queries, and the backend."""
+    """A backend, and its arguments for a block besides the queries."""
 
     keys: Keys
     rows: Rows

@@ -20,20 +20,20 @@ class Backend(Protocol):
     """The computation of attention over the keys of one shard; hashable, since it is a constant of the traced program."""
 
     apart: ClassVar[bool]
-    """True if k and v may stay two arrays when nothing travels."""
+    """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Return ``total`` (None: no keys yet) with the visible ones of ``keys`` merged in.
+        """Merge attention to the visible keys into ``total``, the (out, lse) so far (None: no keys yet), and return it.
 
-        The state is float32 (float64 for float64); the ``last`` step returns out in q's dtype.
+        The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype.
         """
         ...
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse; called once per backward.
 
-        ``total``: (out, lse). ``dtotal``: (dout, dlse). The returned dout and delta are 0 for queries with lse -inf, which see
-        no key: even a NaN in their cotangents must not reach any key.
+        ``total``: (out, lse); ``dtotal``: (dout, dlse). dout and delta become 0 for queries that see no key, because their
+        cotangents, even NaN, must not reach any key.
         """
         ...
 
@@ -47,17 +47,17 @@ class Backend(Protocol):
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Return ``dq`` (None: nothing yet) with the part of these keys added, and their dkv added to the result of ``arrived``.
+        """Add the gradient from these keys to ``dq`` (None: nothing yet), and their dkv to the result of ``arrived``.
 
-        Both are in the accumulation dtype, or in q's dtype if nothing more will be added.
+        Return both, in q's dtype if nothing more will be added, else in the accumulation dtype.
         """
         ...
 
 
 def sink_gradient(score: Score, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
-    """Return the gradient of the sinks [h], ``-sum_bs exp(sink - lse) delta`` with lse and delta [b s h]; None without sinks.
+    """Return the gradient of the sinks [h], or None without sinks.
 
-    A sink acts as a key whose value is 0.
+    It is ``-sum_bs exp(sink - lse) delta`` over lse and delta [b s h], since a sink is a key whose value is 0.
     """
     if score.sinks is None:
         return None

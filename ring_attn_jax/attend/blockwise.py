@@ -1,4 +1,4 @@
-"""Attention over one shard of keys in plain jnp, tile by tile; runs on CPU and TPU, and is the ground truth at any length.
+"""Attention of given shards in plain jnp, tile by tile: for CPU and TPU, and the ground truth at any length.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
@@ -34,7 +34,7 @@ from .tiles import Pair, Part, accumulation_dtype, dot, valid_queries
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend that computes in plain jnp, tile by tile."""
+    """The backend "blockwise": plain jnp, tile by tile."""
 
     apart: ClassVar[bool] = False
 
@@ -71,7 +71,7 @@ class Blockwise:
 
 
 def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
-    """Return the initial (out, lse) in the accumulation dtype: out 0, lse the sink; without sinks and for padding -inf."""
+    """Return the (out, lse) over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
@@ -83,7 +83,7 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
 
 @jax.jit  # traced once for all steps of a ring
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
-    """Merge the visible ones of ``keys`` into ``total``, the (out, lse) over the keys seen so far."""
+    """Merge attention to the visible keys into ``total``, the (out, lse) over the keys seen so far, and return it."""
     if q.size == 0 or keys.kv.size == 0:
         return total
     part = Part.of(q, keys, rows, score)
@@ -115,12 +115,13 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 def attend_backward(
     of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Add the part of these keys to dq, and return it with dkv of these keys from this rank's queries.
+    """Compute the gradients of q, k and v in one pass over the tiles.
+
+    Return ``dq`` with the gradient of q from these keys added, and dkv: the gradient of ``keys.kv`` from these queries.
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
-
-    Makes one pass over the tiles.
+    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; tanh is that of softcap, 0 without one.
     """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)

@@ -1,7 +1,9 @@
-"""Attention of a few queries over one rank's cache slots, and the merge of such results: (out, lse) as one array [b n h e+1].
+"""Attention of a few queries over the slots of one rank's cache, and the merge of several such results.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
+
+A result is a pair: out and lse packed in one array [b n h e+1].
 
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
 Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
@@ -23,17 +25,17 @@ from .launch import launch
 from .tiles import accumulation_dtype, dot
 
 CHUNK, CONVERTED = 2**24, 1024
-"""Number of scores in a chunk of slots; and number of slots in a chunk if k and v are widened.
+"""Scores in a chunk of slots; and slots in a chunk if k and v are first converted to a wider dtype.
 
-The widened copies then fit in CPU caches.
+Chunks of these sizes fit into CPU caches.
 """
 
 FEW_ROWS = 128
-"""Largest number of queries times heads that is multiplied with the keys of all kv heads at once: see ``_products``."""
+"""Largest number of rows (queries times heads) that one product multiplies with the keys of all kv heads: see ``_products``."""
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a call under their public names; None if not passed."""
+    """The arrays of a call under their public names; None: not passed."""
 
     q: jax.Array
     k: jax.Array
@@ -48,7 +50,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
-    """Return the pairs [splits b n h e+1] of the splits of this rank's slots, computed by the decode kernel."""
+    """Compute the pairs [splits b n h e+1] of this rank's slots by the decode kernel, one pair for each split."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     given = {
         "q": arrays.q,
@@ -68,7 +70,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Return the pair [b n h e+1] merged from the pairs of all splits, or of ``ranks`` ranks if that is not None."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1]."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -76,14 +78,14 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return out in q's dtype and lse, merged from the pairs of all splits, or of ``ranks`` ranks, and the sinks."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks. Return out in q's dtype and lse."""
     given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), given)
     return out, lse
 
 
 def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Merge pairs [s b n h e+1] and the sinks into out and lse, in the dtype of the pairs."""
+    """Merge pairs [s b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]
     top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks)
@@ -101,7 +103,7 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     """Return the pair [b n h e+1] of this rank's slots, computed in plain jnp, one chunk of slots at a time.
 
-    Values in slots that no query sees are replaced by 0 only if the product with them is not finite.
+    Replace the v of slots that no query sees by 0 only if the product with them is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -132,20 +134,20 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
 
 
 def depths(arrays: DecodeArrays) -> jax.Array:
-    """Return the position of each tree node in the sequence that it would continue, behind all its ancestors, int32 [b n]."""
+    """Return int32 [b n]: the position of each tree node in the sequence that it would continue, after all its ancestors."""
     assert arrays.tree_mask is not None
     return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
 
 
 class _Visibility(NamedTuple):
-    """The visibility mask, bool [b n slots], and the lags, int32 [b n slots]."""
+    """The mask bool [b n slots] and the lags int32 [b n slots]."""
 
     visible: jax.Array
     lag: jax.Array
 
 
 class _Score(NamedTuple):
-    """The features of the score besides q . k."""
+    """The parameters of a score besides q . k."""
 
     alibi_slopes: jax.Array | None
     softcap: float | None
@@ -192,7 +194,10 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Visibility, score: _Score) -> _State:
-    """Return the state of one chunk of slots: rows [b g, n heads, d], keys [b c g d], values [b c g e]."""
+    """Return the online softmax of ``rows`` [b g, n heads, d] over one chunk of slots.
+
+    ``keys`` [b c g d], ``values`` [b c g e]: those of the chunk.
+    """
     (b, g, m, _), n = rows.shape, seen.visible.shape[1]
     s = _products(rows, keys)
     if score.softcap is not None:
@@ -213,9 +218,8 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Visibili
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     """Return q . k [b g, n heads, c] of rows [b g, n heads, d] and keys [b c g d].
 
-    With a batched product over kv heads XLA copies k head by head: 87 ms on one core for 16,384 slots of 8 heads of 128, against
-    18 ms for this one. So a few rows of all heads form one matrix [rows of all heads, g d], with 0 in the dimensions of other
-    heads.
+    XLA copies k head by head for a product batched over kv heads: 87 ms on one core for 16,384 slots of 8 heads of 128. So if
+    there are few rows, those of all heads form one matrix [g * rows, g d], with 0 in the dimensions of other heads: 18 ms.
     """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
@@ -228,7 +232,7 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
     """Return p v [b g, n heads, e] of probabilities [b g, n heads, c] and values [b c g e].
 
-    A few rows of all heads form one product, as in ``_products``.
+    If there are few rows, those of all heads are multiplied at once, as in ``_products``.
     """
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:

@@ -1,4 +1,4 @@
-"""The dropout mask in JAX: Philox keys per batch row and head, and counters from global positions."""
+"""Dropout's random numbers in JAX: Philox keys by batch row and head, and the mask of kept probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ring_attn_core.dropout import (
 
 
 class Draw(NamedTuple):
-    """The dropout state, each field a 0-d uint32: both words of the seed, the global index of the first batch row and head."""
+    """The dropout state as 0-d uint32: both words of the seed, and the global indices of the first batch row and head."""
 
     low: jax.Array
     high: jax.Array
@@ -50,7 +50,7 @@ def draw_of(seed: Any, offset: Any) -> Draw:
 
 
 def _words(x: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the lower and the upper 32 bits, in uint32."""
+    """Return the lower and the upper 32 bits of an int or integer array as uint32."""
     if not isinstance(x, jax.Array):
         low, high = seed_words(int(x))
     elif x.dtype.itemsize == 8:
@@ -67,7 +67,7 @@ def _is_integer(x: Any) -> bool:
 def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Computed once per call, since it is half of the code that drawing compiles to.
+    Compute it once per call, since it is half of the code to compile for the dropout mask.
     """
     b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = draw.head + jnp.arange(heads, dtype=jnp.uint32)[None]
@@ -75,7 +75,10 @@ def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
 
 
 def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
-    """Return the dropout mask, bool [batch, heads, queries, keys], True for kept, from global positions [queries] and [keys]."""
+    """Return the mask of kept probabilities, bool [batch, heads, queries, keys].
+
+    ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
+    """
     word = lambda x: x.astype(jnp.uint32)
     (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
     words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply, jnp.uint32)
@@ -83,7 +86,7 @@ def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) ->
 
 
 def multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
-    """Return the upper and lower 32 bits of ``a * constant``, by 16-bit halves, since JAX has no 64-bit integers without x64."""
+    """Return the upper and lower 32 bits of the product, computed by 16-bit halves: JAX without x64 has no 64-bit integers."""
     low, high = a & 0xFFFF, a >> 16
     c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
     middle = high * c_low + (low * c_low >> 16)

@@ -1,4 +1,4 @@
-"""The backend of GPU kernels: the arrays in the form that kernels take, and the launches of a step."""
+"""The backend that launches GPU kernels: it prepares their arrays and starts the launches of each step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .state import BackwardInputs, Gradients, State
 
 @dataclass(frozen=True)
 class Kernels:
-    """The backend of GPU kernels.
+    """The backends "triton", "triton_tf32" and "hopper".
 
-    ``call``: the common data of all launches. ``blanks``: True if a query, padding included, may see no key.
+    ``call``: the parameters that all launches share. ``blanks``: some query, padding included, may see no key.
     """
 
     call: RingCall
@@ -50,7 +50,7 @@ class Kernels:
         if self.blanks:
             unseen = (lse == -jnp.inf)[..., None]
             q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
-            if score.sinks is not None:  # a query that sees only its sink has it as lse, and may hold NaN
+            if score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
                 q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
         arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
         lse2, delta = launch(portable.delta(self.call, str(out.dtype)), arrays)
@@ -91,7 +91,7 @@ class Kernels:
     def attend_dq(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """Return ``dq`` (None: nothing yet) with the part of these keys added; in q's dtype at the last step."""
+        """Return ``dq`` (None: nothing yet) plus the gradient from these keys; in q's dtype after the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -102,7 +102,7 @@ class Kernels:
     def attend_dkv(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None, last: bool
     ) -> Gradients:
-        """Return the gradients of these keys from this rank's queries, added to ``arrived``; packed or unpacked like the keys."""
+        """Return ``arrived`` (None: nothing yet) plus the dkv of these keys from this rank's queries, packed as the keys are."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds

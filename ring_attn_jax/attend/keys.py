@@ -11,10 +11,11 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """``kv`` [b t g d+e]: k, then v on the last dimension; or, if nothing travels, k alone and ``v`` [b t g e] unpacked.
+    """A shard of keys and values, packed in one array or, if nothing travels, as two.
 
-    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended; None if all may. ``extents`` int32
-    [b t 2]: first and end (exclusive) of the query positions that may see each key, not negative; None if all may.
+    ``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, with ``v`` [b t g e]. ``bits`` uint8 [b, ceil(t / 8)]: bit
+    j % 8 of byte j // 8 is 1 if key j may be attended; None: all may. ``extents`` int32 [b t 2]: first and end (exclusive) of the
+    query positions that may see each key, not negative; None: all may.
     """
 
     kv: jax.Array
@@ -28,7 +29,7 @@ def pack(
 ) -> Keys:
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
 
-    Masked keys and values become 0, even if they hold NaN. Extents are clipped to positions that fit the kernels' arithmetic.
+    Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
     """
     arrays = [k, v] if apart else [jnp.concatenate([k, v], -1)]
     bits = None
@@ -45,7 +46,7 @@ def clipped(extents: jax.Array) -> jax.Array:
 
 
 def unpack(keys: Keys) -> jax.Array | None:
-    """Return the key mask, bool [b t]; None if each key may be attended."""
+    """Return the key mask, bool [b t], or None if every key may be attended."""
     if keys.bits is None:
         return None
     return jnp.unpackbits(keys.bits, axis=1, count=keys.kv.shape[1], bitorder="little").astype(bool)

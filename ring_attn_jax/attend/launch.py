@@ -1,4 +1,4 @@
-"""A Launch inside a JAX program: jaxlib's Triton custom call starts the compiled kernel; XLA allocates or reuses its outputs."""
+"""Launches inside a JAX program: jaxlib's Triton custom call starts the compiled kernel; XLA allocates or reuses its outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, 
 
 
 def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Return ``x`` varying over the mesh axes of its inputs: shard_map takes a custom call's outputs for replicated."""
+    """Mark ``x`` as varying over the mesh ``axes``, because shard_map takes the outputs of a custom call for replicated."""
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
@@ -95,7 +95,8 @@ def compile_for(capability: int) -> Iterator[None]:
         with compile_for(90):
             jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
 
-    Raise ValueError if the number is not a compute capability, ImportError without jaxlib's CUDA plugin, which makes the calls.
+    Raise ValueError if the number is not a compute capability, and ImportError if jaxlib's CUDA plugin, which makes the calls, is
+    missing.
     """
     if not 50 <= capability < 200:
         raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")

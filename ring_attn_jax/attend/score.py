@@ -1,4 +1,4 @@
-"""The parts of a score besides q and k; they stay with the queries."""
+"""Everything besides q and k that determines a score; it stays with the queries."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .dropout import Draw
 )
 @dataclass(frozen=True)
 class Score:
-    """Everything that determines a score besides q and k; a field that is None has no effect.
+    """The parameters of a score and of dropout. A field that is None is not used.
 
-    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j.
+    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf.
     """
 
     scale: float
     softcap: float | None
     dropout_rate: float
     extents: jax.Array | None = None
-    """First and end (exclusive) of the key positions that a query may see, int [b s 2]."""
+    """int [b s 2]: the first and the end (exclusive) of the key positions that a query may see."""
     sinks: jax.Array | None = None
-    """Logits in the denominator of each softmax, [h]."""
+    """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: jax.Array | None = None
-    """ALiBi slopes [h]: added once for each position that the key is ahead of the query."""
+    """[h]: the ALiBi bias for each position that the key is ahead of the query."""
     dropout_seed: Draw | None = None

@@ -1,4 +1,4 @@
-"""The arrays that are carried from step to step."""
+"""The arrays that are carried from one step of the ring to the next."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 import jax
 
 State = tuple[jax.Array, jax.Array]
-"""``(out [b s h e], lse [b s h])`` over the keys seen so far."""
+"""The pair (out [b s h e], lse [b s h]) over the keys seen so far."""
 
 
 Gradients = jax.Array | tuple[jax.Array, ...]
-"""Gradients of keys: dkv, packed like k and v, or (dk, dv) if they are unpacked."""
+"""The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""
 
 
 class BackwardInputs(NamedTuple):
-    """The backward inputs of the queries: q [b s h d], dout [b s h e], and the row sums that the backend uses.
+    """The inputs of the backward that all steps share: q [b s h d], dout [b s h e], lse and delta.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.
-    ``bounds``: the bounds of the extents in each query tile of a kernel.
+    ``bounds``: for kernels, the bounds of the extents of each query tile.
     """
 
     q: jax.Array

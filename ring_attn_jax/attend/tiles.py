@@ -30,7 +30,7 @@ class BatchRows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Tokens ``index`` of a run (local indices), of which this tile reads only the ``valid`` ones as data."""
+    """Tokens ``index`` (local indices) of a run. Those not ``valid`` are padding, or belong to the tile before this one."""
 
     run: jax.Array
     base: jax.Array
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
         return jnp.moveaxis(tile, 1, 3)
 
     def tokens_of(self, x: jax.Array) -> jax.Array:
-        """Slice the tile's batch rows and tokens from ``x``: [b n ...] -> [rows block ...]. Unlike ``load``, zero no token."""
+        """Slice the tile's batch rows and tokens from ``x``: [b n ...] -> [rows block ...]. Unlike ``load``, zero none."""
         return lax.dynamic_slice(x, self.start(x), (self.batch.count, self.index.size, *x.shape[2:]))
 
     def start(self, x: jax.Array) -> list[jax.Array]:
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The inputs of a call.
+    """The inputs of a call, and the ranges of tiles to visit.
 
     ``seen`` bool [b t]: the key mask. ``key_extents`` int32 [b t 2]. ``streams`` uint32 [b h]: the Philox keys of dropout.
     """
@@ -108,12 +108,12 @@ class Part:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Number of tokens in a slot of queries and in a slot of keys."""
+        """Return the number of tokens in a slot of queries and in a slot of keys."""
         return self.q.shape[1] // self.rows.shape[0], self.kv.shape[1] // self.rows.shape[1]
 
     @property
     def batch_rows(self) -> int:
-        """Number of batch rows that visit the same tiles."""
+        """Return the number of batch rows that visit the same tiles together."""
         return self.q.shape[0] if self.score.extents is None and self.key_extents is None else 1
 
     @cached_property
@@ -159,7 +159,7 @@ class Part:
         return lax.fori_loop(0, self.rows.shape[1], key_run, state)
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[jax.Array | int, jax.Array]:
-        """Return the first and end key of a run, in local indices, that lie within the hull of the queries' extents."""
+        """Return the first and end local index of the keys within the extents of ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         first, end = self.extents(queries)
@@ -181,7 +181,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Pair:
-    """Scores of one (query tile, key tile) pair, with masking and dropout."""
+    """The scores of one pair of query tile and key tile, with masking and dropout."""
 
     part: Part
     queries: Tile
@@ -189,9 +189,9 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[jax.Array, jax.Array]:
-        """Return k and v of the tile [b g block_k d or e].
+        """Return k and v of the key tile [b g block_k d or e], zeroed at keys that no query of the tile sees.
 
-        Keys that no query of the tile sees are 0, even if they hold NaN.
+        Such keys may hold NaN.
         """
         tile = self.keys.load(self.part.kv, self.part.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
@@ -199,11 +199,11 @@ class Pair:
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
-        """Return a tile [b g r block_q width] with 0 for queries that see no key of the tile, even if they hold NaN."""
+        """Return ``tile`` [b g r block_q width] zeroed at queries that see no key of the key tile, which may hold NaN."""
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the scores [b g r block_q block_k] before masking, and their tanh under softcap, else None."""
+        """Return the unmasked scores [b g r block_q block_k], and the tanh of softcap in them, or None without softcap."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
         if self.part.score.softcap is not None:
             tanh = jnp.tanh(scores / self.part.score.softcap)
@@ -215,7 +215,7 @@ class Pair:
         return scores, tanh
 
     def drop(self, p: jax.Array) -> jax.Array:
-        """Return ``z_ij p_ij``: 0 for dropped probabilities, the others scaled up."""
+        """Apply dropout to ``p``: set dropped probabilities to 0 and rescale the others."""
         if self.kept is None:
             return p
         return jnp.where(self.kept.reshape(p.shape), p * rescale(self.part.score.dropout_rate), 0)
@@ -246,7 +246,7 @@ class Pair:
 
     @cached_property
     def within_key_extents(self) -> jax.Array:
-        """True if a query lies within the key extent of a key, bool [1 block_q block_k]."""
+        """Return bool [1 block_q block_k]: True if the query lies in the key extent of the key."""
         assert self.part.key_extents is not None
         first, end = jnp.unstack(self.keys.tokens_of(self.part.key_extents)[:, None], axis=-1)
         q_pos = self.q_pos[None, :, None]
@@ -254,7 +254,7 @@ class Pair:
 
     @property
     def reached(self) -> jax.Array:
-        """True if ``key_extents`` let any query of the tile see any key of the tile; otherwise the pair is skipped."""
+        """True if some query of the tile lies in the key extent of some key of the tile; otherwise the pair is skipped."""
         return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property
@@ -269,7 +269,7 @@ class Pair:
 
 
 def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
-    """Return the slots of the query shard that hold tokens, bool [tokens], False for padding."""
+    """Return bool [tokens]: True for slots of the query shard that hold a token, False for padding."""
     row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
@@ -278,7 +278,7 @@ def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
 def zero_unless(seen: jax.Array, tile: jax.Array) -> jax.Array:
     """Return ``tile``, with 0 for elements that are not ``seen``.
 
-    Most tiles are fully visible: a branch skips the pass for them, which saves 5 % of the time.
+    Most tiles are fully visible; branching to return them unchanged saves 5 % of the time.
     """
     return lax.cond(seen.all(), lambda: tile, lambda: jnp.where(seen, tile, 0))
 

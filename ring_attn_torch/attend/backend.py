@@ -22,17 +22,17 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Merge the visible ones of ``keys`` into ``total`` (None: no keys yet), and return it.
+        """Merge attention to the visible keys into ``total``, the (out, lse) so far (None: no keys yet), and return it.
 
         The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype.
         """
         ...
 
     def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Return the backward inputs of the queries; called once per backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse; called once per backward.
 
-        ``total``: (out, lse); ``dtotal``: (dout, dlse). dout is 0 for queries that see no key, so that their cotangents, even
-        NaN, do not reach any key.
+        ``total``: (out, lse); ``dtotal``: (dout, dlse). dout and delta become 0 for queries that see no key, because their
+        cotangents, even NaN, must not reach any key.
         """
         ...
 
@@ -46,9 +46,9 @@ class Backend(Protocol):
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Add the part of these keys to ``dq`` (None: nothing yet), and their dkv to the gradients that ``arrived``.
+        """Add the gradient from these keys to ``dq`` (None: nothing yet), and their dkv to the result of ``arrived``.
 
-        Return both: in q's dtype if nothing more will be added, else in the accumulation dtype.
+        Return both, in q's dtype if nothing more will be added, else in the accumulation dtype.
         """
         ...
 

@@ -1,16 +1,16 @@
 """Attention of given shards in plain torch, tile by tile: for CPU, and the ground truth at any length.
 
-    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      where i may see j, else -inf
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
-The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys
-seen so far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
+The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys seen so
+far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
            state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
-Tiles      a tile lies within one run; r query heads that share a key head stand side by side: [b*g, r*block_q, ...].
-           Under extents every batch row walks over its own tiles, else all walk together
+Tiles      a tile lies within one run; the r query heads of a key head are rows of one product: [b*g, r*block_q, ...].
+           With extents each batch row visits its own range of key tiles, else all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
 """
 
@@ -69,19 +69,16 @@ class Blockwise:
         return dq, dkv if before is None else dkv.add_(before)
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge the visible ones of ``keys`` into ``total`` in place, and return it."""
+        """Merge attention to the visible keys into ``total`` in place, and return it."""
         return attend(q, keys, rows, score, total)
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the part of these keys to ``dq`` in place. Return ``dq`` and the dkv of these keys from this rank's queries."""
+        """Add the gradient from these keys to ``dq`` in place. Return it, and the gradient of ``keys.kv`` from these queries."""
         return attend_backward(of_q, keys, rows, score, dq)
 
 
 def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
-    """Return the (out, lse) of no keys, in the accumulation dtype.
-
-    out is 0. lse is the sink, or -inf without sinks and at padding.
-    """
+    """Return the (out, lse) over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
@@ -92,10 +89,7 @@ def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
 
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-    """Merge the visible ones of ``keys`` into ``total``, the (out, lse) over the keys seen so far.
-
-    Update ``total`` in place and return it.
-    """
+    """Merge attention to the visible keys into ``total``, the (out, lse) over the keys seen so far, in place. Return it."""
     for part in Part.all(q, keys, rows, score):
         out, lse = (x[part.batch] for x in total)
         for queries in part.query_tiles():
@@ -156,8 +150,8 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp(x) in place as a power of 2.
 
-    On a CPU torch's exp takes 3 times as long, and 30 times as long if it underflows. Scores and lse stay natural until here, so
-    that lse is the value that was rounded and stored: if one key outweighs all others, its probability is 1 to the last bit,
-    however large the scores.
+    On a CPU torch's exp takes 3 times as long, and 30 times as long if it underflows. Scores and lse stay in natural units until
+    here, so that the very lse that was stored is subtracted: if one key outweighs all others, its probability is 1 to the last
+    bit, however large the scores.
     """
     return x.mul_(LOG2E).exp2_()

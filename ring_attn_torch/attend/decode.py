@@ -1,6 +1,6 @@
 """Attention of a few queries over the slots of one rank's cache, and the merge of several such results.
 
-    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    where query i may see slot j, else -inf
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
 A result is a pair: out and lse packed in one array [b n h e+1].
@@ -24,7 +24,10 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""Scores per chunk of slots; and slots per chunk if k and v are converted to a wider dtype first. CPU caches hold both."""
+"""Scores in a chunk of slots; and slots in a chunk if k and v are first converted to a wider dtype.
+
+Chunks of these sizes fit into CPU caches.
+"""
 
 LONGEST = 4096
 """The most slots of a chunk. A single sum over 32,768 slots had an error of 2.0e-6; the bound is 8.3e-7."""
@@ -46,7 +49,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
-    """Return the pairs [splits b n h e+1] of this rank's slots, one for each split."""
+    """Compute the pairs [splits b n h e+1] of this rank's slots by the decode kernel, one pair for each split."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     given = {
         "q": aligned(arrays.q),

@@ -35,7 +35,7 @@ class Dropout(NamedTuple):
 
 
 def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
-    """Return the ``dropout_seed`` of a Score, built on the device, since a copy from the host would wait.
+    """Return the ``dropout_seed`` of a Score, built on the device, since a copy from the host would wait for the device.
 
     Raise ValueError if a value is not an int or a 0-d integer tensor.
     """
@@ -79,6 +79,6 @@ def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of the product. int64 wraps, which keeps these 64 bits correct."""
+    """Return the upper and lower 32 bits of the product; int64 arithmetic wraps around, which keeps all 64 bits."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

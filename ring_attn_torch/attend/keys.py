@@ -29,7 +29,7 @@ def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tens
 
     Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
     """
-    # Contiguous, since cat adopts the memory order of dimensions that k and v share.
+    # If k and v have their dimensions in the same other memory order, so has the result of cat; kernels need it contiguous.
     arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
     bits = None
     if key_mask is not None:

@@ -79,7 +79,7 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def _zeros(x: Output, device: torch.device) -> Tensor:
-    """Return zeroed scratch.
+    """Return a zeroed scratch array.
 
     A small buffer comes from the pool of its stream, except during CUDA graph capture: a replay would find it no longer 0.
     """

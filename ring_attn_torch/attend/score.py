@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j. None: not used."""
+    """The parameters of a score and of dropout. A field that is None is not used.
+
+    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf.
+    """
 
     scale: float
     softcap: float | None
@@ -16,7 +19,7 @@ class Score(NamedTuple):
     extents: Tensor | None = None
     """int [b s 2]: the first and the end (exclusive) of the key positions that a query may see."""
     sinks: Tensor | None = None
-    """[h]: logits added to the softmax denominator."""
+    """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: Tensor | None = None
     """[h]: the ALiBi bias for each position that the key is ahead of the query."""
     dropout_seed: Tensor | None = None

@@ -15,10 +15,10 @@ Gradients = Tensor | tuple[Tensor, ...]
 
 
 class BackwardInputs(NamedTuple):
-    """The backward inputs of the queries, the same for every step: q [b s h d], dout [b s h e] and their row statistics.
+    """The inputs of the backward that all steps share: q [b s h d], dout [b s h e], lse and delta.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the gradient of the sinks from these
-    queries. ``bounds``: the extent bounds of each query tile, for kernels. ``out`` [b s h e]: for the vendors' backends.
+    queries. ``bounds``: for kernels, the bounds of the extents of each query tile. ``out`` [b s h e]: for the vendors' backends.
     """
 
     q: Tensor

@@ -25,7 +25,7 @@ Rows = tuple[tuple[Row, ...], ...]
 
 
 class Tile(NamedTuple):
-    """Tokens ``first .. end - 1`` of a run (local indices) that begins at ``base`` in its shard; heads in ``groups``."""
+    """Tokens ``first .. end - 1`` (local indices) of a run that begins at ``base`` in its shard. ``groups``: kv heads."""
 
     run: int
     base: int
@@ -93,7 +93,7 @@ class Part:
             yield cls(batch, q[batch], keys.kv[batch], some_seen, key_extents, rows, mine, some_draws)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Return the batched product a b in a buffer that the next product of this name reuses. Fresh memory costs 5 %."""
+        """Return the batched product a b in a buffer that the next product of this name reuses, which saves 5 % of the time."""
         shape = name, a.shape[1], b.shape[2]
         if shape not in self._products:
             self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))
@@ -125,7 +125,7 @@ class Part:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return whether the key extents of the key tile from ``first`` on may hold a query of ``queries``."""
+        """Return whether some query of ``queries`` may lie in a key extent of the key tile that begins at ``first``."""
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]
@@ -142,13 +142,13 @@ class Part:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the least first and the greatest end of the nonempty extents of each query tile, in one wait for the device."""
+        """Return the least first and the greatest end of the nonempty extents of each query tile, read in one transfer."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the least first and greatest end of the nonempty key extents of each key tile, in one wait for the device."""
+        """Return the least first and the greatest end of the nonempty key extents of each key tile, read in one transfer."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -180,7 +180,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[Tensor, Tensor]:
-        """Return copies of the k and v of the tile, with 0, even for NaN, in the keys that no query of the tile sees."""
+        """Return copies of k and v of the key tile, zeroed at keys that no query of the tile sees, which may hold NaN."""
         tile = self.keys.load(self.part.kv)
         if self.hidden is not None:
             unseen = self.hidden.all(1)
@@ -189,7 +189,7 @@ class Pair:
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
-        """Return ``tile`` [b*g, r*block_q, width] with 0, even for NaN, in the queries that see no key of the key tile."""
+        """Return ``tile`` [b*g, r*block_q, width] zeroed at queries that see no key of the key tile, which may hold NaN."""
         if self.hidden is None:
             return tile
         blind = self.hidden.all(2)
@@ -197,7 +197,7 @@ class Pair:
         return per_head.masked_fill(blind[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the unmasked scores [b*g, r*block_q, block_k], and their tanh if there is a softcap."""
+        """Return the unmasked scores [b*g, r*block_q, block_k], and the tanh of softcap in them, or None without softcap."""
         scores, tanh = self.part.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.part.score.softcap is not None:
             tanh = scores.div_(self.part.score.softcap).tanh_()

@@ -55,7 +55,7 @@ class Vendor(Blockwise):
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge the visible ones of ``keys`` into ``total`` (out [b s h e], lse [b s h]), float32, in place; return it."""
+        """Merge attention to the visible keys into ``total`` (out [b s h e], lse [b s h]), float32, in place; return it."""
         out, lse = total
         q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
@@ -69,9 +69,9 @@ class Vendor(Blockwise):
         return out, lse
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the part of these keys to ``dq`` [b s h d] in place.
+        """Add the gradient from these keys to ``dq`` [b s h d] in place.
 
-        Return ``dq`` and the dkv [b t g d+e] of these keys from this rank's queries.
+        Return ``dq``, and dkv [b t g d+e]: the gradient of these keys from this rank's queries.
         """
         assert of_q.out is not None
         q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
@@ -87,14 +87,14 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Yield the pieces of all pairs of runs of two shards. Their bands must have no upper bound."""
+    """Yield the calls of a vendor's kernel (pieces) that cover all pairs of runs; their bands must have no upper bound."""
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)
 
 
 def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Yield the pieces of one pair of runs.
+    """Yield the pieces that cover one pair of runs.
 
     Query i sees the keys j <= i - lo: queries i < lo see no key, and keys j < -lo are seen by all queries.
     """
