@@ -1,6 +1,6 @@
-"""Checkpoints of a run, written in the background; each is complete or absent, and the newest few are kept.
+"""Checkpoints of a run, written while it continues; each is complete or absent, and the newest few are kept.
 
-Arrays go to a folder with another name, which is fsynced and renamed; ``run.json``, written last, makes it complete.
+A save writes to a temporary folder, renames it, and writes ``run.json`` last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .ranks import agreed, by_process, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and the state of the data.
+    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
         progress = checkpoints.resume(model, optimizer)  # None without a checkpoint
@@ -35,13 +35,13 @@ class Checkpoints:
         ...
         checkpoints.close()
 
-    ``keep``: number of checkpoints that stay. With several processes (``jax.distributed``) each makes the same calls, and all of
-    them see ``folder``. Arrays may be sharded over any mesh: each process writes its shards through orbax, and a run may be
+    ``keep``: the number of checkpoints that are kept. With several processes (``jax.distributed``) each of them makes the same
+    calls and sees ``folder``. Arrays may be sharded over any mesh: each process writes its shards through orbax, and a run may be
     resumed on another mesh.
 
-    A checkpoint is a folder ``step_100`` of arrays and JSON; pickle is neither written nor read. It has another name until all of
-    it is on the disk, and ``run.json`` comes last, with a digest of each file, so that a kill or a full disk at any moment leaves
-    the earlier ones intact. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
+    A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has another name until its files
+    are on the disk, and ``run.json`` is written last, with a digest of every file, so that a kill or a full disk at any moment
+    leaves the earlier checkpoints complete. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
@@ -62,15 +62,16 @@ class Checkpoints:
         data: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """Begin to save the run after ``step`` steps, and return as soon as everything is copied to host memory.
+        """Start saving the run after ``step`` steps, and return as soon as everything is copied to host memory.
 
-        ``data``: a result of ``SequenceShardedDataset.state()``. ``more``: any other JSON data, such as seeds. The first
-        process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved, ``nnx.Rngs`` among
-        them. Waits for the previous save.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: anything else that JSON can hold, such as
+        seeds. Both are saved from the first process. All nnx variables of ``model`` and ``optimizer`` are saved, ``nnx.Rngs``
+        too. The call first waits for the previous save.
 
-        Raise ValueError if the step is not after the newest one, ``more`` is not JSON, names, shapes or dtypes of the model or
-        optimizer differ between processes (``check_ranks`` compares the values), another run saves in the folder, some processes
-        do not see the folder of the first, or after ``close``; OSError if the previous save has failed. The same in each process.
+        Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
+        dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), another run saves in the
+        folder, some processes do not see the first one's folder, or ``close`` was called. Raise OSError if the previous save has
+        failed. The error is the same in each process.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
@@ -109,12 +110,14 @@ class Checkpoints:
         thread.shutdown(wait=False)  # the thread ends after the save
 
     def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> ResumePoint | None:
-        """Set all variables of ``model`` and ``optimizer`` from the newest checkpoint, and return its progress.
+        """Load the newest checkpoint into all variables of ``model`` and ``optimizer``, and return its progress.
 
-        Without a checkpoint return None and change nothing. Arrays keep their shardings. Returns ``step``, ``data`` for
-        ``dataset.resume(data)``, and ``more``. Raise ValueError if the checkpoint is of another model or optimizer, naming the
-        differences, or is damaged, naming the file: delete its folder to resume from the one before; and if processes see other
-        checkpoints than the first. The same in each process, and then nothing changes.
+        Without a checkpoint return None and change nothing. Arrays keep their shardings. The result holds ``step``, ``data`` for
+        ``dataset.resume(data)``, and ``more``.
+
+        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
+        file (delete its folder to resume from the one before); or if a process sees other checkpoints than the first. The error
+        is the same in each process, and then nothing changes.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
@@ -168,9 +171,9 @@ class Checkpoints:
         return result[0]
 
     def wait(self) -> None:
-        """Wait for a save in progress. Raise OSError if it has failed; the message says that the earlier ones are intact.
+        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints are complete then too.
 
-        Warns of old checkpoints that could not be deleted after it.
+        Warn if old checkpoints could not be deleted afterwards.
         """
         if self._pending is not None:
             (step, saving), self._pending = self._pending, None
@@ -183,7 +186,7 @@ class Checkpoints:
             warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
 
     def close(self) -> None:
-        """Wait for a save in progress, as ``wait`` does, unlock the folder, and release orbax's threads."""
+        """Wait for the save in progress, as ``wait`` does, unlock the folder for other runs, and release orbax's threads."""
         try:
             self.wait()
         finally:
@@ -197,9 +200,9 @@ class Checkpoints:
 
 
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """Map names, model.blocks.0 and so on, to the path in flax and the variable.
+    """Return the path in flax and the variable of each array, by name, such as ``model.blocks.0.mlp.up.kernel``.
 
-    Variables without an array are left out, such as those of parameters that another transformation of optax updates. Raise
+    Leave out variables without an array, such as those of parameters that another transformation of optax updates. Raise
     ValueError if an argument is not an nnx module.
     """
 
@@ -218,7 +221,10 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
 
 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
-    """Return the names of the states of optax's transformations, which have none themselves: "ScaleByAdamState, EmptyState"."""
+    """Return the class names of the states of optax's transformations, such as "ScaleByAdamState, EmptyState".
+
+    They stand for the optimizer, because the transformations themselves have no names.
+    """
 
     def each(x: Any) -> Iterator[str]:
         if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -230,12 +236,12 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
 
 
 def _plain(x: jax.Array) -> jax.Array:
-    """Return the array, or the integer key data of keys of jax.random."""
+    """Return ``x``, or its integer key data if it holds keys of jax.random."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
-    """Invert ``_plain``: return the array, or keys if ``x`` are keys."""
+    """Invert ``_plain``: return ``plain``, or keys made of it if ``x`` holds keys."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(x)) if is_key else plain
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: arrays that orbax writes and reads, each process its shards."""
+"""The files of a checkpoint: arrays, written and read by orbax, each process its shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = "state"
 """The folder of the arrays within a checkpoint."""
 
 EARLIER = "run/metadata"
-"""The file that records the progress of the run in checkpoints of earlier versions; they have no digests."""
+"""The file with the progress of the run in checkpoints of earlier versions, which have no digests."""
 
 PATIENCE_MS = 20 * 60 * 1000
 """Milliseconds that a process waits for the others at the end of a save, as in orbax."""
@@ -26,7 +26,7 @@ _saves = count()
 
 
 class CheckpointFiles:
-    """Writer and reader of arrays by name with orbax; it writes in the background."""
+    """A writer and reader of named arrays, which writes in the background through orbax."""
 
     def __init__(self) -> None:
         import orbax.checkpoint as orbax
@@ -42,7 +42,7 @@ class CheckpointFiles:
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
         """Wait until all processes have written; then the first one calls ``commit`` with size and digest of each file.
 
-        Raise OSError in each process if the first one fails. Called in the background.
+        Call this in a background thread. Raise OSError in each process if the first one fails.
         """
         from orbax.checkpoint import multihost
 
@@ -66,7 +66,7 @@ class CheckpointFiles:
         return self._orbax.restore(where / STATE, args=restore)
 
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
-        """Return dtype and shape of all arrays of a checkpoint. Raise ValueError that names a damaged file."""
+        """Return dtype and shape of all arrays of a checkpoint. Raise ValueError if a file is damaged, and name it."""
         check_files(where, run, None, jax.process_index(), jax.process_count())
         found: Any = self._orbax.metadata(where / STATE)
         tree = getattr(found, "item_metadata", found)

@@ -1,9 +1,10 @@
-"""The summed cross-entropy of one rank's labels, chunk by chunk: of logits, or of hidden states whose logits are not stored.
+"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits or from hidden states whose logits are not stored.
 
     total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
     dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
-Each float32 array as wide as the vocabulary is one chunk of tokens long; from passed logits XLA fuses most of it away.
+A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise. Each float32 array as
+wide as the vocabulary holds one chunk of tokens; if logits are passed, XLA fuses most of such arrays away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ChunkSettings(NamedTuple):
 
 
 def sum_of_logits(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the sum of the cross-entropies of ``logits`` [..., vocab] at int32 ``labels`` [...], in float32; a 0-d array."""
+    """Return the sum of the cross-entropies of ``logits`` [..., vocab] and int32 ``labels`` [...] as a 0-d float32 array."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
@@ -52,9 +53,10 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the sum for the logits ``hidden head^T`` of hidden [b s dim], head [vocab dim], labels [b s].
+    """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [b s dim] and head [vocab dim].
 
-    Computed in hidden's dtype; sums over tokens and ranks, the softmax and the head's gradient are float32.
+    ``labels``: int32 [b s]. Products are computed in hidden's dtype. The softmax, and sums over tokens such as the head's
+    gradient, are float32.
     """
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
@@ -81,7 +83,7 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings, *, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """Return the total and, computed while the logits of a chunk exist, the gradients of hidden and of the head."""
+    """Return the sum of the cross-entropies and, if wanted, the gradients of hidden and head, while a chunk's logits exist."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
@@ -104,7 +106,7 @@ def _of_chunks(
 
 
 def _entropy(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the total, and the log-sum-exp of each token; a label outside the vocabulary makes the total NaN."""
+    """Return the sum of the cross-entropies, NaN if a label is outside the vocabulary, and the log-sum-exp of each token."""
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
@@ -113,7 +115,7 @@ def _entropy(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> t
 
 
 def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the gradient of the total, in float32; NaN for a label outside the vocabulary."""
+    """Return the gradient of the sum in the logits, in float32; NaN for a label outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
     wrong = (labels < 0) | (labels >= logits.shape[-1])

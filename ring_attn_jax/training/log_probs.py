@@ -4,8 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward computes the logits of hidden states again. Each float32 array as wide as the vocabulary is one chunk of tokens long;
-from passed logits XLA fuses most of it away.
+The backward computes the logits of hidden states again. Each float32 array as wide as the vocabulary holds one chunk of tokens;
+if logits are passed, XLA fuses most of such arrays away.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def token_log_probs(
     raise. float64 stays float64.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time, forward and, computed again, backward. Products are in hidden's dtype; softmax and sums over
-    tokens, such as the head's gradient, are float32. Second derivatives are not supported.
+    ``chunk`` tokens at a time; the backward computes them again. Products are in hidden's dtype; softmax and sums over tokens,
+    such as the head's gradient, are float32. Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """

@@ -1,4 +1,4 @@
-"""The loss over all labels of all ranks."""
+"""The cross-entropy loss over all labels of all ranks."""
 
 from __future__ import annotations
 
@@ -33,29 +33,31 @@ def loss(
     batch_axes: str | Sequence[str] = (),
     ignore_index: int = -100,
 ) -> jax.Array:
-    """Return the mean cross-entropy over all ranks' labels that are not ``ignore_index``: a float32 scalar, the same on each.
+    """Return the float32 mean cross-entropy over all labels of all ranks except ``ignore_index``, the same scalar on all ranks.
 
         sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
 
-    The arguments are logits [b s vocab] and labels int [b s], the next token of each (``shard_batch`` shifts them before it
-    shards). ``axis_name``: all mesh axes over which ranks hold different tokens, data parallel ones included; None outside
-    shard_map, on global arrays.
+    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each (``shard_batch`` shifts them before it shards).
+    ``axis_name``: all mesh axes over which ranks hold different tokens, data parallel ones included; None for global arrays,
+    outside of shard_map.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    are those of the unchunked logits; they are computed in the forward, a chunk at a time, and held until the backward: hidden's
-    in its dtype, the head's summed in float32. Products are in hidden's dtype, logits and softmax in float32. On global arrays
-    that are sharded over ``mesh``, tokens over ``axis_name`` and rows over ``batch_axes``, pass these: each device then cuts its
-    own tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk is one of all devices together, and
-    XLA sums that gradient in each.
+    are those of the full logits; they are computed in the forward, a chunk at a time, and stored until the backward: hidden's in
+    its dtype, the head's summed in float32. Products are in hidden's dtype; logits and softmax are float32. For global arrays
+    that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows (``batch_axes``): each device
+    then cuts its own tokens into chunks, and the head's gradient is summed over devices once. Without ``mesh`` a chunk has tokens
+    of all devices, and XLA sums that gradient in each chunk.
 
-    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the labels of all microbatches together
+    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
     (:func:`count_labels`): the mean of their means is not the mean over all labels.
 
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are those of one device, on
-    each rank. Under check_vma=False the loss is right, but JAX does not sum gradients over the ranks, and multiplies each by
-    their number: there its derivative is refused. Raise ValueError in that case, if shapes do not fit, or outside shard_map;
-    labels outside the vocabulary make the loss and its gradients NaN on each rank, since traced values cannot raise.
+    each rank. Under check_vma=False the loss is right, but it has no derivative, because JAX would leave the gradients unsummed
+    over the ranks, and multiply each by their number.
+
+    Raise ValueError if it is differentiated there, if shapes do not fit, or if it is called with an axis outside of shard_map. A
+    label outside the vocabulary makes the loss and its gradients NaN on each rank, since traced values cannot raise.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_number("ignore_index", ignore_index)
@@ -72,10 +74,10 @@ def loss(
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
-    """Return the number of labels of all ranks that are not ``ignore_index``, the divisor of :func:`loss`'s mean; a 0-d int32.
+    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int32, 0-d.
 
-    labels: int, any shape. With gradient accumulation the gradient of the global batch is that of the sum of its microbatches'
-    ``loss(..., reduction="sum") / total``, with the sum of their counts, at least 1, as total. ``axis_name``: as in :func:`loss`;
+    ``labels``: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
+    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. ``axis_name``: as in :func:`loss`;
     None on global arrays, with any sharding. Raise ValueError if labels are not an array or the axis is not one of a shard_map.
     """
     _check_arrays({"labels": labels})
@@ -92,7 +94,7 @@ def _over_ranks(
     reduction: str,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
-    """Return the loss of the shards of all ranks of these axes; None: of global arrays."""
+    """Return the loss over the shards of all ranks of the axes, or over global arrays if ``axis_name`` is None."""
     labels = labels.astype(jnp.int32)  # unsigned dtypes cannot hold ignore_index
     if head is None:
         total = sum_of_logits(logits, labels, settings)
@@ -107,7 +109,7 @@ def _over_ranks(
 
 
 def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: jax.Array, head: jax.Array | None) -> jax.Array:
-    """Map ``on_shards`` over the mesh on global arrays: tokens, rows and the head sharded as in ``where``."""
+    """Apply ``on_shards`` to global arrays in a shard_map: tokens and rows sharded as in ``where``, the head replicated."""
     sizes = math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks
     if labels.ndim != 2 or any(tokens % size for tokens, size in zip(labels.shape, sizes, strict=True)):
         raise ValueError(

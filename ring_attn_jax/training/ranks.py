@@ -37,7 +37,7 @@ REMEDY = "Put one device's values on all of them (jax.device_put), and pass the 
 
 
 def check_ranks(what: Any) -> None:
-    """Raise ValueError unless all replicas of ``what`` are the same: for the start of training, outside of jit.
+    """Compare the replicas of ``what`` at the start of training, outside of jit, and raise ValueError if they differ.
 
     ``what``: a pytree, nnx modules and their states included, of arrays (JAX's, keys of jax.random, NumPy's), numbers, str, bool,
     None, masks and Runs, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. An array's sharding determines its
@@ -47,11 +47,12 @@ def check_ranks(what: Any) -> None:
     With several processes (``jax.distributed``) the replicas of global arrays are compared on all of them; numbers, and arrays
     that lie on one process's devices, should then be the same in each process, and all processes must call it at the same place.
 
-    Compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and shapes count
-    as well. Arrays without replicas are not read.
+    Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and
+    shapes are compared too. Arrays without replicas are not read.
 
     The error names up to 8 values that differ and the devices or processes that hold them, or a value that cannot be compared,
-    such as a traced one; with several processes it is the same in all of them. JAX handles a process that does not make the call.
+    such as a traced one; with several processes it is the same in all of them. If a process does not make the call, the others
+    wait for it, as in any collective of JAX.
     """
     processes, error = jax.process_count(), None
     try:
@@ -82,7 +83,7 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copies(x: Any) -> list[Replica]:
-    """Return this process's replicas of a value: for an array one for each of its devices whose part others hold as well."""
+    """Return this process's replicas of a value; for an array, one for each of its devices that shares its part with others."""
     if not isinstance(x, jax.Array):
         return [plain_copy(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
@@ -97,7 +98,7 @@ def _copies(x: Any) -> list[Replica]:
 
 
 def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Return a label such as "part [0:2, 0:8]", "" for the whole array."""
+    """Return the name of a part of an array, such as "part [0:2, 0:8]"; "" for the whole array."""
     spans = [span.indices(size)[:2] for span, size in zip(index, shape, strict=True)]
     if spans == [(0, size) for size in shape]:
         return ""
@@ -125,7 +126,7 @@ def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
 
 
 def _gathered(text: str) -> list[str]:
-    """All-gather a text; return those of all processes in their order."""
+    """All-gather a text, and return the texts of all processes in order."""
     told = np.frombuffer(text.encode(errors="replace"), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
     texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
@@ -134,11 +135,11 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Raise in each process the first error that the block raises in any, as an OSError or else as a ValueError.
+    """Raise in each process the error that the block raises in any process, the lowest one's if it raises in several.
 
-    ``mesh``: of a model that is made in the block. If some process has no devices in it, each process raises its own errors only.
-    The texts that the block appends to the yielded list must be the same in each process. If they are not, or only some processes
-    had an error, the ValueError is a RankDifference.
+    An OSError stays one, any other error becomes a ValueError. ``mesh``: that of the model that the block makes. If it does not
+    span all processes, each process raises only its own error. Texts that the block appends to the yielded list must be the same
+    in each process. If they are not, or if only some processes had an error, the ValueError is a RankDifference.
     """
     error, alike = None, list[str]()
     try:
@@ -162,9 +163,9 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
 
 
 def check_kinds(arrays: Mapping[str, Any]) -> None:
-    """Raise ValueError in each process if names, dtypes or shapes of arrays are not the same in all of them.
+    """Raise ValueError in each process if names, dtypes or shapes of arrays differ between processes.
 
-    All processes must call it. Contents are not read.
+    Each process must call it. Values are not read.
     """
     if jax.process_count() == 1:
         return
@@ -176,10 +177,11 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
-    """Call the function in each process, and return the results of all processes, which must be JSON data.
+    """Call the function in each process, and return all processes' return values, which JSON must be able to hold.
 
-    Raise in each process the first error that the function raises in any, as an OSError or else as a ValueError; and ValueError
-    if ``alike``, values by name, differ between processes.
+    Each process must call this. If the function raises in any process, each process raises the error of the lowest such one: an
+    OSError stays one, any other error becomes a ValueError. Raise ValueError if ``alike``, values by name, differ between
+    processes.
     """
     error, value = None, None
     try:
@@ -204,5 +206,5 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
 
 
 def by_process(name: str, values: list[Any]) -> str:
-    """Return the value in each process, in words."""
+    """Return a text that lists each process's value."""
     return f"{name} is {', '.join(f'{value} in process {process}' for process, value in enumerate(values))}"

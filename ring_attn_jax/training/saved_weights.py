@@ -1,6 +1,7 @@
-"""Weights in a folder: config.json and safetensors files, which either framework reads.
+"""Weights in a folder of config.json and safetensors files, which both packages read.
 
-Written to a new folder beside the old one, fsynced, then renamed.
+Saving: shards are gathered, and process 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every
+process reads all weights from the files, one at a time.
 """
 
 from __future__ import annotations
@@ -29,46 +30,46 @@ from .ranks import agreed, check_kinds, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
-"""The operation's name in errors: the same in all processes, even if they find different kinds of folder."""
+"""The name of the call in errors, the same for each kind of folder."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Seconds between the attempts of processes that have not all found the same weights."""
+"""Pauses in seconds before processes that have not all found the same weights try again."""
 
 
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
-    """Save the weights and the config of a RingTransformer in ``folder``, replacing any folder of that name.
+    """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing one.
 
-    The folder has ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several files
-    and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of either
-    package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is intact.
+    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several
+    files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
+    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is complete.
 
-    Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; the first one writes, and all
-    return after it has. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
-    processes, or the folder holds other things, and OSError if it cannot be written, the same in each process.
+    Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; process 0 writes, and every call
+    returns after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
+    processes, or the folder holds other files, and OSError if it cannot be written. The error is the same in each process.
     """
     save_folder(model, folder, lambda config: config.to_json(), OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
-    """Load the RingTransformer that ``save_weights`` of either package saved in ``folder``.
+    """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``.
 
-    ``dtype``: the dtype of the weights, and ``compute_dtype``: that of the computation; None is that of the config. ``ring``: the
-    arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but ``rngs``. With ``mesh`` the weights are
-    copied to all of its devices, without one they lie on the default device. Each process reads the files by itself, one weight
-    at a time; all of them must call it if the mesh spans all.
+    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None is the config's. ``ring``: the
+    arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not ``rngs``. With ``mesh`` the weights are
+    copied to all of its devices, else to the default device. Each process of the mesh must call it, and reads the files by
+    itself, one weight at a time.
 
-    Raise ValueError if the folder does not hold a model, its config cannot be read, a file is missing or truncated, or weights
-    are missing, unexpected or of another shape than the config requires, and name them: the same in each process of the mesh,
-    whichever of them has found it, before a weight is read.
+    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights, which
+    the error names, are missing, unexpected or of another shape than in the config. The error is the same in each process of the
+    mesh, whichever process found it, and comes before a weight is read.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Return the model of a folder; ``dtypes``: those of the weights and of the computation, None as in the config.
+    """Return the model of a folder; ``dtypes``: those of the weights and of the computation, None for the config's.
 
-    If only some processes find the folder, or others find other weights, a save may reach some of them late: all look again, for
-    10 seconds, and then raise.
+    If only some processes find the folder, or processes find different weights, a save may not be visible to all of them yet: all
+    processes retry for 10 seconds, and then raise.
     """
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
@@ -91,13 +92,13 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the activations; None keeps one unchanged."""
+    """Return the config with other dtypes for the weights and the computation; None leaves the config's."""
     given = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
 class Empty(NamedTuple):
-    """A model without its weights, and their sources: for each file the names to read, ours mapped to the file's."""
+    """A model without its weights, and for each file the weights to read from it, as a dict from our name to the file's."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
@@ -105,7 +106,7 @@ class Empty(NamedTuple):
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without weights, with their sources in an open folder."""
+    """Return the model of ``config`` without its weights, and the names to read from each file of an open folder."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
@@ -131,7 +132,10 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: RingTransformer, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str]
 ) -> None:
-    """Save the weights under ``renamed(our name)`` beside the text of config.json; each process must call it."""
+    """Save the weights under ``renamed(our name)``, and ``text(config)`` as config.json.
+
+    Each process must call it.
+    """
     from safetensors.numpy import save_file
 
     arrays: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Weights as NumPy arrays, under the same names and in the same orientation in both packages."""
+"""Weights as numpy arrays, with the same names and orientation in both packages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
-    """Copy the parameters of a module to NumPy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
+    """Return copies of a module's parameters in numpy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
-    bfloat16 and float16 become float32. ``from_numpy`` of either package reads them.
+    bfloat16 and float16 become float32. ``from_numpy`` of either package reads the result.
     """
     state = {}
     for name, (path, p) in _parameters(module).items():
@@ -29,10 +29,10 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module`` from a result of ``to_numpy`` of either package, and return ``module``.
+    """Set the parameters of ``module``, each in its own dtype, to the arrays of either package's ``to_numpy``; return ``module``.
 
-    Each keeps its own dtype, and a parameter that was put on the devices of a mesh keeps its sharding. Raise ValueError if names
-    are missing, unexpected or of another shape, list them, and change nothing.
+    A parameter that was put on the devices of a mesh keeps its sharding. Raise ValueError if weights are missing, unexpected or
+    of another shape; it lists them, and nothing changes.
     """
     parameters = _parameters(module)
     check_state(
@@ -45,7 +45,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Map the name in PyTorch to the path in flax and the variable."""
+    """Return the path in flax and the variable of each parameter, by its name in PyTorch."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))): (path, p) for path, p in flat}
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written while it continues, each of them complete or absent; the newest few are kept.
+"""Checkpoints of a run, written while it continues; each is complete or absent, and the newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last.
 """
@@ -56,10 +56,10 @@ class Checkpoints:
         checkpoints.close()
 
     ``keep``: the number of checkpoints that are kept. ``group``: all ranks that train together; None is the default group. Each
-    of them makes the same calls and sees ``folder``. If they are only a part of the default group, ``save`` returns when
-    everything is written, because torch cannot make a second group of them without the other ranks. Parameters and optimizer
-    states may be DTensors (FSDP2, tensor parallelism): each rank writes its shards through torch.distributed.checkpoint, and a
-    run may be resumed on another number of ranks.
+    of them makes the same calls and sees ``folder``. If the group is only a part of the default group, ``save`` returns when
+    everything is written: a save in the background needs a second group, which torch cannot make without the other ranks.
+    Parameters and optimizer states may be DTensors (FSDP2, tensor parallelism): each rank writes its shards through
+    torch.distributed.checkpoint, and a run may be resumed on another number of ranks.
 
     A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has another name
     until its files are on the disk, and ``run.json`` is written last, with a digest of every file, so that a kill or a full disk
@@ -134,7 +134,7 @@ class Checkpoints:
             self._undeleted = self._files.delete_old(self.keep)
 
         if self._ring is None or self._background is not None:
-            # Not torch's async_save: it refuses a default group with NCCL only, even if nothing is sent over it.
+            # Not torch's async_save: it refuses a default group that has only NCCL, even if nothing is sent over it.
             thread = ThreadPoolExecutor(1, "checkpoint")
             self._pending = step, thread.submit(write, new, copied(tensors), commit, self._background)
             thread.shutdown(wait=False)  # the thread ends after the save
@@ -145,11 +145,10 @@ class Checkpoints:
                 raise failed(step, error) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ResumePoint | None:
-        """Load the newest checkpoint into weights, optimizer and generators. Return None, and change nothing, without a
-        checkpoint.
+        """Load the newest checkpoint into weights, optimizer and generators, and return its progress.
 
-        The result holds ``step``, ``data`` for ``dataset.resume(data)``, and ``more``. A rank that had no part in the saved run
-        keeps its generators.
+        Without a checkpoint return None and change nothing. The result holds ``step``, ``data`` for ``dataset.resume(data)``, and
+        ``more``. A rank that had no part in the saved run keeps its generators.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
         file (delete its folder to resume from the one before); or if a rank sees other checkpoints than the first. Raise OSError
@@ -207,7 +206,7 @@ class Checkpoints:
         return progress
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any. Raise OSError if it has failed; the checkpoints before it are then complete.
+        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints are complete then too.
 
         Warn if old checkpoints could not be deleted afterwards.
         """

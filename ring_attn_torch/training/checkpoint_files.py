@@ -21,11 +21,11 @@ from ..ring.groups import Group
 from .optimizer_states import check_tensors
 
 SHARDS = "DCP_SHARDING_INFO"
-"""Key in a safetensors header of the entry that gives the part of each tensor in the file."""
+"""The key in a safetensors header that says which part of each tensor the file holds."""
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's tensors by name, uncopied so that a load fills them, and copies of this rank's generator states."""
+    """Return the model's own tensors by name, so that a load can fill them, and copies of this rank's generator states."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
@@ -37,7 +37,7 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
 
 
 def config_of(model: nn.Module) -> TransformerConfig | None:
-    """Return the config of the RingTransformer that the model is or wraps."""
+    """Return the config of the RingTransformer that the model is or wraps, or None for other models."""
     return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)
 
 

@@ -44,9 +44,9 @@ def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
 
 
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
-    """Return the same sum for the logits ``hidden head^T`` of hidden [n dim] and head [vocab dim].
+    """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
 
-    Products are computed in hidden's dtype, under autocast in autocast's. The softmax, and sums over tokens such as the head's
+    Products are computed in hidden's dtype, or in autocast's under autocast. The softmax, and sums over tokens such as the head's
     gradient, are float32.
     """
     device = hidden.device.type
@@ -59,7 +59,7 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
 
 
 class _SumOfLogits(torch.autograd.Function):
-    """A sum that saves the caller's logits and their log-sum-exp, and computes their gradient in the backward, in their dtype."""
+    """The sum from logits. It saves them and their log-sum-exp, and computes their gradient in the backward, in their dtype."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class _SumOfLogits(torch.autograd.Function):
 
 
 class _SumOfHidden(torch.autograd.Function):
-    """A sum that computes the gradients in the forward, while the logits of a chunk exist; the backward only scales them."""
+    """The sum from hidden states. The forward computes the gradients, while a chunk's logits exist; the backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int) -> Tensor:
@@ -104,7 +104,7 @@ class _SumOfHidden(torch.autograd.Function):
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
-    """Return the total, and the log-sum-exp [n] of every token."""
+    """Return the sum of the cross-entropies, and the log-sum-exp [n] of every token."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
     for rows in of.slices:
@@ -119,7 +119,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the total and the ``wanted`` gradients: hidden's in its dtype, the head's in float32."""
+    """Return the sum of the cross-entropies and the ``wanted`` gradients: hidden's in its dtype, the head's in float32."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     dhidden = torch.empty_like(hidden) if wanted[0] else None

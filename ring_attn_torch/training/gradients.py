@@ -22,16 +22,16 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not reach it take part. The result is
     the gradient of one device, also for a module under one of these:
 
-    - DistributedDataParallel has replaced all gradients of a group by their mean, whose sum over its ranks is
-      that of the gradients.
+    - DistributedDataParallel has replaced all gradients of a group by their mean. The sum of the means over its ranks is
+      the sum of the gradients.
     - FSDP2 (``fully_shard``) has already computed its own sum, divided by the number of its ranks or by
-      ``set_gradient_divide_factor``. This factor is multiplied back, and the sum continues over ranks that FSDP has not summed
-      over: all of ``group``, or none of it.
+      ``set_gradient_divide_factor``. Gradients are multiplied by this factor again, and then summed over ``group`` unless FSDP
+      has summed over all of it.
     - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks that share them hold the same tokens, so
       ``group`` is one of the other axes of the mesh.
 
-    Raise ValueError, the same on every rank and before anything is sent, if the mesh of a parameter, which the error names, and
-    ``group`` have ranks in common in another way than above.
+    Raise ValueError, the same on every rank and before anything is sent, if ``group`` and the mesh of a parameter share ranks in
+    another way, for example if FSDP has summed over a part of ``group``; the error names the parameter.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
@@ -68,7 +68,7 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
-    """Return True if FSDP has already summed the gradient of ``p`` over the ring. Raise ValueError if over a part of it only."""
+    """Return True if FSDP has already summed the gradient of ``p`` over the ring. Raise ValueError if it did so in part."""
     if ranks_of(ring) == 1:
         return True
     members, covered = set(dist.get_process_group_ranks(ring)), 1

@@ -37,8 +37,8 @@ def token_log_probs(
     would leave the others waiting. float64 stays float64.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time, forward and, computed again, backward. Products are in hidden's dtype, under autocast in
-    autocast's; softmax and sums over tokens, such as the head's gradient, are float32. Second derivatives are not supported.
+    ``chunk`` tokens at a time; the backward computes them again. Products are in hidden's dtype, or in autocast's under autocast;
+    softmax and sums over tokens, such as the head's gradient, are float32. Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """
@@ -58,7 +58,7 @@ def token_log_probs(
 
 
 class _Values(torch.autograd.Function):
-    """The two values of each token; saves their input and log-sum-exp, and computes the logits again in the backward."""
+    """The two values of each token. It saves the input and the log-sum-exp, and computes the logits again in the backward."""
 
     @staticmethod
     def forward(

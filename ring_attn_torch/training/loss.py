@@ -40,13 +40,13 @@ def loss(
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
     are those of the full logits; they are computed in the forward, a chunk at a time, and stored until the backward: hidden's in
-    its dtype, the head's summed in float32. Products are in hidden's dtype, under autocast in autocast's, logits and softmax in
-    float32.
+    its dtype, the head's summed in float32. Products are in hidden's dtype, or in autocast's under autocast; logits and softmax
+    are float32.
 
     ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
     (:func:`count_labels`): the mean of their means is not the mean over all labels.
 
-    Its gradient on a rank is that rank's part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is one device's.
+    A rank's gradient is its part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is that of one device.
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
@@ -71,8 +71,8 @@ def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, red
     """Return the mean, or sum, over the labels of all ranks of ``ring``.
 
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; on CPUs, raise ValueError on
-    every rank if a label is outside them. The count of wrong labels is summed together with the loss: no rank stops before the
-    others have taken part, and nothing waits for a GPU, on which the loss and its gradient become NaN on every rank.
+    every rank if a label is outside them. The count of such labels is summed together with the loss, so no rank stops before the
+    others have taken part. On GPUs the count is not read, which would wait: the loss and its gradient become NaN instead.
     """
     strange = labels.new_zeros(()) if vocab is None else strange_labels(labels.long(), ignore_index, vocab).sum()
     total = torch.stack([x.to(part.dtype) for x in (part.detach(), _count(labels, ignore_index), strange)])
@@ -89,7 +89,7 @@ def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, red
 
 
 def _strange(labels: Tensor, ring: Group, ignore_index: int, vocab: int) -> ValueError:
-    """Return the error that every rank raises if any has a label outside the vocabulary. Every rank must call it."""
+    """Return the error that every rank raises if any rank has a label outside the vocabulary. Every rank must call it."""
     flat = labels.flatten().long()
     mine = flat[strange_labels(flat, ignore_index, vocab)][:1].tolist()
     everybody = [mine] if ranks_of(ring) == 1 else tell("the loss's labels", mine, ring)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     listed = [p for p in model.parameters() if p in stepped]
     if not listed:
         return {}
-    # torch names states, not parameters: here of an SGD whose state is the parameter's index.
+    # torch returns the names of states only, so give each parameter one: its index, as the state of an SGD.
     numbers = torch.optim.SGD(listed)
     for number, p in enumerate(listed):
         numbers.state[p] = {"number": torch.tensor(number)}
@@ -104,7 +104,7 @@ def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
     """Return the states, plus zeros for absent shards that other ranks need to assemble their own states.
 
-    A plain tensor is a replica on every rank, and one rank's is enough.
+    A plain tensor needs none: it is a replica, of which one rank's is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}

@@ -124,7 +124,7 @@ def _kind(kind: str, x: Tensor) -> str:
 
 
 def _part(x: DTensor) -> str:
-    """Return this rank's coordinate on every mesh dim over which ``x`` is not replicated: ranks at the same one hold replicas."""
+    """Return this rank's coordinates on the mesh dims over which ``x`` is not replicated; ranks with equal ones hold replicas."""
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
     if place is None:
         return "no part of it"
@@ -134,9 +134,9 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Raise on every rank the error that the block raises on one, or the lowest rank's if it raises on several.
+    """Raise on every rank the error that the block raises on any rank, the lowest one's if it raises on several.
 
-    The error is an OSError if it was one, and else a ValueError. Every rank of ``ring`` must enter at the same ``call``; a rank
+    An OSError stays one, any other error becomes a ValueError. Every rank of ``ring`` must enter at the same ``call``; a rank
     with an error waits only briefly for the others. Texts that the block appends to the yielded list must be the same on every
     rank. If they are not, or if only some ranks had an error, the ValueError is a RankDifference.
     """
@@ -178,9 +178,9 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
     """Call the function on every rank, and return all ranks' return values, which JSON must be able to hold.
 
-    Every rank of ``ring`` must call it with the same ``call``. If the function raises on one rank, all ranks raise the same, and
-    the lowest rank's error if it raises on several: an OSError if it was one, and else a ValueError. Raise ValueError if
-    ``alike``, values by name, differ between ranks.
+    Every rank of ``ring`` must call it with the same ``call``. If the function raises on any rank, every rank raises the error of
+    the lowest such rank: an OSError stays one, any other error becomes a ValueError. Raise ValueError if ``alike``, values by
+    name, differ between ranks.
     """
     error, value = None, None
     try:

@@ -33,7 +33,7 @@ from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
 LOADING, SAVING = "loading weights", "saving weights"
-"""Names of the ranks' common calls, the same for each kind of folder."""
+"""The names of the calls in which ranks exchange their errors, the same for each kind of folder."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
 """Pauses in seconds before ranks that have not all found the same weights try again."""
@@ -98,20 +98,20 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the activations; None leaves one as it is."""
+    """Return the config with other dtypes for the weights and the computation; None leaves the config's."""
     given = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
 class Empty(NamedTuple):
-    """A model without its weights, and for every file the weights to read from it: our names and the file's."""
+    """A model without its weights, and for each file the weights to read from it, as a dict from our name to the file's."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without its weights, and their places in an open folder."""
+    """Return the model of ``config`` without its weights, and the names to read from each file of an open folder."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config, **ring)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

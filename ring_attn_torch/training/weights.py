@@ -65,7 +65,7 @@ def _inside(module: nn.Module, name: str) -> str:
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """Return ``whole``, which every rank has, sharded like ``p`` if that is a DTensor."""
+    """Return ``whole``, of which every rank has a copy, sharded like ``p`` if that is a DTensor."""
     if not is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
