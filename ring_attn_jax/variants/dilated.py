@@ -1,4 +1,4 @@
-"""Dilated attention: one ring over the tokens that each pattern keeps, and the merge of the patterns by their denominators."""
+"""Dilated attention: a ring attention over the tokens of each pattern, and the sum of their results, weighted by denominators."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def dilated_attention(
     """Compute dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
     Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. In each segment,
-    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend among each
-    other:
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend to each other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
@@ -62,20 +61,20 @@ def dilated_attention(
         segments: lengths in tokens, strictly increasing; they need not divide the sequence, and may be longer.
         dilations: one for each segment, which it divides.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_dilated_attention``.
-        mixing: "softmax": each head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
+        mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
             alone.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
-        key_mask: bool ``[batch, s]``, True if a key may be attended.
+        key_mask: bool ``[batch, s]``, True where a key may be attended.
         scale, softcap, strategy, backend, deterministic: as in ``ring_attention``.
-        length: global number of tokens without padding; the tokens beyond are padding, never seen, out 0. None: all tokens.
+        length: true global number of tokens; tokens of the shards beyond it are padding, never seen, out 0. None: all of them.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
-    natural log, differentiable. A token that all patterns leave out, or that sees no key: out 0, lse -inf, zero gradients.
+    natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf and zero gradients.
 
-    Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, a dilation does not
-    divide its segment, mixing "heads" has more patterns than heads, q and k differ in length, or ``ring_attention`` refuses an
-    argument.
+    Raise ValueError at trace time on: different numbers of segments and dilations, segments that do not increase, a dilation that
+    does not divide its segment, more patterns than heads under mixing "heads", q and k of different lengths, and whatever
+    ``ring_attention`` refuses.
     """
     options = Options(
         layout="contiguous",
@@ -100,7 +99,7 @@ def attend(
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) as ``dilated_attention`` does, from records."""
+    """Compute ``dilated_attention`` from records; return (out, lse)."""
     lanes = lanes_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
@@ -119,7 +118,7 @@ def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(lanes: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
-    """Return the extents and the key mask of the folded batch; None if not needed."""
+    """Return the extents and the key mask of the folded batches; None for each that is not needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes

@@ -1,11 +1,12 @@
-"""A shard as the folded batches (lanes) of its patterns and back, with gradients: pure rearrangement, no gather or scatter.
+"""Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
 
-``FoldedBatches`` in the core maps tokens to slots. ``folded`` makes the lanes of an array, ``mixed`` merges the results of all
-patterns, each weighted by its softmax's denominator Z_i = exp(lse_i):
+A lane holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core says which slot each token takes.
+``folded`` copies an array into lanes by padding and reshaping, without gather or scatter. ``mixed`` puts the results of all
+patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-The gradients of an array are summed over patterns in float32, in the order of the patterns, and so are the outs.
+Both the outs and the gradients of an array are summed in float32, in the order of the patterns.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """Return for each place the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d]; differentiable."""
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern of ``places``.
+
+    Differentiable.
+    """
     return _fold(x, rank, places)
 
 
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the outs and lses of the patterns' lanes into out [b s h e] in their dtype and lse [b s h]; differentiable.
+    """Return out [b s h e], in the outs' dtype, and lse [b s h] from the outs and lses of the patterns' lanes; differentiable.
 
-    A token that sees no key in any pattern: out 0, lse -inf, zero gradients.
+    A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
     return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in lanes))
 
@@ -79,7 +83,7 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
-    """Return dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 if a pattern sees no key."""
+    """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for masked queries."""
     (outs, lses), rank = residuals
     dout, dlse = cotangents
     lses, heads = [lse[..., None] for lse in lses], _heads(places)
@@ -108,7 +112,7 @@ def _heads(places: Places) -> int:
 
 
 def _sums(lses: Sequence[jax.Array], rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
-    """Return the largest lse_i [b s h 1], and the sum of all Z_i over the Z of that one."""
+    """Return the maximum of the lse_i [b s h 1], and the sum of all Z_i divided by the Z of that maximum."""
     heads = _heads(places)
     top = reduce(jnp.maximum, (unfold(x, place, rank, heads, -jnp.inf) for x, place in zip(lses, places, strict=True)))
     parts = (_exp(x, fold(top, place, rank)) for x, place in zip(lses, places, strict=True))
@@ -120,9 +124,9 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
-    """Return alpha_i, 0 if a pattern sees no key.
+    """Return alpha_i, 0 for queries that see no key in the pattern.
 
-    It is not computed from lse: if scores are huge, the rounding of lse changes the weights.
+    ``sums``: as ``_sums`` returns them. lse itself is not used, because its rounding changes the weights if scores are huge.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
@@ -174,5 +178,5 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(part: HeadPart) -> jax.Array:
-    """Return the mask that keeps the heads of a class's own offset, bool, against [b slots spread together heads spread d]."""
+    """Return a bool mask against [b slots spread together heads spread d] that keeps the heads of each class's own offset."""
     return jnp.eye(part.spread, dtype=bool)[:, None, None, :, None]

@@ -48,8 +48,9 @@ def sharded_dilated_attention(
 ) -> Any:
     """Compute :func:`dilated_attention` on global arrays in natural order, sharded as in :func:`sharded_ring_attention`.
 
-    Offsets and head groups count the heads of the global array: over ``head_axis`` each member must hold a multiple of each
-    dilation, and ``mixing`` must be "softmax", so that all members keep the same tokens. Raise ValueError otherwise.
+    Offsets and head groups follow from the global index of a head. So over ``head_axis`` the number of heads of each member must
+    be a multiple of each dilation, and ``mixing`` must be "softmax": then all members keep the same tokens. Raise ValueError
+    otherwise.
     """
     where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(
@@ -91,7 +92,7 @@ def _compiled(
     return_lse: bool,
     mapped: bool,
 ) -> Any:
-    """Return the compiled program, cached."""
+    """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
     def on_shards(given: dict[str, Any]) -> Any:
         q, k, v = (given[name] for name in "qkv")

@@ -1,9 +1,9 @@
-"""Summary attention over a ring: approximate; exact within a window, with older blocks of tokens pooled into a few summaries.
+"""Summary attention over a ring, an approximation: exact within a window, with a few summaries for each block before it.
 
-Two parts, which :func:`merge` joins. Local: the ring of ``ring_attention`` under a window; extents cut it to whole blocks.
-Compressed: a rank pools its tokens of each block by ``attend_block``, with the pool as queries, so that a block on several ranks
-is merged from pairs (out, lse), as rings are. One all-gather takes these pairs to all ranks, whose queries attend to the
-summaries.
+It has two parts, which :func:`merge` combines. The local part (``near``) is ``ring_attention`` under a window, which extents cut
+at the start of a block. The compressed part (``far``) attends to summaries: each rank pools its tokens of a block by
+``attend_block``, with the pool as queries, so that a block on several ranks is merged from (out, lse) pairs as in a ring. One
+all-gather sends these partial summaries to all ranks, whose queries attend to the merged ones.
 """
 
 from __future__ import annotations
@@ -55,37 +55,37 @@ def summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute approximate causal attention: exact over the last tokens, plus a few pooled summaries of each block before them.
+    """Compute approximate causal attention: exact to the last tokens, and to a few summaries of each block of tokens before them.
 
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
         s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
 
-    with one softmax over both. Each earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and
-    so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window plus gathered, pooled
-    blocks; here only summaries travel beyond the hops of the window.
+    Tokens and summaries share one softmax. Every earlier token is represented exactly once. ``window >= length - 1`` is exact
+    attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window beside
+    gathered, pooled blocks; here only summaries travel beyond the hops of the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
         pool: ``[summaries, kv_heads, head_dim]``, learned, the same on each rank; zeros give the mean of the block. It is
             cast to k's dtype. JAX sums its gradient over the ranks; inside ``shard_map(check_vma=False)`` it is a rank's part.
         block: tokens that are summarized together; blocks need not end where shards do, and may be longer than shards.
-        summaries: number of summaries of a block.
-        window: smallest number of tokens before it that a query sees exactly; the exact part begins at the start of a block.
+        summaries: the number of summaries of a block.
+        window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
-        key_mask: bool ``[batch, seq_local]``, True if a key may be attended. Masked keys take no part in the pooling. A summary
-            then stands for its block's unmasked keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and
-            a summary without a key is not seen. This weight is one more column of the summaries' values.
+        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys take no part in the pooling. A
+            summary then stands for its block's unmasked keys: the logarithm is of keys / summaries ("mean": of the keys in its
+            part), and a summary without a key is not seen. This weight is one more column of the summaries' values.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
-            applies before a summary's logarithm is added.
+            comes before a summary's logarithm is added.
 
-    Returns the results of ring_attention. The parts of summaries travel in float32 (float64 of float64), in one all-gather, since
-    a block on several ranks is merged from them; the summaries themselves are rounded to k's dtype.
-    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes that travel.
+    Returns the same as ring_attention. The partial summaries travel in float32 (float64 for float64 inputs), in one all-gather,
+    because a block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. The bytes sent are
+    counted by ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
 
-    Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode.
+    Raise ValueError at trace time if inputs do not fit. Second derivatives and forward mode are not supported.
     """
     options = SummaryOptions(
         block=block,
@@ -129,9 +129,9 @@ def sharded_summary_attention(
 ) -> Any:
     """Compute :func:`summary_attention`, which is approximate, on global arrays in contiguous layout (natural order, padded).
 
-    The mesh, its axes, and the sharding of arrays: as in :func:`sharded_ring_attention`; pool is sharded over ``head_axis`` like
-    k's heads. Other arguments are those of summary_attention, with global arrays. Raise ValueError if either of the two refuses
-    an argument.
+    The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`; pool is sharded over ``head_axis``
+    like k's heads. Other arguments are those of summary_attention, with global arrays. Raise ValueError if one of these two
+    functions refuses an argument.
     """
     options = SummaryOptions(
         block=block,
@@ -160,9 +160,9 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """k [b n g d] and v [b n g e] of all summaries, those of a block side by side, in the accumulation dtype.
+    """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: the unmasked share of the tokens that a summary is pooled from.
+    ``share`` [b n], with a key mask: the fraction of the tokens of a summary that the mask leaves.
     """
 
     k: jax.Array
@@ -171,7 +171,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) as ``summary_attention`` does, from records."""
+    """Compute ``summary_attention`` from records; return (out, lse)."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
     first, seen = _seen(plan, lax.axis_index(axis_name))
@@ -185,9 +185,9 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axi
 
 
 def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the first and end (exclusive) token that each query of this rank sees, int32 [s].
+    """Return the range of tokens that each query of this rank attends to exactly: first and end (exclusive), int32 [s] each.
 
-    Padding has [0, 0), so it sees no block either.
+    Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summaries either.
     """
     positions = rank * plan.local + jnp.arange(plan.local, dtype=jnp.int32)
     true = positions < plan.length
@@ -195,7 +195,7 @@ def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan) -> tuple[jax.Array, jax.Array]:
-    """Return the pair (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    """Return (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
     attend = partial(
@@ -219,7 +219,7 @@ def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan
 
 
 def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summaries:
-    """Return the summaries of all blocks, merged from all ranks' parts."""
+    """Return the summaries of all blocks, merged from all ranks' partial summaries."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
     m, slots, wide = plan.options.summaries, plan.slots, accumulation_dtype(k.dtype)

@@ -1,4 +1,4 @@
-"""Dilated attention: a ring attention over the tokens of each pattern, and the patterns' sum weighted by denominators."""
+"""Dilated attention: a ring attention over the tokens of each pattern, and the sum of their results, weighted by denominators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 COMPILES = torch.__version__ >= "2.15"
-"""True if torch.compile preserves the results: 2.15 does, 2.11 loses the lanes' in-place additions."""
+"""True if torch.compile preserves the results: 2.15 does, 2.11 loses the in-place additions of ``folded_batches.put``."""
 
 
 def dilated_attention(
@@ -60,8 +60,8 @@ def dilated_attention(
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
 
-    A key that two patterns show counts twice. Each pattern is one exact ring attention over the tokens it keeps, in which ranks
-    that share no segment exchange nothing.
+    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens it keeps, in
+    which ranks that share no segment exchange nothing.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
@@ -151,7 +151,7 @@ def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(lanes: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
-    """Return the extents and the key mask of the lanes, each if needed."""
+    """Return the extents and the key mask of the folded batches; None for each that is not needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes
@@ -174,7 +174,7 @@ _known_lanes = remembered(lanes_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Make the problem without the cache of ``problem_of``, about which torch.compile warns."""
+    """Return the problem as ``problem_of`` does, but without a cache, because torch.compile warns of caches."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     given = tuple(
@@ -199,7 +199,7 @@ def _device(q: Any) -> str:
 
 
 def _in_words(x: Any) -> str:
-    """Return an argument as text that ranks compare: 4 and NumPy's 4 are the same."""
+    """Return an argument as text for the ranks to compare; 4 and NumPy's 4 give the same text."""
     if isinstance(x, tuple | list):
         return f"{[as_number(each) for each in x]}"
     return str(with_numbers(x)) if isinstance(x, Band) else in_words(as_number(x))

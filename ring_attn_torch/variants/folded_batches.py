@@ -1,12 +1,12 @@
 """Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
 
 A lane holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core says which slot each token takes.
-``folded`` copies an array into lanes, by padding and strided views, without gather or scatter. ``mixed`` puts the results of
-all patterns back into the order of the shard and merges them, each weighted by its softmax's denominator Z_i = exp(lse_i):
+``folded`` copies an array into lanes by padding and strided views, without gather or scatter. ``mixed`` puts the results of all
+patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Gradients of an array and the outs are summed over patterns in float32, in the order of the patterns.
+Both the outs and the gradients of an array are summed in float32, in the order of the patterns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d] for each place; differentiable."""
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern of ``places``.
+
+    Differentiable.
+    """
     return Fold.apply(x, places, rank)
 
 
@@ -108,7 +111,7 @@ def _raise(spots: Tensor, lane: Tensor) -> None:
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """Return a function that adds lanes times ``alpha`` in one pass."""
+    """Return a function for ``put`` that adds lanes times ``alpha`` in one pass."""
     return lambda spots, lane: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), lane)
 
 
@@ -117,10 +120,10 @@ def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
 
 
 def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
-    """Return alpha_i, 0 where a pattern sees no key.
+    """Return alpha_i, 0 for queries that see no key in the pattern.
 
-    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse alone is not enough: if
-    scores are huge, its rounding changes the weights.
+    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse itself is not used, because
+    its rounding changes the weights if scores are huge.
     """
     top, total = sums.split(1, -1)
     return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
@@ -158,7 +161,7 @@ def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[
 
 
 def _chosen(x: Tensor, part: HeadPart) -> Tensor:
-    """Return the heads of a pattern, each as often as the pattern uses it."""
+    """Return the kept heads of ``x``, each repeated as ``part`` says."""
     x = x[:, :, part.first : part.end]
     if part.repeat == 1:
         return x

@@ -1,9 +1,9 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries for each block before it.
 
-It has two parts, which :func:`merge` combines. The local part (``near``) is ``ring_attention`` under a window, cut to whole
-blocks by extents. The compressed part (``far``) attends to summaries: each rank pools its tokens of a block by ``attend_block``,
-with the pool as queries, so that a block on several ranks is merged from (out, lse) pairs as in a ring. One all-gather sends
-these partial summaries to all ranks, whose queries attend to the merged ones.
+It has two parts, which :func:`merge` combines. The local part (``near``) is ``ring_attention`` under a window, which extents cut
+at the start of a block. The compressed part (``far``) attends to summaries: each rank pools its tokens of a block by
+``attend_block``, with the pool as queries, so that a block on several ranks is merged from (out, lse) pairs as in a ring. One
+all-gather sends these partial summaries to all ranks, whose queries attend to the merged ones.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def summary_attention(
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
         s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
 
-    Both share one softmax. Every earlier token is represented exactly once. ``window >= length - 1`` is exact attention, and so
-    is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window beside gathered, pooled
-    blocks; here only summaries travel beyond the hops of the window.
+    Tokens and summaries share one softmax. Every earlier token is represented exactly once. ``window >= length - 1`` is exact
+    attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window beside
+    gathered, pooled blocks; here only summaries travel beyond the hops of the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -72,9 +72,9 @@ def summary_attention(
         window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
-        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. The others take no part in the pooling. A summary
-            then stands for its block's true keys, the logarithm is of keys / summaries ("mean": of the keys in its part), and one
-            without a key is not seen. This weight is one more column of the summaries' values.
+        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys take no part in the pooling. A
+            summary then stands for its block's unmasked keys: the logarithm is of keys / summaries ("mean": of the keys in its
+            part), and a summary without a key is not seen. This weight is one more column of the summaries' values.
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             comes before a summary's logarithm is added.
 
@@ -118,7 +118,7 @@ class SummaryInputs(NamedTuple):
 class Summaries(NamedTuple):
     """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: the fraction of the tokens pooled into a summary that are true keys.
+    ``share`` [b n], with a key mask: the fraction of the tokens of a summary that the mask leaves.
     """
 
     k: Tensor
