@@ -16,9 +16,9 @@ from ring_attn_core.validation import missing_package
 if find_spec("jax") is None:
     raise missing_package(__name__, "jax")
 
-from .api import ring_attention
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that this host lacks
 from .block import attend_block, merge
+from .call.signature import ring_attention
 from .data.batch import Shard as Shard  # by name only, as in the PyTorch package, where import * would hide its Shard
 from .data.batch import shard_batch
 from .data.dataset import SequenceShardedDataset

@@ -17,13 +17,13 @@ from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, rat
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
-from .arguments import Arrays, checked, problem_of
 from .attend.backend import Backend
 from .attend.dropout import draw_of
 from .attend.keys import Keys, pack
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
-from .op import OpInputs, refuse_second_derivative, reverse_only
+from .call.autograd import OpInputs, refuse_second_derivative, reverse_only
+from .call.prepare import Arrays, checked, problem_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int

@@ -21,10 +21,10 @@ from ring_attn_core.problem.checks import check_array, check_extents, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from .api import attention
-from .arguments import Arrays
 from .attend.dropout import draw_of
 from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
+from .call.prepare import Arrays
+from .call.signature import attention
 from .data.extents import on_host
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from ring_attn_core.validation import missing_package
 if find_spec("torch") is None:
     raise missing_package(__name__, "torch")
 
-from .api import ring_attention
 from .block import attend_block, merge
+from .call.signature import ring_attention
 from .data.batch import Shard as Shard  # by name only: import * must not hide the Shard of torch.distributed.tensor
 from .data.batch import shard_batch
 from .data.dataset import SequenceShardedDataset

@@ -15,13 +15,13 @@ from ring_attn_core.problem.checks import FARTHEST, check_extents, check_key_ext
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
-from .arguments import Arrays, check_tensors, checked, checked_backward, problem_of, refuse_transforms
 from .attend.backend import Backend
 from .attend.dropout import Dropout, draw_of
 from .attend.keys import Keys
 from .attend.score import Score
 from .attend.tiles import Rows
-from .op import OpCall, as_op, gradients_apart, refuse_second_derivative
+from .call.autograd import OpCall, as_op, gradients_apart, refuse_second_derivative
+from .call.prepare import Arrays, check_tensors, checked, checked_backward, problem_of, refuse_transforms
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -15,7 +15,7 @@ PACKAGES = {
     "ring_attn_torch.transformers": "PyTorch",
 }
 PAGES = {
-    "attention": ("Attention", ("api", "block", "sharded")),
+    "attention": ("Attention", ("call", "block", "sharded")),
     "layouts_and_masks": ("Layouts, masks and plan", ("layouts", "masks", "runs", "plan")),
     "data": ("Data", ("data",)),
     "layers": ("Layers and models", ("layers", "model")),

@@ -15,13 +15,13 @@ import torch
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.options import Options
 from ring_attn_core.reference.oracle import Attention
-from ring_attn_jax import arguments as jax_arguments
 from ring_attn_jax.attend import keys as jax_keys
 from ring_attn_jax.attend.dropout import draw_of as jax_draw_of
-from ring_attn_torch import arguments as torch_arguments
+from ring_attn_jax.call import prepare as jax_prepare
 from ring_attn_torch.attend import keys as torch_keys
 from ring_attn_torch.attend.dropout import Dropout
 from ring_attn_torch.attend.dropout import draw_of as torch_draw_of
+from ring_attn_torch.call import prepare as torch_prepare
 
 from ..support.cases import Case
 
@@ -46,9 +46,9 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
 def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
     seed = case.scalars["dropout_seed"]
     draw = None if seed is None else torch_draw_of(Dropout(seed), torch.device("cuda"))
-    given = torch_arguments.Arrays(**arrays, dropout_seed=draw)
-    problem = torch_arguments.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
-    compiled = torch_arguments.checked(problem, anywhere=False)
+    given = torch_prepare.Arrays(**arrays, dropout_seed=draw)
+    problem = torch_prepare.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
+    compiled = torch_prepare.checked(problem, anywhere=False)
     return compiled.scored(given), compiled.backend
 
 
@@ -83,9 +83,9 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     ]
     seed = case.scalars["dropout_seed"]
     draw = None if seed is None else jax_draw_of(seed, (0, 0))
-    given = [jax_arguments.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
-    problem = jax_arguments.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
-    compiled = jax_arguments.checked(problem, anywhere=False)
+    given = [jax_prepare.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
+    problem = jax_prepare.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
+    compiled = jax_prepare.checked(problem, anywhere=False)
     scores, computes = [compiled.scored(arrays) for arrays in given], compiled.backend
     apart = computes.apart and not plan.hops
     make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, given[r].key_extents, apart)

@@ -132,7 +132,7 @@ def test_what_was_traced_for_one_gpu_is_not_used_for_another():
 
 @needs_plugin
 def test_without_tma_descriptors_hopper_is_refused_by_name_and_auto_takes_the_portable_kernels(monkeypatch):
-    monkeypatch.setattr("ring_attn_jax.arguments.makes_descriptors", lambda: False)
+    monkeypatch.setattr("ring_attn_jax.call.prepare.makes_descriptors", lambda: False)
     with compile_for(90), pytest.raises(ValueError, match=r'this jaxlib cannot make: .*"auto" takes .triton'):
         jax.eval_shape(ring(1, backend="hopper"), *shapes())
     launched = []

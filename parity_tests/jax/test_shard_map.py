@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import attend_block, from_layout, ring_attention, sharded_ring_attention, to_layout
-from ring_attn_jax.op import LSE_NAME, OUT_NAME
+from ring_attn_jax.call.autograd import LSE_NAME, OUT_NAME
 
 from ..support.cases import MASKS, Case
 from ..support.selection import first

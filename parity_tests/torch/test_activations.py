@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_attn_torch import RingTransformer, from_numpy, loss, op
+from ring_attn_torch import RingTransformer, from_numpy, loss
+from ring_attn_torch.call import autograd
 from ring_attn_torch.layers import offload
 from ring_attn_torch.layers.offload import OffloadedTensors
 from ring_attn_torch.layers.transformer import Block
@@ -36,7 +37,10 @@ LITTLE = ["recompute", "offload"]
 def packed_on_rank(group: Group, activations: str) -> dict[str, Any]:
     """A step with every feature: logits, the loss, every gradient, and how often this rank ran a forward ring and sent."""
     model = from_numpy(RingTransformer(**PACKED, group=group, activations=activations), transformer_weights(**PACKED))
-    with patch.object(op.loop, "forward", wraps=op.loop.forward) as rings, patch.object(hops, "send", wraps=hops.send) as sends:
+    with (
+        patch.object(autograd.loop, "forward", wraps=autograd.loop.forward) as rings,
+        patch.object(hops, "send", wraps=hops.send) as sends,
+    ):
         logits, value = step(model, group, 7, **packed_batch())
     counts = {"rings": rings.call_count, "sends": sends.call_count}
     return {"logits": logits.detach().numpy(), "loss": value.detach().numpy(), **gradients(model), **counts}
@@ -93,7 +97,7 @@ def test_the_ring_runs_once_under_modes_too(activations, forward, backward):
     model, ids, labels = small("keep")
     expected = parameter_gradients(model, loss(model(ids), labels))
     model.activations = activations
-    with patch.object(op.loop, "forward", wraps=op.loop.forward) as rings:
+    with patch.object(autograd.loop, "forward", wraps=autograd.loop.forward) as rings:
         with Watching() if forward else torch.enable_grad():
             value = loss(model(ids), labels)
         with Watching() if backward else torch.enable_grad():
@@ -121,7 +125,7 @@ def test_compiled_blocks_run_one_forward_ring_in_one_graph():
     model, ids, labels = small("recompute", depth=1)
     expected = parameter_gradients(model, loss(model(ids), labels))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with patch.object(op.loop, "forward", wraps=op.loop.forward) as rings:
+    with patch.object(autograd.loop, "forward", wraps=autograd.loop.forward) as rings:
         got = parameter_gradients(model, loss(compiled(ids), labels))
     assert rings.call_count == 1
     for a, b in zip(got, expected, strict=True):
@@ -264,7 +268,7 @@ def sharded_on_rank(group: dist.ProcessGroup, activations: str) -> list[np.ndarr
     mesh = DeviceMesh.from_group(group, "cpu")
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
-    with patch.object(op.loop, "forward", wraps=op.loop.forward) as rings:
+    with patch.object(autograd.loop, "forward", wraps=autograd.loop.forward) as rings:
         ids = torch.from_numpy(token_ids()[0][:, :18])
         F.cross_entropy(model(ids).flatten(0, 1), ids.flatten().long(), reduction="sum").backward()
     assert rings.call_count == TRANSFORMER["depth"]

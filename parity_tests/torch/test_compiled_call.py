@@ -7,7 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ring_attn_torch import arguments, ring_attention
+from ring_attn_torch import ring_attention
+from ring_attn_torch.call import prepare
 
 
 @pytest.mark.parametrize(
@@ -22,13 +23,13 @@ def test_auto_decides_about_the_backward_when_it_comes_and_a_name_is_checked_for
     def runnable(problem, anywhere, of):
         passes.append(tuple(of))
 
-    for cached in (arguments.checked, arguments.checked_backward):
+    for cached in (prepare.checked, prepare.checked_backward):
         cached.cache_clear()
-    with patch.object(arguments, "runnable", runnable):
+    with patch.object(prepare, "runnable", runnable):
         out = ring_attention(q, k, v, backend=backend)
         assert passes == asked[:1]
         for _ in range(2):
             torch.autograd.grad(ring_attention(q, k, v, backend=backend), (q, k, v), torch.ones_like(out))
     assert passes == asked
-    for cached in (arguments.checked, arguments.checked_backward):
+    for cached in (prepare.checked, prepare.checked_backward):
         cached.cache_clear()

@@ -21,9 +21,9 @@ import torch
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.reference.oracle import Attention
-from ring_attn_torch import arguments
 from ring_attn_torch.attend import kernels as fused
 from ring_attn_torch.attend.score import Score
+from ring_attn_torch.call import prepare
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING, TREES
@@ -83,7 +83,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
     launch, gpu = fused.launch, lambda device: 80
     with (
         as_on_a_gpu(),
-        patch.object(arguments, "capability", gpu),
+        patch.object(prepare, "capability", gpu),
         patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
         patch.object(fused, "launch", lambda what, arrays: launched.append(what.kernel) or launch(what, arrays)),
     ):

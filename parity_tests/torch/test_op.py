@@ -18,8 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ring_attn_core import causal, sliding_window
 from ring_attn_core.problem.options import Options
-from ring_attn_torch import attend_block, op, ring_attention
-from ring_attn_torch.arguments import Arrays
+from ring_attn_torch import attend_block, ring_attention
+from ring_attn_torch.call import autograd
+from ring_attn_torch.call.prepare import Arrays
 
 from ..support import spawn
 from ..support.cases import Case
@@ -30,7 +31,7 @@ from .ring import on_rank
 def arguments(every: bool, *runs: int):
     """What the ops take besides the tensors that they differentiate: no feature, or every one."""
     if not every:
-        return [], [*runs, *Options().counts], op.OpCall(Options(layout="contiguous"), ()).text
+        return [], [*runs, *Options().counts], autograd.OpCall(Options(layout="contiguous"), ()).text
     arrays = Arrays(
         torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1),
         torch.arange(66).reshape(2, 33) % 5 != 0,
@@ -39,7 +40,7 @@ def arguments(every: bool, *runs: int):
         torch.tensor([7, 0, 0, 0]),
     )
     options = Options(layout="contiguous", softcap=2.0, dropout_rate=0.25)
-    return [*arrays.given.values()], [*runs, *options.counts], op.OpCall(options, tuple(arrays.given)).text
+    return [*arrays.given.values()], [*runs, *options.counts], autograd.OpCall(options, tuple(arrays.given)).text
 
 
 def leaves():
@@ -72,7 +73,7 @@ def test_a_call_that_nobody_follows_goes_round_the_ops_and_gives_the_same_bits(f
         followed = ring_attention(q, k, v, layout="contiguous", **features)
         of_followed = torch.autograd.grad(followed, (q, k, v), cotangent)
     assert [name for name in seen.names if "ring_attn" in name] == ["ring_attn.forward.default", "ring_attn.backward.default"]
-    with patch.object(op.OpCall, "read", side_effect=AssertionError("an op was called")):
+    with patch.object(autograd.OpCall, "read", side_effect=AssertionError("an op was called")):
         plain = ring_attention(q, k, v, layout="contiguous", **features)
         of_plain = torch.autograd.grad(plain, (q, k, v), cotangent)
         with torch.no_grad():
@@ -180,7 +181,7 @@ def test_selective_checkpointing_runs_one_forward_ring(keep, forwards):
         return CheckpointPolicy.MUST_SAVE if keep and op == ring else CheckpointPolicy.PREFER_RECOMPUTE
 
     block = lambda q, k, v: ring_attention(q.sin(), k.sin(), v.sin(), layout="striped").cos()
-    with patch.object(op.loop, "forward", wraps=op.loop.forward) as spy:
+    with patch.object(autograd.loop, "forward", wraps=autograd.loop.forward) as spy:
         out = checkpoint(block, q, k, v, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert spy.call_count == forwards

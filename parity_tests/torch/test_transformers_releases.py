@@ -38,11 +38,12 @@ def test_an_untried_transformers_is_named_once_and_runs(monkeypatch: pytest.Monk
 
 
 def test_an_untried_torch_is_named_once_and_runs(monkeypatch: pytest.MonkeyPatch):
-    from ring_attn_torch import arguments, ring_attention
+    from ring_attn_torch import ring_attention
+    from ring_attn_torch.call import prepare
 
     monkeypatch.setattr(releases, "version", lambda package: "9.9")
     monkeypatch.setattr(releases, "_looked_at", set())
-    arguments.checked.cache_clear()
+    prepare.checked.cache_clear()
     x = torch.ones(1, 6, 1, 8)
     with pytest.warns(UserWarning, match=re.escape("torch 9.9 was not tried with ring-attn")):
         ring_attention(x, x, x)

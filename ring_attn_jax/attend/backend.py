@@ -1,6 +1,6 @@
 """The interface of a backend: three functions that each step of the ring calls.
 
-``arguments.py`` chooses the backend, once per call.
+``call/prepare.py`` chooses the backend, once per call.
 """
 
 from __future__ import annotations

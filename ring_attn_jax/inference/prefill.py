@@ -12,11 +12,11 @@ from ring_attn_core.cache import checks
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_core.problem.options import Options
 
-from ..arguments import Arrays, checked, problem_of
 from ..attend.state import State
 from ..axes import ring_size, vary_alike
 from ..block import attend_block
-from ..op import OpInputs, round_the_ring
+from ..call.autograd import OpInputs, round_the_ring
+from ..call.prepare import Arrays, checked, problem_of
 from .cache import KVCache
 from .scales import restored
 from .step import DecodeStep, shards

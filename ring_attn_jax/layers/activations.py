@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ring_attn_core.model.activations import check_activations
 
-from ..op import LSE_NAME, OUT_NAME
+from ..call.autograd import LSE_NAME, OUT_NAME
 
 INPUT_NAME = "ring_attn_block_input"
 HOST = "pinned_host"

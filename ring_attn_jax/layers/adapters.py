@@ -16,8 +16,8 @@ from ring_attn_core.masks import full
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from ..arguments import Arrays
 from ..attend.dropout import Draw, draw_of
+from ..call.prepare import Arrays
 from ..data.extents import on_host
 from ..sharded import ShardedAxes, sharded
 from .whole_mask import parts_of, visible_of

@@ -18,11 +18,11 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from ..api import attention
-from ..arguments import Arrays
 from ..attend.dropout import draw_of
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
+from ..call.prepare import Arrays
+from ..call.signature import attention
 from ..sharded import ShardedAxes, sharded
 from .parts import dtype_name
 from .projections import Projections

@@ -14,10 +14,10 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
-from ..api import attention
-from ..arguments import Arrays, problem_of
 from ..axes import ring_size, vary_alike
-from ..op import reverse_only
+from ..call.autograd import reverse_only
+from ..call.prepare import Arrays, problem_of
+from ..call.signature import attention
 from .folded_batches import folded, mixed
 
 if TYPE_CHECKING:

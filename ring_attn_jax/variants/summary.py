@@ -23,11 +23,11 @@ from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import check_array
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
 
-from ..api import attention
-from ..arguments import Arrays
 from ..attend.tiles import accumulation_dtype
 from ..axes import described, dtype_names, mapped_over_mesh, ring_size
 from ..block import attend_block, merge
+from ..call.prepare import Arrays
+from ..call.signature import attention
 from ..sharded import ShardedAxes, check_shards, on_mesh, program
 
 if TYPE_CHECKING:

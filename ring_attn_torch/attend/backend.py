@@ -1,4 +1,4 @@
-"""The protocol of a backend: three functions that the ring loop calls. ``arguments.py`` selects the backend once per problem."""
+"""The protocol of a backend: three functions that the ring loop calls. ``call/prepare.py`` selects it once per problem."""
 
 from __future__ import annotations
 

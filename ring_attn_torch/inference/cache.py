@@ -16,7 +16,7 @@ from ring_attn_core.cache.placement import held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.validation import is_integer
 
-from ..arguments import dtype_name
+from ..call.prepare import dtype_name
 from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import group_name, group_of, rank_in, ranks_of
 from .merge import refuse_gradients

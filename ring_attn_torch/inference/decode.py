@@ -17,7 +17,7 @@ from ring_attn_core.validation import in_words
 
 from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
-from ..op import no_autocast
+from ..call.autograd import no_autocast
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, is_dtensor, ranks_of
 from .merge import gather_pairs, refuse_gradients, ring_of

@@ -16,10 +16,10 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
 from ring_attn_core.validation import is_integer
 
-from ..arguments import dtype_name
 from ..attend.tiles import accumulation_dtype
+from ..call.autograd import no_autocast
+from ..call.prepare import dtype_name
 from ..data.layout import to_layout
-from ..op import no_autocast
 from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of
 from .cache import KVCache

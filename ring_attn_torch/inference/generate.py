@@ -9,7 +9,7 @@ import torch
 
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, local_tokens
 
-from ..op import no_autocast
+from ..call.autograd import no_autocast
 from ..ring.agreement import refuse, tell
 from ..ring.groups import ranks_of
 from .cache import KVCache

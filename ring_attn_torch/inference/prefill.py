@@ -14,10 +14,10 @@ from ring_attn_core.kernels.backends import VENDORS
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_core.problem.options import Options
 
-from ..arguments import Arrays, check_tensors, checked, dtype_name, problem_of
 from ..attend.state import State
 from ..block import attend_block
-from ..op import OpCall, forward
+from ..call.autograd import OpCall, forward
+from ..call.prepare import Arrays, check_tensors, checked, dtype_name, problem_of
 from ..ring.agreement import agree, refuse
 from ..ring.groups import group_name, rank_in, ranks_of
 from .cache import KVCache

@@ -13,7 +13,7 @@ from ring_attn_core.sampling import Sampling, SamplingParameters, check_drawn, n
 
 from ..attend.dropout import multiply
 from ..attend.tiles import accumulation_dtype
-from ..op import no_autocast
+from ..call.autograd import no_autocast
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -18,10 +18,10 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from ..api import attention
-from ..arguments import Arrays
 from ..attend.dropout import Dropout
 from ..attend.tiles import accumulation_dtype
+from ..call.prepare import Arrays
+from ..call.signature import attention
 from ..ring.groups import group_name, local, ranks_of
 from .parts import dtype_name
 from .projections import Projections, ring_of

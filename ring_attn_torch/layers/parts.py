@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..arguments import dtype_name as dtype_name
+from ..call.prepare import dtype_name as dtype_name
 
 
 class LinearMap(nn.Linear):

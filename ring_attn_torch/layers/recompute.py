@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..attend.state import State
-from ..op import StoredResults
+from ..call.autograd import StoredResults
 
 Function = Callable[..., Tensor]
 """A function of a block's input and the arguments that all blocks share, tensors and None among them; all are positional."""

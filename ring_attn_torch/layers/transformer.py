@@ -20,7 +20,7 @@ from ring_attn_core.model.published import Published
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
-from ..op import unwatched
+from ..call.autograd import unwatched
 from ..ring.agreement import refuse
 from ..ring.groups import local
 from .activations import Caller, caller

@@ -13,8 +13,8 @@ from ring_attn_core.model.chunks import check_loss
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
+from ..call.autograd import unwatched
 from ..layers.attention import ring_of
-from ..op import unwatched
 from ..ring.agreement import AgreedCall, agree_on, tell
 from ..ring.groups import Group, is_dtensor, ranks_of
 from .cross_entropy import Labels, strange_labels, sum_of_hidden, sum_of_logits

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ring_attn_core import masks
 from ring_attn_core.runs import Band
 
-from ..api import ring_attention
+from ..call.signature import ring_attention
 from ..ring.groups import group_name, group_of
 from .cached_call import CachedMask
 from .global_batch import LayerMask, ModelRing

@@ -12,10 +12,10 @@ from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from .arguments import Arrays, checked, problem_of
-from .attend.dropout import draw_of
-from .axes import ring_size, vary_alike
-from .op import OpInputs, attention_of
+from ..attend.dropout import draw_of
+from ..axes import ring_size, vary_alike
+from .autograd import OpInputs, attention_of
+from .prepare import Arrays, checked, problem_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int

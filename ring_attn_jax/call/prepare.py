@@ -16,14 +16,14 @@ from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import chosen
 from ring_attn_core.releases import warn_if_untried
 
-from .attend.backend import Backend
-from .attend.blockwise import Blockwise
-from .attend.dropout import Draw
-from .attend.kernels import Kernels
-from .attend.launch import capability, makes_descriptors
-from .attend.score import Score
-from .axes import described, dtype_names
-from .ring.step import Ring
+from ..attend.backend import Backend
+from ..attend.blockwise import Blockwise
+from ..attend.dropout import Draw
+from ..attend.kernels import Kernels
+from ..attend.launch import capability, makes_descriptors
+from ..attend.score import Score
+from ..axes import described, dtype_names
+from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):

@@ -1,8 +1,8 @@
 """The ring with autograd: as ops of torch.library under torch.compile, modes and transforms, else called eagerly.
 
 An eager call skips the op: its way through the dispatcher, and the encoding of its options as text. Checks, agreement and loop
-are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions of an eager call. ``api.attention`` tests
-them; the backward of ``Eager`` tests them again, and takes the op under create_graph too.
+are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions of an eager call. ``signature.attention``
+tests them; the backward of ``Eager`` tests them again, and takes the op under create_graph too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
-from .arguments import NOTHING, Arrays, checked, checked_backward, problem_of
-from .attend.state import Gradients, State
-from .ring import loop
-from .ring.agreement import agree, agreed
-from .ring.groups import group_of, rank_in, ranks_of
+from ..attend.state import Gradients, State
+from ..ring import loop
+from ..ring.agreement import agree, agreed
+from ..ring.groups import group_of, rank_in, ranks_of
+from .prepare import NOTHING, Arrays, checked, checked_backward, problem_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

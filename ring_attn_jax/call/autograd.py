@@ -13,13 +13,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from .attend.backend import Backend
-from .attend.keys import Keys, pack
-from .attend.score import Score
-from .attend.state import State
-from .axes import Trees, on_auto_axes, sharded_like
-from .ring import loop
-from .ring.step import Ring
+from ..attend.backend import Backend
+from ..attend.keys import Keys, pack
+from ..attend.score import Score
+from ..attend.state import State
+from ..axes import Trees, on_auto_axes, sharded_like
+from ..ring import loop
+from ..ring.step import Ring
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"

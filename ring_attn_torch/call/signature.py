@@ -17,11 +17,11 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 
-from .arguments import NOTHING, Arrays, check_plain, check_tensors, refuse_transforms
-from .attend.dropout import Dropout, draw_of
-from .op import Eager, OpCall, forward, keeping, unwatched
-from .ring.agreement import refuse
-from .ring.groups import group_name, group_of
+from ..attend.dropout import Dropout, draw_of
+from ..ring.agreement import refuse
+from ..ring.groups import group_name, group_of
+from .autograd import Eager, OpCall, forward, keeping, unwatched
+from .prepare import NOTHING, Arrays, check_plain, check_tensors, refuse_transforms
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -21,15 +21,15 @@ from ring_attn_core.problem.problem import Problem
 from ring_attn_core.problem.strategies import chosen
 from ring_attn_core.releases import warn_if_untried
 
-from .attend.backend import Backend
-from .attend.blockwise import Blockwise
-from .attend.kernels import Kernels
-from .attend.keys import Keys, pack
-from .attend.launch import capability
-from .attend.score import Score
-from .attend.vendor import Vendor
-from .ring.groups import Group, constant, group_of, is_dtensor
-from .ring.step import Ring
+from ..attend.backend import Backend
+from ..attend.blockwise import Blockwise
+from ..attend.kernels import Kernels
+from ..attend.keys import Keys, pack
+from ..attend.launch import capability
+from ..attend.score import Score
+from ..attend.vendor import Vendor
+from ..ring.groups import Group, constant, group_of, is_dtensor
+from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
