@@ -17,13 +17,11 @@ from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, rat
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
-from .attend.backend import Backend
 from .attend.dropout import draw_of
-from .attend.keys import Keys, pack
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
 from .call.autograd import OpInputs, refuse_second_derivative, reverse_only
-from .call.prepare import Arrays, checked, problem_of
+from .call.prepare import Arrays, CompiledCall, checked, problem_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -73,11 +71,9 @@ def attend_block(
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in (q_run, k_run))
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
-    if not q.size:  # no dropout without elements
-        arrays = arrays._replace(dropout_seed=None)
-    inputs, rows = vary_alike((), OpInputs(q, k, v, key_mask, key_extents, compiled.scored(arrays)), rows)
+    inputs, rows = vary_alike((), OpInputs.of(q, k, v, arrays), rows)
     (inputs,) = reverse_only(inputs)
-    return _attention(inputs, rows, compiled.backend)
+    return _attention(inputs, rows, compiled)
 
 
 def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
@@ -110,40 +106,38 @@ def _int32(x: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attention(inputs: OpInputs, rows: jax.Array, backend: Backend) -> State:
+def _attention(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> State:
     def forward(inputs: OpInputs, rows: jax.Array) -> State:
-        return backend.attend(inputs.q, _keys(inputs, backend), rows, inputs.score, None, last=False)
+        q, k, v, arrays = inputs
+        return compiled.backend.attend(q, compiled.keys(k, v, arrays), rows, compiled.scored(arrays), None, last=False)
 
     of_q, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
     return on_auto_axes(forward, (PartitionSpec(*of_q, of_v[3]), PartitionSpec(*of_q)))(inputs, rows)
 
 
-def _keys(inputs: OpInputs, backend: Backend) -> Keys:
-    return pack(inputs.k, inputs.v, inputs.key_mask, inputs.key_extents, backend.apart)
-
-
-def _forward(inputs: OpInputs, rows: jax.Array, backend: Backend) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
-    total = _attention(inputs, rows, backend)
+def _forward(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
+    total = _attention(inputs, rows, compiled)
     return total, (inputs, rows, total)
 
 
-def _backward(backend: Backend, residuals: tuple[OpInputs, jax.Array, State], dtotal: State) -> tuple[OpInputs, None]:
+def _backward(compiled: CompiledCall, residuals: tuple[OpInputs, jax.Array, State], dtotal: State) -> tuple[OpInputs, None]:
     inputs, rows, total = residuals
     inputs, total, dtotal = reverse_only(inputs, total, dtotal)
-    dq, dk, dv = _gradients(inputs, rows, total, dtotal, backend)
-    return inputs.gradients._replace(q=dq, k=dk, v=dv), None
+    return _gradients(inputs, rows, total, dtotal, compiled), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, backend: Backend) -> Any:
-    def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> Any:
-        (q, k, v, *_, score), keys = inputs, _keys(inputs, backend)
+def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, compiled: CompiledCall) -> OpInputs:
+    def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> OpInputs:
+        (q, k, v, arrays), backend = inputs, compiled.backend
+        keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
         of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        return OpInputs(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Arrays())
 
-    return on_auto_axes(backward, tuple(map(sharded_like, inputs[:3])))(inputs, rows, total, dtotal)
+    specs: Any = (*map(sharded_like, inputs[:3]), Arrays())
+    return on_auto_axes(backward, OpInputs(*specs))(inputs, rows, total, dtotal)
 
 
 _attention.defvjp(_forward, _backward)

@@ -23,8 +23,8 @@ from ring_attn_core.runs import Band
 
 from .attend.dropout import draw_of
 from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
+from .call.autograd import attention
 from .call.prepare import Arrays
-from .call.signature import attention
 from .data.extents import on_host
 
 if TYPE_CHECKING:
@@ -132,15 +132,13 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
     """Compute ``sharded_ring_attention`` from records."""
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
-    given, specs = arrays._replace(dropout_seed=None).given, where.specs(k.shape[2])
-    for array in described(given):
+    for array in described(arrays._replace(dropout_seed=None)._asdict()):
         check_array(array, q.shape, k.shape)
     if arrays.extents is not None:
         _check_extents(arrays.extents, k.shape[1], options, where)
-    given = {"q": q, "k": k, "v": v, **given}
-    whole: dict[str, Any] = {name: on_mesh(x, where.mesh, specs[name]) for name, x in given.items()}
-    if arrays.dropout_seed is not None:
-        whole["dropout_seed"] = arrays.dropout_seed
+    given, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
+    put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
+    whole = {name: put(name, x) for name, x in given.items() if x is not None}
     named = tuple((name, specs[name]) for name in whole)
     return _compiled(where, named, options, return_lse, mapped_over_mesh())(whole)
 

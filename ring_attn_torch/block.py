@@ -20,7 +20,7 @@ from .attend.dropout import Dropout, draw_of
 from .attend.keys import Keys
 from .attend.score import Score
 from .attend.tiles import Rows
-from .call.autograd import OpCall, as_op, gradients_apart, refuse_second_derivative
+from .call.autograd import OPTIONAL, OpCall, as_op, gradients_apart, refuse_second_derivative, save_inputs
 from .call.prepare import Arrays, check_tensors, checked, checked_backward, problem_of, refuse_transforms
 
 if TYPE_CHECKING:
@@ -69,9 +69,8 @@ def attend_block(
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
     if rate and dropout_seed is not None:
         arrays = arrays._replace(dropout_seed=draw_of(Dropout(dropout_seed, dropout_offset), q.device))
-    given, runs = arrays.given, [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride]
-    asked = OpCall(options, tuple(given))
-    return torch.ops.ring_attn.attend_block(q, k, v, list(given.values()), [*runs, *options.counts], asked.text)
+    runs = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride]
+    return torch.ops.ring_attn.attend_block(q, k, v, [*runs, *options.counts], OpCall(options).text, *arrays)
 
 
 def merge(
@@ -100,11 +99,9 @@ def merge(
     return out, (top + z.log()).masked_fill(nothing, -math.inf)
 
 
-@as_op("attend_block(Tensor q, Tensor k, Tensor v, Tensor[] given, SymInt[] counts, str asked) -> (Tensor, Tensor)")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
-) -> tuple[Tensor, Tensor]:
-    block = _block(q, k, v, given, counts, asked)
+@as_op(f"attend_block(Tensor q, Tensor k, Tensor v, SymInt[] counts, str call, {OPTIONAL}) -> (Tensor, Tensor)")
+def _forward(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], call: str, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
+    block = _block(q, k, v, Arrays(*arrays), counts, call)
     with torch.autocast(q.device.type, enabled=False):
         return block.backend.attend(q, block.keys, block.rows, block.score, None, last=False)
 
@@ -116,14 +113,14 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 @as_op(
-    "attend_block_backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, SymInt[] counts, str asked) "
+    f"attend_block_backward(Tensor[] cotangents, Tensor[] saved, SymInt[] counts, str call, {OPTIONAL}) "
     "-> (Tensor, Tensor, Tensor)"
 )
 def _backward(
-    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], counts: Sequence[int], call: str, *arrays: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     (dout, dlse), (q, k, v, out, lse) = cotangents, saved
-    keys, rows, score, backend = _block(q, k, v, given, counts, asked, backward=True)
+    keys, rows, score, backend = _block(q, k, v, Arrays(*arrays), counts, call, backward=True)
     with torch.autocast(q.device.type, enabled=False):
         of_q = backend.cotangents(q, keys, rows, score, (out, lse), (dout, dlse))
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
@@ -136,19 +133,13 @@ def _(cotangents, saved, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, given, ctx.counts, ctx.asked = inputs
-    ctx.save_for_backward(q, k, v, *output, *given)
-
-
 def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
-    saved, given = kept[:5], kept[5:]
-    dq, dk, dv = torch.ops.ring_attn.attend_block_backward(cotangents, saved, given, ctx.counts, ctx.asked)
-    return dq, dk, dv, [None] * len(given), None, None
+    saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
+    dq, dk, dv = torch.ops.ring_attn.attend_block_backward(cotangents, saved[:5], ctx.counts, ctx.call, *saved[5:])
+    return dq, dk, dv, None, None, *Arrays()
 
 
-torch.library.register_autograd("ring_attn::attend_block", _differentiate, setup_context=_save)
+torch.library.register_autograd("ring_attn::attend_block", _differentiate, setup_context=save_inputs)
 torch.library.register_autograd("ring_attn::attend_block_backward", refuse_second_derivative)
 
 
@@ -161,21 +152,16 @@ class _Block(NamedTuple):
     backend: Backend
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str, backward: bool = False
-) -> _Block:
+def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False) -> _Block:
     """Check and prepare a block. ``counts``: five numbers of the runs, then those of the options."""
-    runs, of_options = counts[:5], tuple(counts[5:])
-    call = OpCall.read(asked, of_options)
-    arrays = call.arrays(given)
-    problem = problem_of(q, k, v, arrays, 1, call.options)
+    (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
+    problem = problem_of(q, k, v, arrays, 1, options)
     compiled = (checked_backward if backward else checked)(problem, anywhere=True)
-    q_start, q_length, k_start, k_length, stride = runs
     of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
     look = problem.device == "cpu" and not backward
     if look and arrays.extents is not None:
         check_extents(arrays.extents.long(), [of_q], FARTHEST)
     if look and arrays.key_extents is not None:
         check_key_extents(arrays.key_extents.long(), [of_k], FARTHEST)
-    rows = ((row(of_q, of_k, call.options.mask, q.shape[1], k.shape[1]),),)
+    rows = ((row(of_q, of_k, options.mask, q.shape[1], k.shape[1]),),)
     return _Block(compiled.keys(k, v, arrays), rows, compiled.scored(arrays), compiled.backend)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -148,11 +148,16 @@ def wrong_at_the_second_call(group, dtype):
 
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
 def test_an_objection_is_raised_everywhere_as_what_it_was(kind):
-    problem = object()
-    heard = [agreement._verdict(problem, kind("of rank 0")), agreement._verdict(problem, kind("of rank 1"))]
-    for own in (kind("of rank 0"), kind("of rank 1"), None):
-        with pytest.raises(kind, match=r"^rank 0: of rank 0$"):
-            agreement._conclude(heard, own)
+    heard: list[Any] = [{"error": kind.__name__, "message": f"of rank {rank}"} for rank in range(2)]
+    with pytest.raises(kind, match=r"^rank 0: of rank 0$"):
+        agreement._conclude(heard)
+    with (
+        pytest.raises(kind, match=r"^rank 0: of rank 0$") as raised,
+        patch.multiple(agreement, ranks_of=lambda group: 2, _history=MagicMock(), _exchange=lambda *_: heard),
+        agreement.same_error(MagicMock()),
+    ):
+        raise kind("of rank 1")
+    assert str(raised.value.__cause__) == "of rank 1"
 
 
 def test_the_lowest_rank_speaks_when_several_are_wrong(gloo):

@@ -2,97 +2,98 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from ..attend.backend import Backend
-from ..attend.keys import Keys, pack
-from ..attend.score import Score
+from ring_attn_core.problem.options import Options
+
 from ..attend.state import State
-from ..axes import Trees, on_auto_axes, sharded_like
+from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
-from ..ring.step import Ring
+from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The inputs of an attention call; ``score`` holds the scale, the extents, the sinks and the like.
+    """The arrays of a call. Their gradients take the same form, None for an array without one.
 
-    Shapes: q [b s h d], k [b t g d], v [b t g e], key_mask bool [b t] or None, key_extents int [b t 2] or None.
+    Shapes: q [b s h d], k [b t g d], v [b t g e].
     """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    key_mask: jax.Array | None
-    key_extents: jax.Array | None
-    score: Score
+    arrays: Arrays
 
-    @property
-    def gradients(self) -> OpInputs:
-        """A copy with None for each array: the tree that a custom_vjp returns, in which None is a gradient of zero."""
-        return OpInputs(*(None,) * 5, replace(self.score, extents=None, sinks=None, alibi_slopes=None, dropout_seed=None))  # type: ignore[arg-type]
+    @classmethod
+    def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays) -> OpInputs:
+        """Return the record. Make the slopes constants, and leave out dropout if q is empty."""
+        if arrays.alibi_slopes is not None:
+            arrays = arrays._replace(alibi_slopes=lax.stop_gradient(arrays.alibi_slopes))
+        if not q.size:  # XLA fails on dropout in a shard_map of empty arrays
+            arrays = arrays._replace(dropout_seed=None)
+        return cls(q, k, v, arrays)
 
 
-def attention_of(inputs: OpInputs, ring: Ring, backend: Backend) -> State:
-    """Return out and lse of this rank's queries, differentiable once, in reverse mode."""
-    (inputs,) = reverse_only(inputs)
-    return _attention(inputs, ring, backend)
+def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> State:
+    """Compute (out, lse) as ``ring_attention`` does, with its options as one record; differentiable once, in reverse mode."""
+    compiled = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
+    (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
+    return _attention(inputs, compiled, axis_name)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attention(inputs: OpInputs, ring: Ring, backend: Backend) -> State:
-    return round_the_ring(inputs, ring, backend)
+def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> State:
+    return round_the_ring(inputs, compiled, axis_name)
 
 
-def round_the_ring(inputs: OpInputs, ring: Ring, backend: Backend, total: State | None = None) -> State:
+def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
     """Return out and lse of this rank's queries, without a derivative; the loop continues from ``total``."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
-        return loop.forward(inputs.q, _keys(inputs, ring, backend), inputs.score, ring, backend, total)
+        q, k, v, arrays = inputs
+        keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
+        return loop.forward(q, keys, score, compiled.ring(axis_name), compiled.backend, total)
 
     rows, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
     return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(inputs, total)
 
 
-def _keys(inputs: OpInputs, ring: Ring, backend: Backend) -> Keys:
-    return pack(inputs.k, inputs.v, inputs.key_mask, inputs.key_extents, apart=backend.apart and not ring.plan.hops)
-
-
-def _forward(inputs: OpInputs, ring: Ring, backend: Backend) -> tuple[State, tuple[OpInputs, State]]:
-    out, lse = round_the_ring(inputs, ring, backend)
+def _forward(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tuple[State, tuple[OpInputs, State]]:
+    out, lse = round_the_ring(inputs, compiled, axis_name)
     total = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return total, (inputs, total)
 
 
-def _backward(ring: Ring, backend: Backend, residuals: tuple[OpInputs, State], dtotal: State) -> tuple[OpInputs]:
-    inputs, total = residuals
-    dq, dk, dv, dsinks = _gradients(*reverse_only(inputs, total, dtotal), ring, backend)
-    nothing = inputs.gradients
-    return (nothing._replace(q=dq, k=dk, v=dv, score=replace(nothing.score, sinks=dsinks)),)
+def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs, State], dtotal: State) -> tuple[OpInputs]:
+    return (_gradients(*reverse_only(*residuals, dtotal), compiled, axis_name),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gradients(inputs: OpInputs, total: State, dtotal: State, ring: Ring, backend: Backend) -> Any:
-    def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
-        dq, dkv, dsinks = loop.backward(inputs.q, _keys(inputs, ring, backend), total, dtotal, inputs.score, ring, backend)
-        dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [inputs.k.shape[-1]], -1)
-        dsinks = None if dsinks is None else dsinks.astype(inputs.score.sinks.dtype)  # type: ignore[union-attr]
-        return dq.astype(inputs.q.dtype), dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype), dsinks
+def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
+    """Return the gradients in place of the inputs; None, as a custom_vjp takes it, for an array without one."""
 
-    q, k, v, *_, score = inputs
-    specs = *map(sharded_like, (q, k, v)), None if score.sinks is None else sharded_like(score.sinks)
-    return on_auto_axes(backward, specs)(inputs, total, dtotal)
+    def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
+        q, k, v, arrays = inputs
+        keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(axis_name)
+        dq, dkv, dsinks = loop.backward(q, keys, total, dtotal, score, ring, compiled.backend)
+        dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
+        dsinks = None if dsinks is None or arrays.sinks is None else dsinks.astype(arrays.sinks.dtype)
+        return OpInputs(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Arrays(sinks=dsinks))
+
+    of_sinks: Any = None if inputs.arrays.sinks is None else sharded_like(inputs.arrays.sinks)
+    specs: Any = (*map(sharded_like, inputs[:3]), Arrays(sinks=of_sinks))
+    return on_auto_axes(backward, OpInputs(*specs))(inputs, total, dtotal)
 
 
 def refuse_forward_mode(*_: Any) -> Any:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from ring_attn_core.kernels.backends import runnable
 from ring_attn_core.plan.ring import RingPlan
@@ -20,6 +19,7 @@ from ..attend.backend import Backend
 from ..attend.blockwise import Blockwise
 from ..attend.dropout import Draw
 from ..attend.kernels import Kernels
+from ..attend.keys import Keys, pack
 from ..attend.launch import capability, makes_descriptors
 from ..attend.score import Score
 from ..axes import described, dtype_names
@@ -27,8 +27,9 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None if not passed.
+    """The optional arrays of a call under their public names, None if not passed; their gradients take the same form.
 
+    ``check_array`` knows them by these names: append a new one here.
     ``dropout_seed``: the dropout state, made from the public ``dropout_seed`` and ``dropout_offset``.
     """
 
@@ -39,16 +40,10 @@ class Arrays(NamedTuple):
     dropout_seed: Draw | None = None
     key_extents: jax.Array | None = None
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The arrays that were passed, by name."""
-        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
-
 
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Return the call as plain data. Raise ValueError if an argument is not an array."""
-    given = arrays.given
-    of_seed = (OptionalArray("dropout_seed", (), "uint32"),) if given.pop("dropout_seed", None) is not None else ()
+    of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
     return Problem(
         q.shape,
         k.shape,
@@ -57,7 +52,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
         jax.default_backend(),
         ranks,
         options,
-        described(given) + of_seed,
+        described(arrays._replace(dropout_seed=None)._asdict()) + of_seed,
         capability(),
         tma=makes_descriptors(),
     )
@@ -71,12 +66,19 @@ class CompiledCall(NamedTuple):
     backend: Backend
     strategy: str
 
+    def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
+        """Return k, v, the key mask and the key extents as they travel."""
+        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.hops)
+
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
-        given = {name: x for name, x in arrays.given.items() if name not in ("key_mask", "key_extents")}
-        if arrays.alibi_slopes is not None:
-            given["alibi_slopes"] = lax.stop_gradient(arrays.alibi_slopes)
-        return replace(self.score, **given)
+        return replace(
+            self.score,
+            extents=arrays.extents,
+            sinks=arrays.sinks,
+            alibi_slopes=arrays.alibi_slopes,
+            dropout_seed=arrays.dropout_seed,
+        )
 
     def ring(self, axis_name: str) -> Ring:
         """Return the ring over that mesh axis."""

@@ -1,10 +1,8 @@
-"""The public call ``ring_attention``: its signature and its checks at trace time."""
+"""The public call ``ring_attention``: its signature, and its arguments as records."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
@@ -13,9 +11,8 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import draw_of
-from ..axes import ring_size, vary_alike
-from .autograd import OpInputs, attention_of
-from .prepare import Arrays, checked, problem_of
+from .autograd import attention
+from .prepare import Arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -111,12 +108,3 @@ def ring_attention(
     draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
     out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw, key_extents), options, axis_name)
     return (out, lse) if return_lse else out
-
-
-def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) as ``ring_attention`` does, with its options as one record."""
-    compiled = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
-    if not q.size:  # no dropout without elements; XLA fails on a shard_map of empty arrays only
-        arrays = arrays._replace(dropout_seed=None)
-    (inputs,) = vary_alike((axis_name,), OpInputs(q, k, v, arrays.key_mask, arrays.key_extents, compiled.scored(arrays)))
-    return attention_of(inputs, compiled.ring(axis_name), compiled.backend)

@@ -82,9 +82,8 @@ def prefill(
         total = total if sinks is None else _with_sinks(total, sinks)
     written = cache.append(layer, new[0], new[1], step)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # count once: with the chunk, or with the cached keys
-    inputs = OpInputs(q, k, v, arrays.key_mask, None, compiled.scored(arrays))
-    inputs, total = vary_alike((cache.axis_name,), inputs, total)
-    out, _ = round_the_ring(inputs, compiled.ring(cache.axis_name), compiled.backend, total)
+    inputs, total = vary_alike((cache.axis_name,), OpInputs.of(q, k, v, arrays), total)
+    out, _ = round_the_ring(inputs, compiled, cache.axis_name, total)
     if step.ragged:
         out = jnp.where((step.positions < 0)[..., None, None], jnp.zeros((), out.dtype), out)
     return out, written

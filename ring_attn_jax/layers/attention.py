@@ -21,8 +21,8 @@ from ring_attn_core.runs import Band
 from ..attend.dropout import draw_of
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
+from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..call.signature import attention
 from ..sharded import ShardedAxes, sharded
 from .parts import dtype_name
 from .projections import Projections

@@ -15,9 +15,8 @@ from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
 from ..axes import ring_size, vary_alike
-from ..call.autograd import reverse_only
+from ..call.autograd import attention, reverse_only
 from ..call.prepare import Arrays, problem_of
-from ..call.signature import attention
 from .folded_batches import folded, mixed
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
 from ..attend.tiles import accumulation_dtype
 from ..axes import described, dtype_names, mapped_over_mesh, ring_size
 from ..block import attend_block, merge
+from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..call.signature import attention
 from ..sharded import ShardedAxes, check_shards, on_mesh, program
 
 if TYPE_CHECKING:

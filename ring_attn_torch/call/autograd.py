@@ -1,8 +1,8 @@
 """The ring with autograd: as ops of torch.library under torch.compile, modes and transforms, else called eagerly.
 
 An eager call skips the op: its way through the dispatcher, and the encoding of its options as text. Checks, agreement and loop
-are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions of an eager call. ``signature.attention``
-tests them; the backward of ``Eager`` tests them again, and takes the op under create_graph too.
+are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions of an eager call. ``attention`` tests them;
+the backward of ``Eager`` tests them again, and takes the op under create_graph too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -21,11 +22,12 @@ from torch.autograd import forward_ad
 from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
+from ..attend.dropout import Dropout, draw_of
 from ..attend.state import Gradients, State
 from ..ring import loop
-from ..ring.agreement import agree, agreed
+from ..ring.agreement import agree, agreed, same_error
 from ..ring.groups import group_of, rank_in, ranks_of
-from .prepare import NOTHING, Arrays, checked, checked_backward, problem_of
+from .prepare import Arrays, check_plain, check_tensors, checked, checked_backward, problem_of, refuse_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,45 +37,59 @@ PLAIN = Tensor, torch.nn.Parameter
 class OpCall(NamedTuple):
     """The arguments of an op besides its tensors. A schema has no records, so they are passed as ``text`` and ``counts``.
 
-    ``names``: the names of the optional arrays that were passed, in order. ``group``: the name of the ring, "" for a single rank.
+    ``group``: the name of the ring, "" for a single rank.
     """
 
     options: Options
-    names: tuple[str, ...]
     group: str = ""
 
     @property
     def text(self) -> str:
-        """Return the names, the group and the options as text, without ``options.counts``, which an op takes as integers."""
-        return f"{','.join(self.names)};{self.group};{self.options.text}"
+        """Return the group and the options as text, without ``options.counts``, which an op takes as integers."""
+        return f"{self.group};{self.options.text}"
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def read(text: str, counts: tuple[int, ...]) -> OpCall:
         """Return the record with this ``text`` and these ``counts``."""
-        group, options = text.split(";", 1)[1].rsplit(";", 1)
-        return OpCall(Options.read(options, counts), names_in(text), group)
-
-    def arrays(self, given: Sequence[Tensor]) -> Arrays:
-        """Return the optional arrays under their names."""
-        if not self.names:
-            return NOTHING
-        return Arrays(**dict(zip(self.names, given, strict=True)))
+        group, options = text.rsplit(";", 1)
+        return OpCall(Options.read(options, counts), group)
 
 
-def names_in(text: str) -> tuple[str, ...]:
-    """Return the names of the optional arrays in the text of an ``OpCall``."""
-    return tuple(filter(None, text.split(";", 1)[0].split(",")))
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: OpCall, total: State | None = None
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
+    """Compute ``ring_attention`` from records. Return (out, lse)."""
+    tensors = [q, k, v, *[x for x in arrays if x is not None]]
+    eager = unwatched(tensors)
+    with same_error(group_name):
+        if eager:
+            check_plain(tensors, arrays, group_name)
+        else:
+            refuse_transforms(tensors)
+            check_tensors(q, k, v, arrays, group_name)
+        if dropout is not None and options.dropout_rate:
+            arrays = arrays._replace(dropout_seed=draw_of(dropout, q.device))
+            options = replace(options, dropout_offset=dropout.known_offset)
+    call, results = OpCall(options, group_name), stored_results()
+    if results is not None and (known := results.known()) is not None:
+        return Eager.apply(call, known, q, k, v, *arrays)
+    if not eager:
+        total = torch.ops.ring_attn.forward(q, k, v, options.counts, call.text, *arrays)
+    elif torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
+        total = Eager.apply(call, None, q, k, v, *arrays)
+    else:
+        total = forward(q, k, v, arrays, call)
+    if results is not None:
+        results.keep(total)
+    return total
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> tuple[Tensor, Tensor]:
     """Return out and lse of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
-    group, arrays = group_of(call.group), call.arrays(given)
+    group, extents, key_extents = group_of(call.group), arrays.extents, arrays.key_extents
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
-    extents, key_extents = arrays.extents, arrays.key_extents
-    try:
+    with same_error(group):
         compiled, rank = checked(problem, anywhere=False), rank_in(group)
         some = extents is not None or key_extents is not None
         look = some and (problem.device == "cpu" or not agreed(problem, group))
@@ -81,9 +97,6 @@ def forward(
             check_extents(extents.long(), compiled.plan.q_runs[rank], compiled.plan.kv_length)
         if key_extents is not None and look:
             check_key_extents(key_extents.long(), compiled.plan.k_runs[rank], compiled.plan.length)
-    except Exception as error:
-        agree(problem, group, error)
-        raise
     agree(problem, group, again=look)
     with no_autocast(problem.device):
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
@@ -91,20 +104,19 @@ def forward(
 
 
 def backward(
-    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], call: OpCall
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], arrays: Arrays, call: OpCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and the gradient of the sinks, empty without sinks.
 
     ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse).
     """
-    (dout, dlse), (q, k, v, out, lse) = cotangents, saved
-    group, arrays = group_of(call.group), call.arrays(given)
+    (dout, dlse), (q, k, v, out, lse), group = cotangents, saved, group_of(call.group)
     compiled = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
     with no_autocast(q.device.type):
         keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
         dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, compiled.backend)
     dk, dv = gradients_apart(dkv, k, v)
-    dsinks = q.new_empty(0) if dsinks is None else dsinks.to(arrays.sinks.dtype)  # type: ignore[union-attr]
+    dsinks = q.new_empty(0) if dsinks is None or arrays.sinks is None else dsinks.to(arrays.sinks.dtype)
     return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk, dv, dsinks
 
 
@@ -128,6 +140,8 @@ def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 LIBRARY = torch.library.Library("ring_attn", "DEF")
+OPTIONAL = ", ".join(f"Tensor? {name}" for name in Arrays._fields)
+"""The optional arrays in the schema of an op, its last arguments."""
 
 
 def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -136,11 +150,9 @@ def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
 
 
-@as_op("forward(Tensor q, Tensor k, Tensor v, Tensor[] given, SymInt[] counts, str asked) -> (Tensor, Tensor)")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], counts: Sequence[int], asked: str
-) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, given, OpCall.read(asked, tuple(counts)))
+@as_op(f"forward(Tensor q, Tensor k, Tensor v, SymInt[] counts, str call, {OPTIONAL}) -> (Tensor, Tensor)")
+def _forward(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], call: str, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, Arrays(*arrays), OpCall.read(call, tuple(counts)))
 
 
 @torch.library.register_fake("ring_attn::forward")
@@ -151,41 +163,43 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 @as_op(
-    "backward(Tensor[] cotangents, Tensor[] saved, Tensor[] given, SymInt[] counts, str asked) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"backward(Tensor[] cotangents, Tensor[] saved, SymInt[] counts, str call, {OPTIONAL}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def _backward(
-    cotangents: Sequence[Tensor], saved: Sequence[Tensor], given: Sequence[Tensor], counts: Sequence[int], asked: str
+    cotangents: Sequence[Tensor], saved: Sequence[Tensor], counts: Sequence[int], call: str, *arrays: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return backward(cotangents, saved, given, OpCall.read(asked, tuple(counts)))
+    return backward(cotangents, saved, Arrays(*arrays), OpCall.read(call, tuple(counts)))
 
 
 @torch.library.register_fake("ring_attn::backward")
-def _(cotangents, saved, given, counts, asked):  # type: ignore[no-untyped-def]
-    q, k, v, *_ = saved
-    sinks = dict(zip(names_in(asked), given, strict=True)).get("sinks")
+def _(cotangents, saved, counts, call, *arrays: Tensor | None):  # type: ignore[no-untyped-def]
+    (q, k, v, *_), sinks = saved, Arrays(*arrays).sinks
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, given, ctx.counts, ctx.asked = inputs
-    ctx.save_for_backward(q, k, v, *output, *given)
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the inputs and outputs of an op for its backward."""
+    q, k, v, ctx.counts, ctx.call, *arrays = inputs
+    ctx.save_for_backward(q, k, v, *output, *arrays)
 
 
 def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
-    saved, given = kept[:5], kept[5:]
-    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(cotangents, saved, given, ctx.counts, ctx.asked)
-    of_given = [dsinks if name == "sinks" else None for name in names_in(ctx.asked)]
-    return dq, dk, dv, of_given, None, None
+    saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
+    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(cotangents, saved[:5], ctx.counts, ctx.call, *saved[5:])
+    return dq, dk, dv, None, None, *_gradients(Arrays(*saved[5:]), dsinks)
+
+
+def _gradients(arrays: Arrays, dsinks: Tensor) -> Arrays:
+    """Return the gradients of the optional arrays."""
+    return Arrays(sinks=None if arrays.sinks is None else dsinks)
 
 
 def refuse_second_derivative(ctx: Any, *_: Any) -> None:
     raise RuntimeError("ring_attention has no second derivative: call backward or torch.autograd.grad without create_graph=True")
 
 
-torch.library.register_autograd("ring_attn::forward", _differentiate, setup_context=_save)
+torch.library.register_autograd("ring_attn::forward", _differentiate, setup_context=save_inputs)
 torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
@@ -194,23 +208,24 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: OpCall, known: State | None, q: Tensor, k: Tensor, v: Tensor, *given: Tensor
+        ctx: Any, call: OpCall, known: State | None, q: Tensor, k: Tensor, v: Tensor, *arrays: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, given, call) if known is None else known
+        out, lse = forward(q, k, v, Arrays(*arrays), call) if known is None else known
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, *given)
+        ctx.save_for_backward(q, k, v, out, lse, *arrays)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        call, kept = ctx.call, ctx.saved_tensors
-        saved, given = kept[:5], kept[5:]
-        if torch.is_grad_enabled() or not unwatched((*cotangents, *kept)):  # the op refuses create_graph, and can be traced
-            parts = torch.ops.ring_attn.backward(cotangents, saved, given, call.options.counts, call.text)
+        call, saved = ctx.call, ctx.saved_tensors
+        first, arrays = saved[:5], Arrays(*saved[5:])
+        watched = torch.is_grad_enabled() or not unwatched([x for x in (*cotangents, *saved) if x is not None])
+        if watched:  # the op refuses create_graph, and can be traced
+            parts = torch.ops.ring_attn.backward(cotangents, first, call.options.counts, call.text, *arrays)
         else:
-            parts = backward(cotangents, saved, given, call)
+            parts = backward(cotangents, first, arrays, call)
         dq, dk, dv, dsinks = parts
-        return None, None, dq, dk, dv, *(dsinks if name == "sinks" else None for name in call.names)
+        return None, None, dq, dk, dv, *_gradients(arrays, dsinks)
 
 
 def unwatched(tensors: Iterable[Any]) -> bool:
@@ -244,15 +259,15 @@ class StoredResults:
         """Store the pair that a call returned."""
 
     def __enter__(self) -> None:
-        self._tokens.append(_keeping.set(self))
+        self._tokens.append(_innermost.set(self))
 
     def __exit__(self, *_: object) -> None:
-        _keeping.reset(self._tokens.pop())
+        _innermost.reset(self._tokens.pop())
 
 
-_keeping: ContextVar[StoredResults | None] = ContextVar("ring_attn_keeping", default=None)
+_innermost: ContextVar[StoredResults | None] = ContextVar("ring_attn_stored_results", default=None)
 
 
-def keeping() -> StoredResults | None:
+def stored_results() -> StoredResults | None:
     """Return the innermost ``StoredResults`` of this thread, or None outside of any and under torch.compile."""
-    return None if torch.compiler.is_compiling() else _keeping.get()
+    return None if torch.compiler.is_compiling() else _innermost.get()

@@ -33,8 +33,9 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None if not passed.
+    """The optional arrays of a call under their public names, None if not passed; their gradients take the same form.
 
+    The ops take them in this order, and ``check_array`` knows them by these names: append a new one here.
     ``dropout_seed``: the dropout state, int64 [4]: both words of the seed, the global index of the first batch row and head.
     """
 
@@ -45,36 +46,30 @@ class Arrays(NamedTuple):
     dropout_seed: Tensor | None = None
     key_extents: Tensor | None = None
 
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """Return the arrays that were passed, by name."""
-        if self is NOTHING:
-            return {}
-        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
 
-
-NOTHING = Arrays()
-"""No optional arrays."""
+NAMES = ("q", "k", "v", *Arrays._fields)
+"""The arrays of a call, in the order of the ops."""
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Return the call as plain data, the same cached record for all equal calls."""
-    kinds = [(q.shape, q.dtype), (k.shape, k.dtype), (v.shape, v.dtype)]
-    given = arrays.given
-    kinds += [(x.shape, x.dtype) for x in given.values()]
-    return _problem(tuple(kinds), tuple(given), q.device, ranks, options)
+    kinds = tuple([None if x is None else (x.shape, x.dtype) for x in (q, k, v, *arrays)])
+    return _problem(kinds, q.device, ranks, options)
 
 
 @lru_cache(maxsize=4096)
 def _problem(
-    kinds: tuple[tuple[torch.Size, torch.dtype], ...], names: tuple[str, ...], device: torch.device, ranks: int, options: Options
+    kinds: tuple[tuple[torch.Size, torch.dtype] | None, ...], device: torch.device, ranks: int, options: Options
 ) -> Problem:
-    """Build the problem. ``kinds``: shape and dtype of q, k, v and then of the optional arrays called ``names``."""
-    (q, k, v), given = [tuple(shape) for shape, _ in kinds[:3]], kinds[3:]
-    q_dtype, k_dtype, v_dtype, *dtypes = [str(dtype).removeprefix("torch.") for _, dtype in kinds]
-    shapes = [() if name == "dropout_seed" else tuple(shape) for name, (shape, _) in zip(names, given, strict=True)]
-    of_arrays = tuple(map(OptionalArray, names, shapes, dtypes))
-    return Problem(q, k, v, (q_dtype, k_dtype, v_dtype), device.type, ranks, options, of_arrays, capability(device), "torch")
+    """Build the problem. ``kinds``: shape and dtype of each of ``NAMES``, None if it was not passed."""
+    passed = [
+        OptionalArray(name, () if name == "dropout_seed" else tuple(kind[0]), dtype_name(kind[1]))
+        for name, kind in zip(NAMES, kinds, strict=True)
+        if kind is not None
+    ]
+    q, k, v, *arrays = passed
+    dtypes = q.dtype, k.dtype, v.dtype
+    return Problem(q.shape, k.shape, v.shape, dtypes, device.type, ranks, options, tuple(arrays), capability(device), "torch")
 
 
 class CompiledCall(NamedTuple):
@@ -91,14 +86,8 @@ class CompiledCall(NamedTuple):
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
-        if arrays is NOTHING:
-            return self.score
-        return self.score._replace(
-            extents=arrays.extents,
-            sinks=arrays.sinks,
-            alibi_slopes=arrays.alibi_slopes,
-            dropout_seed=arrays.dropout_seed,
-        )
+        scale, softcap, rate = self.score[:3]
+        return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
     def ring(self, group: Group) -> Ring:
         """Return the ring of ``group``."""
@@ -180,7 +169,9 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
     Refuse objects other than tensors, DTensors, sparse or nested tensors, several devices, a device that the group's backend does
     not serve, and slopes that require a gradient.
     """
-    for label, x in {"q": q, "k": k, "v": v, **arrays.given}.items():
+    for label, x in zip(NAMES, (q, k, v, *arrays), strict=True):
+        if x is None and label in Arrays._fields:
+            continue
         if is_dtensor(x):
             raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
         if not isinstance(x, Tensor):

@@ -1,8 +1,7 @@
-"""The public call ``ring_attention``: its signature, its checks, and the choice between the op and the eager path."""
+"""The public call ``ring_attention``: its signature, and its arguments as records."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,11 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 
-from ..attend.dropout import Dropout, draw_of
-from ..ring.agreement import refuse
-from ..ring.groups import group_name, group_of
-from .autograd import Eager, OpCall, forward, keeping, unwatched
-from .prepare import NOTHING, Arrays, check_plain, check_tensors, refuse_transforms
+from ..attend.dropout import Dropout
+from ..ring.agreement import same_error
+from ..ring.groups import group_name
+from .autograd import attention
+from .prepare import Arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -114,7 +113,7 @@ def ring_attention(
     autocast does not affect it.
     """
     name = group_name(group)
-    try:
+    with same_error(name):
         make = Options if torch.compiler.is_compiling() else _known_options
         options = make(
             layout=layout,
@@ -131,50 +130,10 @@ def ring_attention(
         if backend in VENDORS:
             differentiates = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
             check_vendor(options, return_lse and differentiates)
-    except Exception as error:
-        refuse(error, group_of(name), _device(q))
     dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
-    none = extents is None and key_extents is None and key_mask is None and sinks is None and alibi_slopes is None
-    arrays = NOTHING if none else Arrays(extents, key_mask, sinks, alibi_slopes, None, key_extents)
+    arrays = Arrays(extents, key_mask, sinks, alibi_slopes, None, key_extents)
     out, lse = attention(q, k, v, arrays, dropout, options, name)
     return (out, lse) if return_lse else out
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
-) -> tuple[Tensor, Tensor]:
-    """Compute ``ring_attention`` from records. Return (out, lse)."""
-    tensors = [q, k, v, *[x for x in arrays if x is not None]]
-    plain = unwatched(tensors)
-    try:
-        if plain:
-            check_plain(tensors, arrays, group_name)
-        else:
-            refuse_transforms(tensors)
-            check_tensors(q, k, v, arrays, group_name)
-        if dropout is not None and options.dropout_rate:
-            arrays = arrays._replace(dropout_seed=draw_of(dropout, q.device))
-            options = replace(options, dropout_offset=dropout.known_offset)
-    except Exception as error:
-        refuse(error, group_of(group_name), _device(q))
-    given = arrays.given
-    asked = OpCall(options, tuple(given), group_name)
-    kept = keeping()
-    if kept is not None and (known := kept.known()) is not None:
-        return Eager.apply(asked, known, q, k, v, *given.values())
-    if not plain:
-        total = torch.ops.ring_attn.forward(q, k, v, list(given.values()), options.counts, asked.text)
-    elif torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
-        total = Eager.apply(asked, None, q, k, v, *given.values())
-    else:
-        total = forward(q, k, v, tuple(given.values()), asked)
-    if kept is not None:
-        kept.keep(total)
-    return total
-
-
 _known_options = remembered(Options)
-
-
-def _device(q: Any) -> str:
-    return q.device.type if isinstance(q, Tensor) else "cpu"

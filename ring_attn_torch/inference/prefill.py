@@ -18,7 +18,7 @@ from ..attend.state import State
 from ..block import attend_block
 from ..call.autograd import OpCall, forward
 from ..call.prepare import Arrays, check_tensors, checked, dtype_name, problem_of
-from ..ring.agreement import agree, refuse
+from ..ring.agreement import agree, same_error
 from ..ring.groups import group_name, rank_in, ranks_of
 from .cache import KVCache
 from .scales import restored
@@ -60,8 +60,8 @@ def prefill(
     inference: not differentiable.
     """
     ring = cache.ring
-    of_ring = OpCall(Options(), (), group_name(cache.group))
-    try:
+    of_ring = OpCall(Options(), group_name(cache.group))
+    with same_error(ring):
         window = checks.check_window(cache.spec, window)
         ragged = len({step.length, *map(sum, step.host[1] or ())}) > 1
         arrays = Arrays(None, step.positions >= 0 if ragged else None, sinks, alibi_slopes)
@@ -81,22 +81,14 @@ def prefill(
                 "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
                 "Prefill such a prompt whole, into empty requests"
             )
-    except Exception as error:
-        refuse(error, ring, q.device.type if isinstance(q, Tensor) else "cpu")
-        raise  # refuse has raised already, which type checkers do not see
-    problem = problem_of(q, k, v, arrays, ranks_of(ring), options)
-    try:
+        problem = problem_of(q, k, v, arrays, ranks_of(ring), options)
         checked(problem, anywhere=False)
-    except Exception as error:
-        agree(problem, ring, error)
-        raise
     agree(problem, ring)
     total = None if step.fresh else _over_cached(q, cache, layer, step, options)
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)
-    given = (arrays if step.fresh else arrays._replace(sinks=None)).given  # sinks count once: with the chunk or the cached keys
-    asked = of_ring._replace(options=options, names=tuple(given))
-    out, _ = forward(q, k, v, tuple(given.values()), asked, total)
+    arrays = arrays if step.fresh else arrays._replace(sinks=None)  # sinks count once: with the chunk or the cached keys
+    out, _ = forward(q, k, v, arrays, of_ring._replace(options=options), total)
     cache.append(layer, k, v, step)  # after the attention, since a window's slots are reused
     return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
 

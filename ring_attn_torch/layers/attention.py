@@ -20,8 +20,8 @@ from ring_attn_core.runs import Band
 
 from ..attend.dropout import Dropout
 from ..attend.tiles import accumulation_dtype
+from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..call.signature import attention
 from ..ring.groups import group_name, local, ranks_of
 from .parts import dtype_name
 from .projections import Projections, ring_of

@@ -14,8 +14,8 @@ from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
 
 from ..attend.dropout import Dropout
+from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..call.signature import attention
 from ..ring.agreement import tell
 from ..ring.groups import group_name, ranks_of
 from .multihead_base import CallOptions, MultiheadBase

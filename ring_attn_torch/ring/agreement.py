@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,12 +34,6 @@ LONGEST_NAP = 0.25
 """The longest time between two polls of the store, in seconds."""
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
-
-
-class _UnknownProblem(NamedTuple):
-    """A placeholder for the problem if an error occurs before one exists."""
-
-    device: str
 
 
 class AgreedCall(NamedTuple):
@@ -88,28 +83,54 @@ _seen_alone: set[Problem | AgreedCall] = set()
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
-def agree(problem: Problem | AgreedCall, group: Group, error: Exception | None = None, again: bool = False) -> None:
+def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> None:
     """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
 
-    ``error``: this rank's own error. ``again``: exchange verdicts for a known problem too; all ranks must then pass it. Raise the
-    error of the lowest rank that has one, a ValueError that names what the ranks disagree on, or a RuntimeError that names the
-    ranks that did not reach the call within the group's timeout.
+    ``again``: exchange verdicts for a known problem too; all ranks must then pass it. Raise the error of the lowest rank that has
+    one, a ValueError that names what the ranks disagree on, or a RuntimeError that names the ranks that did not reach the call
+    within the group's timeout.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
-        if error is not None:
-            raise error
         if not each_time:
             _seen_alone.add(problem)
         return
     history = _history(group)
     call = history.next_call()
-    if error is None and problem in history.agreed and not again and history.checked is None:
+    if problem in history.agreed and not again and history.checked is None:
         return
-    patience = GRACE if error else timeout(group, problem.device)
-    _conclude(_exchange(_verdict(problem, error), call, group, patience, history.told), error)
+    verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint()}
+    _conclude(_exchange(verdict, call, group, timeout(group, problem.device), history.told))
     if not each_time:
         history.agreed.add(problem)
+
+
+def refuse(error: Exception, group: Group, device: str = "cuda") -> NoReturn:
+    """Report this rank's ``error`` to the other ranks, and raise what all of them raise: the error of the lowest rank."""
+    if group is None or ranks_of(group) == 1 or _capturing(device):
+        raise error
+    history = _history(group)
+    verdict = {"error": type(error).__name__, "message": str(error)}
+    raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.told)) or error from error
+
+
+class same_error:
+    """A context that raises an error of this rank on every rank of the ring, where ``agree`` or another context awaits it.
+
+    ``ring``: the group or its name. Inside torch.compile an error is raised on this rank alone.
+    """
+
+    __slots__ = ("ring",)
+
+    def __init__(self, ring: Group | str) -> None:
+        self.ring = ring
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not torch.compiler.is_compiling():
+            refuse(error, group_of(self.ring) if isinstance(self.ring, str) else self.ring)
 
 
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
@@ -117,15 +138,10 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 
     A call that every rank has made before is not compared again, unless it is ``each_time``. Under torch.compile no call is.
     """
-    error = None
-    try:
+    with same_error(group):
         check()
-    except Exception as objection:  # of any type: the other ranks would wait for this one
-        error = objection
     if not torch.compiler.is_compiling():
-        agree(call, group, error)
-    elif error is not None:
-        raise error
+        agree(call, group)
 
 
 def agreed(problem: Problem, group: Group) -> bool:
@@ -133,11 +149,6 @@ def agreed(problem: Problem, group: Group) -> bool:
     if group is None or ranks_of(group) == 1:
         return problem in _seen_alone or _capturing(problem.device)
     return _capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
-
-
-def refuse(error: Exception, group: Group, device: str) -> None:
-    """Report to the other ranks an ``error`` that occurred before there was a problem, and raise what all ranks raise."""
-    agree(_UnknownProblem(device), group, error)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -182,7 +193,7 @@ def tell(call: str, what: Any, group: dist.ProcessGroup, patience: timedelta | N
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
     verdict = {"problem": {"call": call}, "told": what}
     verdicts = _exchange(verdict, history.next_call(), group, patience, history.told)
-    _conclude(verdicts, None)
+    _conclude(verdicts)
     return [verdict["told"] for verdict in verdicts if verdict]
 
 
@@ -200,12 +211,6 @@ def _history(group: dist.ProcessGroup) -> _History:
 
 def _store(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._get_process_group_store(group)
-
-
-def _verdict(problem: Problem | AgreedCall, error: Exception | None) -> dict[str, Any]:
-    if error is None:
-        return {"problem": {"call": "ring_attention"} | problem.fingerprint()}
-    return {"error": type(error).__name__, "message": str(error)}
 
 
 def _exchange(
@@ -253,10 +258,18 @@ def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
     return True
 
 
-def _conclude(verdicts: list[dict[str, Any] | None], error: Exception | None) -> None:
+def _first_error(verdicts: list[dict[str, Any] | None]) -> Exception | None:
+    """Return the error of the lowest rank that has one, as every rank raises it."""
     for rank, verdict in enumerate(verdicts):
         if verdict and "error" in verdict:
-            raise _ERRORS.get(verdict["error"], RuntimeError)(f"rank {rank}: {verdict['message']}") from error
+            return _ERRORS.get(verdict["error"], RuntimeError)(f"rank {rank}: {verdict['message']}")
+    return None
+
+
+def _conclude(verdicts: list[dict[str, Any] | None]) -> None:
+    error = _first_error(verdicts)
+    if error is not None:
+        raise error
     absent = [rank for rank, verdict in enumerate(verdicts) if verdict is None]
     if absent:
         call = next(verdict["problem"]["call"] for verdict in verdicts if verdict)
@@ -289,4 +302,4 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _capturing(device: str) -> bool:
-    return device == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

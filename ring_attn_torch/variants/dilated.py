@@ -19,8 +19,8 @@ from ring_attn_core.runs import Band
 from ring_attn_core.validation import as_number, in_words
 from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
 
+from ..call.autograd import attention
 from ..call.prepare import Arrays, check_tensors, problem_of, refuse_transforms
-from ..call.signature import attention
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
 from .folded_batches import folded, mixed

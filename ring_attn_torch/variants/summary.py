@@ -22,8 +22,8 @@ from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
 
 from ..block import attend_block, merge
+from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..call.signature import attention
 from ..data.gather import AllGather
 from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
