@@ -29,7 +29,7 @@ from ring_attn_core.model.replica_check import (
 from ring_attn_core.validation import in_words
 
 from ..layers.attention import ring_of
-from ..ring.agreement import GRACE, refuse, tell
+from ..ring.agreement import GRACE, same_error, tell
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
 
 if TYPE_CHECKING:
@@ -63,14 +63,11 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
     follows.
     """
     ring = ring_of(group)
-    try:
+    with same_error(ring):
         entries = named(_entries(what, ""))
         if ring is None or ranks_of(ring) == 1:
             return
         table = {name: [_copy(("rank", rank_in(ring)), x)] for name, x in entries.items()}
-    except Exception as error:
-        refuse(error, ring, "cpu")
-        raise  # unreachable, but type checkers do not know that refuse raises
     if len(set(tell("check_ranks", essence(table), ring))) > 1:
         check_copies(as_told(tell("check_ranks", table, ring)), "rank", REMEDY)
 

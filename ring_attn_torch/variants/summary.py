@@ -25,7 +25,7 @@ from ..block import attend_block, merge
 from ..call.autograd import attention
 from ..call.prepare import Arrays
 from ..data.gather import AllGather
-from ..ring.agreement import AgreedCall, agree_on, refuse
+from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def summary_attention(
     ring_attention does. Second derivatives are not supported. Works under torch.compile(fullgraph=True).
     """
     name = group_name(group)
-    try:
+    with same_error(name):
         options = SummaryOptions(
             block=block,
             window=window,
@@ -99,8 +99,6 @@ def summary_attention(
             backend=backend,
             deterministic=deterministic,
         )
-    except ValueError as error:
-        refuse(error, group_of(name), q.device.type if isinstance(q, Tensor) else "cpu")
     out, lse = attention_with_summaries(SummaryInputs(q, k, v, pool, key_mask), options, name)
     return (out, lse) if return_lse else out
 
