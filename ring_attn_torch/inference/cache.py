@@ -17,7 +17,7 @@ from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.validation import is_integer
 
 from ..call.prepare import dtype_name
-from ..ring.agreement import AgreedCall, agree_on, refuse
+from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import group_name, group_of, rank_in, ranks_of
 from .merge import refuse_gradients
 from .requests import VERSIONS, Lengths, Requests, Rows, capturing, empty
@@ -95,8 +95,7 @@ class KVCache(Requests):
         Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks.
         """
         ring = group_of(group_name(group))
-        where = torch.device("cpu")
-        try:
+        with same_error(ring):
             where = torch.empty(0, device=device).device
             scaled = k_scale is not None or v_scale is not None
             options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
@@ -104,9 +103,6 @@ class KVCache(Requests):
                 config, batch, capacity, ranks_of(ring), dtype=None if dtype is None else dtype_name(dtype), **options
             )
             scales = given_scales(spec, k_scale, v_scale, where)
-        except Exception as error:
-            refuse(error, ring, where.type)
-            raise  # refuse has raised already, which type checkers do not see
         given = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
         alike = *spec.fingerprint(), ("k_scale", given[0]), ("v_scale", given[1])
         agree_on(AgreedCall("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
@@ -254,11 +250,8 @@ class KVCache(Requests):
         return LayerPart(k, v, self.positions if step is None else step.k_positions, *scales)
 
     def _requests(self, rows: Rows | None) -> list[int]:
-        try:
+        with same_error(self.ring):
             return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
-        except ValueError as error:
-            refuse(error, self.ring, self.counts.device.type)
-            raise  # refuse has raised already, which type checkers do not see
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
         """Return the fields ``rows``, ``into`` and ``of`` of a step of these requests."""

@@ -20,7 +20,7 @@ from ..attend.tiles import accumulation_dtype
 from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..data.layout import to_layout
-from ..ring.agreement import AgreedCall, agree_on, refuse
+from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of
 from .cache import KVCache
 from .decode import tree_attention_decode
@@ -117,11 +117,9 @@ def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths 
     options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
     ranks = ranks_of(cache.ring)
     given = ids.shape[1] if lengths is None else lengths
-    try:
+    with same_error(cache.ring):  # the other ranks compare their lengths now
         told = given.tolist() if isinstance(given, Tensor) else given
         checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
-    except ValueError as error:
-        refuse(error, cache.ring, ids.device.type)  # the other ranks compare their lengths now
     step = cache.prefill_step(padded_local(options.layout, ranks, ids.shape[1]), options.layout, given, fresh=fresh)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:

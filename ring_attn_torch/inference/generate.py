@@ -10,7 +10,7 @@ import torch
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, local_tokens
 
 from ..call.autograd import no_autocast
-from ..ring.agreement import refuse, tell
+from ..ring.agreement import same_error, tell
 from ..ring.groups import ranks_of
 from .cache import KVCache
 from .decode_loop import DecodeLoop
@@ -27,15 +27,12 @@ def generated(
     """
     group = model.blocks[0].attention.group
     ring, device = ring_of(group), model.embed.weight.device
-    try:
+    with same_error(ring):
         check_model(model)
         asked = Generation.of(model.config, computes_in(model), **arguments)
         for name, function in (("on_token", on_token), ("progress", progress)):
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
-    except Exception as error:
-        refuse(error, ring, device.type)
-        raise  # refuse has raised already, which type checkers do not see
     if ring is not None and ranks_of(ring) > 1:
         _agree(tell("RingTransformer.generate", asked.fingerprint(), ring))
     layout, ranks = model.blocks[0].attention.options.layout, ranks_of(ring)
