@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..data.layout import from_layout, to_layout
-from ..ring.agreement import refuse, tell
+from ..ring.agreement import same_error, tell
 from ..ring.groups import Group, group_of, rank_in, ranks_of
 from .attention import RingAttention, ring_of
 
@@ -45,10 +45,8 @@ class Rows(NamedTuple):
         Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
         """
         layout, ring = attention.options.layout, ring_of(attention.group)
-        try:
+        with same_error(ring):
             check_whole(ids, mask)
-        except ValueError as error:
-            refuse(error, ring, getattr(getattr(ids, "device", None), "type", "cpu"))
         if ring is None or ranks_of(ring) == 1:
             return cls(layout, ring, ids.shape[1], (ids.shape[0],), True, mask is not None)
         told = tell("RingTransformer(auto_shard=True)", [*ids.shape, mask is not None, _content(ids, mask)], ring)

@@ -18,7 +18,7 @@ from ring_attn_core.problem.options import Options
 
 from ..block import merge
 from ..data.layout import to_layout
-from ..ring.agreement import refuse
+from ..ring.agreement import same_error
 from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
 from .projections import ring_of
 from .whole_mask import Parts, parts_of, visible_of, whole_of
@@ -59,7 +59,7 @@ class MultiheadBase(nn.MultiheadAttention):
         Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
         """
         query, key, _ = inputs
-        try:
+        with same_error(group_of(group_name(self.group))):
             self._check(*inputs, asked.need_weights)
             q, k, v = (self._batch_first(x) for x in inputs)
             options = replace(self.options, length=asked.length, kv_length=asked.kv_length)
@@ -67,9 +67,6 @@ class MultiheadBase(nn.MultiheadAttention):
             if asked.key_padding_mask is not None:
                 present = _present(asked.key_padding_mask, key, k)
                 parts = parts._replace(key_mask=present if parts.key_mask is None else present & parts.key_mask)
-        except Exception as error:
-            refuse(error, group_of(group_name(self.group)), getattr(getattr(query, "device", None), "type", "cpu"))
-            raise  # unreachable, but type checkers do not know that refuse raises
         return (q, k, v), parts, options
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:

@@ -13,7 +13,7 @@ from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.problem.options import Options
 
 from ..data.layout import positions as positions_of
-from ..ring.agreement import refuse
+from ..ring.agreement import same_error
 from ..ring.groups import Group, constant, group_name, group_of, rank_in, ranks_of
 from .parts import LinearMap, RMSNorm
 from .rotary import RotaryEmbedding
@@ -47,8 +47,8 @@ class Projections(nn.Module):
         """
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
-                error = ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
-                refuse(error, ring_of(self.group), given.device.type)
+                with same_error(ring_of(self.group)):
+                    raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
         q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)

@@ -21,7 +21,7 @@ from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.runs import Band
 
 from ..call.autograd import unwatched
-from ..ring.agreement import refuse
+from ..ring.agreement import same_error
 from ..ring.groups import local
 from .activations import Caller, caller
 from .attention import RingAttention, ring_of
@@ -259,8 +259,8 @@ class RingTransformer(Generates, nn.Module):
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            error = ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
-            refuse(error, ring_of(attention.group), ids.device.type)
+            with same_error(ring_of(attention.group)):
+                raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
         if ids.device.type == "cpu" and unwatched([ids]):
             check_ids(ids, self.config.vocab, attention)
@@ -286,8 +286,8 @@ def check_ids(ids: Tensor, vocab: int, attention: RingAttention) -> None:
     """Raise ValueError on all ranks of the attention's ring if a token id is outside the vocabulary."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):
-        error = ValueError(
-            f"ids hold {strange[0].item()}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab of "
-            "the tokenizer, which the dataset has as .vocab, and where ids are padded, pad with one of these"
-        )
-        refuse(error, ring_of(attention.group), "cpu")
+        with same_error(ring_of(attention.group)):
+            raise ValueError(
+                f"ids hold {strange[0].item()}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab "
+                "of the tokenizer, which the dataset has as .vocab, and where ids are padded, pad with one of these"
+            )
