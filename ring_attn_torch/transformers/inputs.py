@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
-from ..ring.agreement import refuse, tell
+from ..ring.agreement import same_error, tell
 from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
 from .cached_call import CachedCall, check_turn, turn_of
@@ -62,21 +62,16 @@ def sharded(model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], k
 
     Raise ValueError, the same on every rank, if the call cannot be split.
     """
-    device = "cpu"
-    try:
+    with same_error(ring.group):
         _check_attends(model)
         given = with_cache_renamed(model, _by_name(args, kwargs))
         tokens = _tokens(given)
-        device = tokens.device.type
         cache = cache_of(model, ring, given)
         keeps = () if cache is None else (cache_name(model), "use_cache", "logits_to_keep")
         _check(model, {name: x for name, x in given.items() if name not in keeps}, tuple(tokens.shape[:2]), cache)
         said = given if cache is None else given | {"cached tokens": cache.tokens}
         mine: list[Any] = [_said(said), _content(given)]
         mine.append(int(torch.randint(2**31, ())) if model.training else None)
-    except Exception as error:
-        refuse(error, ring.group, device)
-        raise  # unreachable, but type checkers do not know that refuse raises
     seed = mine[2]
     if ring.ranks > 1:
         told = tell("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]

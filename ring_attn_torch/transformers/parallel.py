@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ..data.gather import gather
-from ..ring.agreement import refuse, tell
+from ..ring.agreement import same_error, tell
 from ..ring.groups import is_dtensor
 from ..training.loss import loss as loss_of
 from ..training.loss import over_ranks
@@ -95,10 +95,8 @@ def sequence_parallel(
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
     device = device_of(model)
-    try:
+    with same_error(ring.group):
         check_entry(model, ring, device)
-    except ValueError as error:
-        refuse(error, ring.group, device)
     _check_weights(model, ring)
     with on_shards(model, ring, gather_logits, loss_chunk):
         yield model
