@@ -105,9 +105,9 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
         history.agreed.add(problem)
 
 
-def refuse(error: Exception, group: Group, device: str = "cuda") -> NoReturn:
+def refuse(error: Exception, group: Group) -> NoReturn:
     """Report this rank's ``error`` to the other ranks, and raise what all of them raise: the error of the lowest rank."""
-    if group is None or ranks_of(group) == 1 or _capturing(device):
+    if group is None or ranks_of(group) == 1 or _capturing("cuda"):
         raise error
     history = _history(group)
     verdict = {"error": type(error).__name__, "message": str(error)}
