@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -13,54 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
-from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn_core import causal, sliding_window
-from ring_attn_core.problem.options import Options
 from ring_attn_torch import attend_block, ring_attention
 from ring_attn_torch.call import autograd
-from ring_attn_torch.call.prepare import Arrays
 
 from ..support import spawn
 from ..support.cases import Case
 from ..support.spawn import PerRank
 from .ring import on_rank
-
-
-def arguments(passed: Collection[str], *runs: int):
-    """What the ops take besides the tensors that they differentiate, with the optional arrays that are ``passed``."""
-    arrays = Arrays(
-        torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1),
-        torch.arange(66).reshape(2, 33) % 5 != 0,
-        torch.randn(4, requires_grad=not runs),
-        torch.rand(4),
-        torch.tensor([7, 0, 0, 0]),
-        torch.tensor([[0, 33], [9, 30], [5, 5]], dtype=torch.int32).repeat(2, 11, 1),
-    )
-    assert not [name for name, x in arrays._asdict().items() if x is None], "a new optional array belongs into these tests"
-    arrays = Arrays(**{name: getattr(arrays, name) for name in passed})
-    options = Options(
-        layout="contiguous",
-        softcap=2.0 if passed else None,
-        dropout_rate=0.0 if arrays.dropout_seed is None else 0.25,
-    )
-    return [*runs, *options.counts], autograd.OpCall(options).text, *arrays
-
-
-PASSED = {"none": (), "all": Arrays._fields} | {name: (name,) for name in Arrays._fields}
-"""The optional arrays of a call: none, all, and each alone."""
-
-
-def leaves():
-    torch.manual_seed(0)
-    make = lambda h, d: torch.randn(2, 33, h, d, requires_grad=True)
-    return make(4, 8), make(2, 8), make(2, 5)
-
-
-# opcheck itself looks at the .grad of what it clones, and torch 2.15 warns of that.
-opcheck_looks_at_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+from .test_opcheck import leaves
 
 
 class Seen(TorchDispatchMode):
@@ -105,32 +68,6 @@ def test_who_follows_only_one_pass_sees_the_op_of_that_pass(watch):
     assert [name for name in seen.names if "ring_attn" in name] == [expected]
 
 
-@opcheck_looks_at_grad
-@pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
-def test_opcheck_accepts_the_forward_op(passed):
-    opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *arguments(passed)))
-
-
-@pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
-def test_opcheck_accepts_the_backward_op(passed):
-    q, k, v = (x.detach() for x in leaves())
-    rest = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(passed)]
-    out, lse = torch.ops.ring_attn.forward(q, k, v, *rest)
-    cotangents = torch.randn_like(out), torch.randn_like(lse)
-    opcheck(torch.ops.ring_attn.backward.default, (cotangents, (q, k, v, out, lse), *rest))
-
-
-@opcheck_looks_at_grad
-@pytest.mark.parametrize("passed", [(), set(Arrays._fields) - {"sinks"}], ids=["none", "all"])
-def test_opcheck_accepts_the_ops_of_a_block(passed):
-    q, k, v = (x.detach() for x in leaves())
-    rest = arguments(passed, 30, 33, 20, 32, 2)
-    opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *rest))
-    out, lse = torch.ops.ring_attn.attend_block(q, k, v, *rest)
-    cotangents = torch.randn_like(out), torch.randn_like(lse)
-    opcheck(torch.ops.ring_attn.attend_block_backward.default, (cotangents, (q, k, v, out, lse), *rest))
-
-
 def test_gradients_pass_gradcheck_in_float64():
     q, k, v = (x.double().detach()[:1, :5].requires_grad_() for x in leaves())
     assert torch.autograd.gradcheck(partial(ring_attention, layout="striped", return_lse=True), (q, k, v))
@@ -156,22 +93,6 @@ def compiled_on_rank(group, case, *shards):
     compiled = torch.compile(ring_attention, fullgraph=True, backend="aot_eager")
     with patch("parity_tests.torch.ring.ring_attention", compiled):
         return on_rank(group, case, *shards)
-
-
-@pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
-def test_compile_makes_one_graph_with_any_optional_array_and_changes_no_bit(passed):
-    arrays = Arrays(*arguments(passed)[2:])
-    features = {name: x for name, x in arrays._asdict().items() if x is not None and name != "dropout_seed"}
-    features |= {"dropout_rate": 0.25, "dropout_seed": 7} if arrays.dropout_seed is not None else {}
-    inputs = [*leaves(), *([] if arrays.sinks is None else [arrays.sinks])]
-    cotangents = torch.randn(2, 33, 4, 5), torch.randn(2, 33, 4)
-    results = []
-    for call in (ring_attention, torch.compile(ring_attention, fullgraph=True, backend="aot_eager")):
-        out, lse = call(*inputs[:3], layout="contiguous", return_lse=True, **features)
-        cotangent = cotangents[0], cotangents[1].masked_fill(lse.isinf(), 0)
-        results.append([out, lse, *torch.autograd.grad((out, lse), inputs, cotangent)])
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
 
 
 @pytest.mark.exhaustive
@@ -276,10 +197,6 @@ def test_inductor_compiles_what_comes_transposed(shape, order):
     gradients = torch.autograd.grad(torch.compile(attention)(*inputs), inputs)
     for mine, plain in zip(gradients, torch.autograd.grad(attention(*inputs), inputs), strict=True):
         torch.testing.assert_close(mine, plain)
-    views = [x.detach().permute(order) for x in inputs]
-    opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(())))
-    out, lse = torch.ops.ring_attn.forward(*views, *arguments(()))
-    opcheck(torch.ops.ring_attn.backward.default, ((out, lse), (*views, out, lse), *arguments(())))
 
 
 def test_autocast_changes_no_bit():

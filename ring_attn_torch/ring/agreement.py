@@ -109,8 +109,7 @@ def refuse(error: Exception, group: Group) -> NoReturn:
     """Report this rank's ``error`` to the other ranks, and raise what all of them raise: the error of the lowest rank."""
     if group is None or ranks_of(group) == 1 or _capturing("cuda"):
         raise error
-    history = _history(group)
-    verdict = {"error": type(error).__name__, "message": str(error)}
+    history, verdict = _history(group), {"error": type(error).__name__, "message": str(error)}
     raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.told)) or error from error
 
 
@@ -125,8 +124,7 @@ class same_error:
     def __init__(self, ring: Group | str) -> None:
         self.ring = ring
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, Exception) and not torch.compiler.is_compiling():
@@ -260,15 +258,12 @@ def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
 
 def _first_error(verdicts: list[dict[str, Any] | None]) -> Exception | None:
     """Return the error of the lowest rank that has one, as every rank raises it."""
-    for rank, verdict in enumerate(verdicts):
-        if verdict and "error" in verdict:
-            return _ERRORS.get(verdict["error"], RuntimeError)(f"rank {rank}: {verdict['message']}")
-    return None
+    errors = ((rank, verdict) for rank, verdict in enumerate(verdicts) if verdict and "error" in verdict)
+    return next((_ERRORS.get(each["error"], RuntimeError)(f"rank {rank}: {each['message']}") for rank, each in errors), None)
 
 
 def _conclude(verdicts: list[dict[str, Any] | None]) -> None:
-    error = _first_error(verdicts)
-    if error is not None:
+    if error := _first_error(verdicts):
         raise error
     absent = [rank for rank, verdict in enumerate(verdicts) if verdict is None]
     if absent:
