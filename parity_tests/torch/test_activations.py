@@ -116,7 +116,7 @@ def test_two_forward_passes_keep_apart_what_they_keep():
 @pytest.mark.parametrize("activations", LITTLE)
 def test_nothing_is_kept_where_nobody_wants_gradients(activations):
     model, ids, _ = small(activations)
-    with torch.no_grad(), patch.object(OffloadedTensors, "put") as put, patch.object(op, "Eager") as eager:
+    with torch.no_grad(), patch.object(OffloadedTensors, "put") as put, patch.object(autograd, "Eager") as eager:
         model(ids)
     assert not put.called and not eager.apply.called
 
