@@ -15,7 +15,7 @@ import transformers
 
 import ring_attn_torch.transformers as hf
 from ring_attn_torch.transformers import masks
-from ring_attn_torch.transformers.global_batch import DocumentBounds, GlobalBatch, ModelRing
+from ring_attn_torch.transformers.shards import DocumentBounds, GlobalBatch
 
 from .hugging_face import CLASSES, SMALL, TINY_VISION
 
@@ -85,13 +85,44 @@ def test_a_config_in_a_config_is_copied_with_it_and_images_keep_their_attention(
 
 
 def test_a_call_in_one_thread_is_no_call_in_another():
-    whole, found = GlobalBatch(ModelRing(), 1, 12, torch.device("cpu"), DocumentBounds()), []
-    with masks.during(whole):
-        thread = threading.Thread(target=lambda: found.append(masks.current()))
+    call, found = GlobalBatch(masks.ModelRing(), 1, 12, DocumentBounds(), device=torch.device("cpu")), []
+    with masks.during(call):
+        thread = threading.Thread(target=lambda: found.append(masks.running()))
         thread.start()
         thread.join()
-        assert masks.current() is whole
+        assert masks.running() is call
     assert found == [None]
+
+
+def test_threads_in_a_sequence_parallel_of_their_own_see_their_own_call_alone():
+    """Each waits in its first layer until the other is there too; models differ in the window, calls in the length."""
+    windows, barrier, got = {13: 3, 9: None}, threading.Barrier(2, timeout=60), {}
+    torch.manual_seed(0)
+    make = lambda n: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL | SDPA, sliding_window=windows[n])).eval()
+    models = {n: make(n) for n in windows}
+    with torch.no_grad():
+        want = {n: model(input_ids=IDS[:, :n]).logits for n, model in models.items()}
+
+    def call(n: int) -> None:
+        lengths = []
+
+        def wait(*_: Any) -> None:
+            barrier.wait()
+            lengths.append(getattr(masks.running(), "length", None))
+
+        with hf.sequence_parallel(models[n], gather_logits=True), torch.no_grad():
+            models[n].model.embed_tokens.register_forward_hook(wait)
+            logits = models[n](input_ids=IDS[:, :n]).logits
+            got[n] = logits, lengths, masks.running()
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in windows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n, logits in want.items():
+        assert got[n][1:] == ([n], None)
+        assert torch.allclose(got[n][0], logits, atol=1e-5)
 
 
 def test_threads_that_call_a_model_at_once_get_what_each_asked_for():

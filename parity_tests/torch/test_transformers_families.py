@@ -67,7 +67,7 @@ def test_an_encoder_with_a_decoder_is_refused_as_one_whatever_its_modules_are():
 @pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "RewardTrainer"])
 def test_a_trainer_of_trl_that_makes_a_loss_of_its_own_is_refused_for_that(name: str):
     trl = pytest.importorskip("trl")
-    from ring_attn_torch.transformers.trainer_arguments import check_kind
+    from ring_attn_torch.transformers.trainer import check_kind
 
     kind = type("Mine", (hf.RingTraining, getattr(trl, name)), {})
     mine: Any = object.__new__(kind)

@@ -18,9 +18,9 @@ from transformers.models.llama import modeling_llama
 
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
-from ring_attn_torch.transformers.cached_call import CachedCall
-from ring_attn_torch.transformers.global_batch import DocumentBounds, GlobalBatch, ModelRing, documents_of, ends_of_blocks
-from ring_attn_torch.transformers.pattern import Pattern, candidates, fits, intervals
+from ring_attn_torch.transformers.cache import CachedCall, RingCache
+from ring_attn_torch.transformers.masks import ModelRing, Pattern, candidates, fits, intervals
+from ring_attn_torch.transformers.shards import DocumentBounds, GlobalBatch, documents_of, ends_of_blocks
 
 
 def test_documents_begin_where_positions_begin_again_and_padding_sees_nothing():
@@ -60,11 +60,11 @@ def test_transformers_masks_are_told_apart(tokens: int):
     for name, (function, size, both, chunk) in made.items():
         found = [p for p in candidates(size, both, chunk) if fits(p, function, size, tokens, torch.device("cpu"))]
         assert found[0] == wanted[name]
-        assert torch.equal(found[0].sees(q, k), function(nought, nought, q, k).expand(tokens, tokens))
+        assert torch.equal(found[0].visible(q, k), function(nought, nought, q, k).expand(tokens, tokens))
         whole = intervals(function, 1, tokens, torch.device("cpu"))
         assert whole is not None
         inside = (k >= whole[0, :, :1]) & (k < whole[0, :, 1:])
-        assert torch.equal(inside, found[0].sees(q, k))
+        assert torch.equal(inside, found[0].visible(q, k))
         others = [p for other, p in wanted.items() if other != name and tokens > 8]
         assert not any(fits(p, function, size, tokens, torch.device("cpu")) for p in others)
 
@@ -75,7 +75,7 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
     config.attention_chunk_size = 5
     causally, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(5)
     prefix = masking_utils.or_masks(causally, lambda b, h, q, k: k < 4)
-    whole = GlobalBatch(ModelRing(), 1, 12, torch.device("cpu"), DocumentBounds())
+    whole = GlobalBatch(ModelRing(), 1, 12, DocumentBounds(), device=torch.device("cpu"))
     call: Any = lambda function, size: masks.ring_mask(
         q_length=12, kv_length=12, mask_function=function, config=config, local_size=size, batch_size=1
     )
@@ -88,12 +88,11 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
 
 
 def test_a_cache_goes_on_with_causal_layers_alone():
-    nothing: Any = None
-    turn = CachedCall(nothing, 1, None, [1], None, 1, torch.device("cpu"), None)
-    assert turn.seen(Pattern(sliding_window(4))).window == 4
+    call = CachedCall(RingCache(ModelRing(), 1), 1, None, [1], None, 1, device=torch.device("cpu"))
+    assert call.mask_of(Pattern(sliding_window(4))).band.hi == 4
     for pattern in (Pattern(full()), Pattern(causal(), 5), Pattern(sliding_window(5, after=5))):
         with pytest.raises(ValueError, match="this layer sees chunks, or tokens after its own"):
-            turn.seen(pattern)
+            call.mask_of(pattern)
 
 
 MASK_ARGUMENTS = {"attention_mask", "batch_size", "config", "device", "dtype", "kv_length", "kv_offset", "local_size"}
@@ -108,7 +107,7 @@ def test_the_interfaces_of_transformers_are_those_that_this_was_written_for():
     assert list(eager)[:7] == ["module", "query", "key", "value", "attention_mask", "scaling", "dropout"]
     ours = inspect.signature(attention.ring_attention_forward).parameters
     sdpa = inspect.signature(AttentionInterface()["sdpa"]).parameters
-    unknown = set(sdpa) - set(ours) - attention.UNHEEDED - {"kwargs", "position_bias", "cache"}
+    unknown = set(sdpa) - set(ours) - attention.IGNORED - {"kwargs", "position_bias", "cache"}
     assert unknown == set(), "a new argument: honour it, refuse it, or list it as one that says nothing new"
     source = inspect.getsource(modeling_llama.LlamaAttention.forward)
     assert "ALL_ATTENTION_FUNCTIONS.get_interface(" in source

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch.transformers.mixing import layers_of
+from ring_attn_torch.transformers.models import layers_of
 
 from .hugging_face import CLASSES, SMALL, Case, batch, make
 

@@ -20,7 +20,7 @@ from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import sum_gradients, to_layout
 from ring_attn_torch.ring import loop
 from ring_attn_torch.transformers import attention
-from ring_attn_torch.transformers.global_batch import LayerMask, ModelRing
+from ring_attn_torch.transformers.masks import LayerMask, ModelRing
 
 from .hugging_face import LENGTH, Case, batch, in_float64, make, rounding_of, truth
 

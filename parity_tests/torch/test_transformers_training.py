@@ -17,7 +17,7 @@ import torch
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch.transformers.accelerate_hooks import HOOK, AccelerateHooks
+from ring_attn_torch.transformers.masks import ACCELERATE_HOOK, AccelerateHooks
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, launched, on_cpus, trained, tuned_by_trl
@@ -111,11 +111,11 @@ def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_pa
 def test_accelerates_hooks_come_back_in_front_of_others():
     layer = torch.nn.Linear(2, 2)
     accelerates: Any = lambda module, args: None
-    accelerates.__qualname__ = HOOK
+    accelerates.__qualname__ = ACCELERATE_HOOK
     layer.register_forward_pre_hook(accelerates)
     layer.register_forward_pre_hook(lambda module, args: None)
     before, hooks = list(layer._forward_pre_hooks.items()), AccelerateHooks(torch.nn.Sequential(layer))
-    hooks.take_off()
+    hooks.remove()
     assert list(layer._forward_pre_hooks.items()) == before[1:]
     hooks.restore()
     assert list(layer._forward_pre_hooks.items()) == before
@@ -140,7 +140,8 @@ def accelerated(group: Any) -> tuple[dict[str, np.ndarray], list[int]]:
     with launched(group.rank(), group.size()), on_cpus():
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2))
         model: Any = accelerator.prepare(make("llama"))
-        kept = lambda: sum(hook.__qualname__ == HOOK for m in model.modules() for hook in m._forward_pre_hooks.values())
+        registered = lambda: [hook for m in model.modules() for hook in m._forward_pre_hooks.values()]
+        kept = lambda: sum(hook.__qualname__ == ACCELERATE_HOOK for hook in registered())
         ring, given = group.rank() // 2, batch(PACKED)
         count = (given["labels"][:, 1:] != -100).sum()
         row = {name: x[ring : ring + 1] for name, x in given.items()}
@@ -291,4 +292,4 @@ def test_what_ring_trainer_takes_the_place_of_is_there():
     assert "self.gather_function(" in inspect.getsource(Trainer.evaluation_loop)
     assert list(inspect.signature(Accelerator._prepare_cp).parameters) == ["self", "args"]
     assert list(inspect.signature(Accelerator._prepare_device_mesh).parameters) == ["self"]
-    assert f"def {HOOK.rpartition('.')[2]}(" in inspect.getsource(_attach_context_parallel_hooks)
+    assert f"def {ACCELERATE_HOOK.rpartition('.')[2]}(" in inspect.getsource(_attach_context_parallel_hooks)

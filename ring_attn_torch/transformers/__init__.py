@@ -8,6 +8,18 @@ Example:
     with ring.sequence_parallel(model):             # global input_ids and labels, the same on every rank
         model(input_ids=ids, labels=ids).loss.backward()
     ring.RingTrainer(model=model, args=args, train_dataset=rows).train()  # or this, outside of sequence_parallel
+
+The files, in the order of a call:
+
+    parallel.py     sequence_parallel and enable: the hooks before and after each call of a model
+    arguments.py    the arguments of a call: checked, and compared between ranks
+    shards.py       from global input_ids and labels to this rank's shards
+    masks.py        from transformers' masks to bands and intervals; accelerate's hooks, which remove masks
+    attention.py    attention of one layer over the ring
+    loss.py         the loss over the labels of all ranks
+    cache.py        the cache of generate, and a call that continues it
+    models.py       the models that are refused, and why
+    trainer.py      RingTrainer and RingTraining
 """
 
 from __future__ import annotations
@@ -24,8 +36,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import ring_attention_forward
 from .masks import NAME, ring_mask
-from .parallel import sequence_parallel
-from .settings import enable
+from .parallel import enable, sequence_parallel
 
 if TYPE_CHECKING:
     from .trainer import RingTrainer, RingTraining

@@ -1,23 +1,41 @@
-"""The attention function that transformers calls in place of its own."""
+"""The attention function that transformers calls in place of its own, and the changes of a model that make it do so.
+
+``ring_attention_forward`` gets q, k, v of one layer and this rank's tokens, and the mask that ``ring_mask`` made, and calls
+``ring_attention``. Inside ``sequence_parallel`` a model's modules hold copies of their configs set to "ring" (``ring_configs``),
+so that other models of the same config are not affected; and layers under activation checkpointing also save attention's
+(out, lse), so that the backward does not run the ring's forward again (``Checkpointing``).
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ring_attn_core import masks
 from ring_attn_core.runs import Band
 
 from ..call.signature import ring_attention
+from ..layers.offload import OffloadedTensors, offloaded
+from ..layers.recompute import Function, recomputed
 from ..ring.groups import group_name, group_of
-from .cached_call import CachedMask
-from .global_batch import LayerMask, ModelRing
-from .masks import ask, check_alone
-from .pattern import NoWindow
+from .cache import CachedCall
+from .masks import NAME, LayerMask, ModelRing, NoWindow, check_alone, running
+from .models import hugging_face_model, text_config
 
-UNHEEDED = {
+IMPLEMENTATION = "_attn_implementation_internal"
+"""The attribute in which a config stores the value of ``config._attn_implementation``."""
+
+CHECKPOINT = "_gradient_checkpointing_func"
+"""The attribute in which transformers stores a layer's checkpoint function."""
+
+IGNORED = {
     "cu_seq_lens_k",
     "cu_seq_lens_q",
     "deterministic",
@@ -61,10 +79,12 @@ def ring_attention_forward(
     supported, and name it.
     """
     name = type(module).__name__
-    ask()
+    call = running()
+    if call is not None and not torch.compiler.is_compiling():
+        call.attention_calls += 1
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
     for argument, given in others.items():
-        if given is not None and argument not in UNHEEDED:
+        if given is not None and argument not in IGNORED:
             raise ValueError(
                 f'{name} passes {argument} to its attention, which attn_implementation="ring" cannot honour: such a layer runs '
                 "with another attn_implementation, unsharded"
@@ -79,43 +99,40 @@ def ring_attention_forward(
         attention_mask = _without_mask(name, bool(causes), sliding_window, query.shape[2])
     if isinstance(attention_mask, NoWindow):
         raise _no_window(name, attention_mask.size)
-    if isinstance(attention_mask, CachedMask):
-        if dropout:
-            raise ValueError(f"{name} drops {dropout} of its attention in a call with a cache: call model.eval() first")
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}
-        return attention_mask.attend(module, (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), options), None
     if not isinstance(attention_mask, LayerMask):
-        got = (
-            f"{attention_mask.dtype} {list(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else type(attention_mask)
-        )
+        got: Any = type(attention_mask)
+        if isinstance(attention_mask, Tensor):
+            got = f"{attention_mask.dtype} {list(attention_mask.shape)}"
         raise ValueError(
             f'{name} got a mask that attn_implementation="ring" did not make, {got}: pass attention_mask [batch, tokens] of 0 '
             "and 1, and packed documents as position_ids that begin again; additive and 4-D masks do not travel round a ring"
         )
-    seen, extra = attention_mask, {}
+    mask, k, v = attention_mask, key.transpose(1, 2), value.transpose(1, 2)
+    score: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}
+    if isinstance(mask.cached, CachedCall):
+        if dropout:
+            raise ValueError(f"{name} drops {dropout} of its attention in a call with a cache: call model.eval() first")
+        return mask.cached.attend(module, (query.transpose(1, 2), k, v), mask.band.hi, score), None
     if dropout:
-        if seen.dropout_seed is None:
+        if mask.dropout_seed is None:
             raise ValueError(
                 f"{name} drops {dropout} of its attention, and has no seed that all ranks share: call the model inside "
                 "sequence_parallel, or set attention_dropout=0 in its config"
             )
-        extra = {"dropout_rate": dropout, "dropout_seed": seen.dropout_seed + 7919 * getattr(module, "layer_idx", 0)}
+        score |= {"dropout_rate": dropout, "dropout_seed": mask.dropout_seed + 7919 * getattr(module, "layer_idx", 0)}
     out = ring_attention(
-        _tuned(module, query, seen).transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        group=seen.ring.group,
-        layout=seen.ring.layout,
-        mask=seen.band,
-        extents=seen.extents,
-        key_mask=seen.key_mask,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux if sinks is None else sinks,
-        length=seen.length,
-        strategy=seen.ring.strategy,
-        backend=seen.ring.backend,
-        **extra,
+        _tuned(module, query, mask).transpose(1, 2),
+        k,
+        v,
+        group=mask.ring.group,
+        layout=mask.ring.layout,
+        mask=mask.band,
+        extents=mask.extents,
+        key_mask=mask.key_mask,
+        length=mask.length,
+        strategy=mask.ring.strategy,
+        backend=mask.ring.backend,
+        **score,
     )
     return out, None
 
@@ -149,16 +166,116 @@ def _no_window(name: str, size: int) -> ValueError:
     )
 
 
-def _tuned(module: nn.Module, query: Tensor, seen: LayerMask) -> Tensor:
+def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
     """Return the queries of a Llama 4 layer without rotary embedding, scaled by their positions in the document.
 
     Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
     shard. This replaces the factor by that of the position in the document.
     """
-    if seen.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+    if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
     floor_scale, attn_scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
     factor = lambda p: torch.log1p(torch.floor((p.float() + 1.0) / floor_scale)) * attn_scale + 1.0
     local = torch.arange(query.shape[2], device=query.device)
-    ratio = factor(seen.offsets) / factor(local)
+    ratio = factor(mask.offsets) / factor(local)
     return (query * ratio[:, None, :, None]).to(query.dtype)
+
+
+@contextmanager
+def ring_configs(model: nn.Module) -> Iterator[None]:
+    """Make the part of ``model`` that reads tokens attend over the ring inside this ``with``.
+
+    Its modules hold copies of their configs meanwhile. Attributes that are set in a copy are set in the config at the end.
+    """
+    pairs = _copies(hugging_face_model(model).config)
+    before = [dict(vars(mine)) for _, mine in pairs]
+    copy_of = {id(original): mine for original, mine in pairs}
+    held = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig) and id(value) in copy_of
+    ]
+    for module, name, value in held:
+        setattr(module, name, copy_of[id(value)])
+    try:
+        yield
+    finally:
+        for module, name, value in held:
+            setattr(module, name, value)
+        for (original, mine), then in zip(pairs, before, strict=True):
+            _merge(original, vars(mine), then)
+            vars(mine)[IMPLEMENTATION] = vars(original)[IMPLEMENTATION]  # for models that were made from the copy
+
+
+def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
+    """Return (config, copy) of the config of the part that reads tokens, set to the ring, and of each config that contains it."""
+    text = text_config(config)
+    pairs = [(text, copy.copy(text))]
+    vars(pairs[0][1])[IMPLEMENTATION] = NAME
+
+    def copied(outer: PreTrainedConfig) -> PreTrainedConfig | None:
+        """Return the copy of ``outer`` if it holds the text's config at any depth, and else None."""
+        for original, mine in pairs:
+            if original is outer:
+                return mine
+        parts = {name: copied(x) for name, x in vars(outer).items() if isinstance(x, PreTrainedConfig)}
+        parts = {name: part for name, part in parts.items() if part is not None}
+        if not parts:
+            return None
+        mine = copy.copy(outer)
+        vars(mine).update(parts)
+        pairs.append((outer, mine))
+        return mine
+
+    copied(config)
+    return pairs
+
+
+def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Set in ``config`` the attributes that changed in its copy, except the attention implementation."""
+    for name in before.keys() - now.keys():
+        vars(config).pop(name, None)
+    for name, value in now.items():
+        if name != IMPLEMENTATION and (name not in before or value is not before[name]):
+            vars(config)[name] = value
+
+
+class Checkpointing:
+    """The layers of a model that support checkpointing, and their checkpoint functions before ``keep_attention``.
+
+    After ``activation_checkpointing_enable(offload=True)``, all tensors that they save wait in host memory.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        self.before: dict[nn.Module, Any] = {}
+        self.host = OffloadedTensors()
+
+        def offloading(function: Function, x: Tensor, *shared: object) -> Tensor:
+            return offloaded(self.host, function, x, *shared)
+
+        self.ours = (recomputed, offloading)
+
+    def keep_attention(self) -> None:
+        """Make the layers save attention's (out, lse).
+
+        Called before each call of the model, because a Trainer may set checkpointing at any time.
+        """
+        self.host = OffloadedTensors()
+        for layer in self.layers:
+            function = layer.__dict__.get(CHECKPOINT, recomputed)
+            if function not in self.ours:
+                self.before[layer] = function
+                setattr(layer, CHECKPOINT, self.ours[_offloads(function)])
+
+    def restore(self) -> None:
+        """Restore the checkpoint functions that were set last."""
+        for layer, function in self.before.items():
+            if layer.__dict__.get(CHECKPOINT) in self.ours:
+                setattr(layer, CHECKPOINT, function)
+
+
+def _offloads(function: Any) -> bool:
+    """Return True if layers were set to save on the host: transformers then wraps torch's checkpoint in a function of its own."""
+    return getattr(function, "func", function) is not checkpoint

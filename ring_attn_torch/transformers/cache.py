@@ -1,24 +1,41 @@
-"""A transformers Cache whose keys and values are distributed over a ring."""
+"""The cache of ``generate`` over a ring: a RingCache holds the keys and values, a CachedCall is one model call that continues it.
+
+Each rank holds the keys and values of a part of the tokens. A prompt, or a chunk of one, is sharded like a batch without a cache:
+``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden states whose logits are requested. At most ``FEW`` new
+tokens are computed in full by every rank; each layer appends their keys and values to the cache, and ``tree_attention_decode``
+merges the ranks' attention to their parts. transformers' own code draws the next token, the same on every rank.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from ring_attn_core.cache.spec import CacheSizes
+from ring_attn_core.layouts import padded_local
 
+from ..data.layout import positions
 from ..inference.cache import KVCache
-from .global_batch import ModelRing
-from .models import text_config
+from ..inference.decode import tree_attention_decode
+from ..inference.forward import summed
+from ..inference.prefill import prefill
+from ..inference.step import DecodeStep
+from ..ring.groups import rank_in
+from .masks import LayerMask, ModelRing, Pattern, RunningCall
+from .models import check_cacheable, text_config
 
 PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
+
+FEW = 16
+"""The maximum number of new tokens that every rank computes in full; more are sharded, as a prompt is."""
 
 NAMES = "cache", "past_key_values"
 """Names of the argument for a cache: the first since transformers 5.24, the second before."""
@@ -39,11 +56,9 @@ def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[st
 
     Raise ValueError if it is passed under both names.
     """
-    names = [name for name in NAMES if name in given]
-    if len(names) > 1:
+    if all(name in given for name in NAMES):
         raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
-    renamed = {cache_name(model) if name in names else name: x for name, x in given.items()}
-    return renamed
+    return {cache_name(model) if name in NAMES else name: x for name, x in given.items()}
 
 
 class RingCache(Cache):
@@ -75,8 +90,7 @@ class RingCache(Cache):
         """
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
-            at = {"page": PAGE, "group": self.ring.group, "device": k.device}
-            self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, **at)
+            self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, page=PAGE, group=self.ring.group, device=k.device)
         elif max(self.kv.host_state.lengths) + tokens > self.kv.spec.slots * self.ring.ranks:
             self.kv.reserve(max(tokens, self.tokens // 8))
         return self.kv
@@ -145,6 +159,120 @@ class RingCache(Cache):
         raise ValueError("a cache on a ring keeps its number of rows: generate from the rows that you want, without it")
 
 
+@dataclass(eq=False)
+class CachedCall(RunningCall):
+    """A running call with a cache: what its tokens see.
+
+    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of them that this rank computes,
+    or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding. ``valid``: bool
+    [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose logits are
+    requested. ``step``: their placement in the cache.
+    """
+
+    cache: RingCache
+    tokens: int
+    local: int | None
+    lengths: list[int]
+    valid: Tensor | None
+    keep: int
+    step: DecodeStep | None = None
+    cached: ClassVar[bool] = True
+
+    def mask_of(self, pattern: Pattern) -> LayerMask:
+        """Return the mask of ``pattern`` in this call. Raise ValueError if it has chunks or is not causal."""
+        if pattern.chunk or pattern.band.lo != 0:
+            raise ValueError(
+                "this layer sees chunks, or tokens after its own, and a cache on a ring knows causal attention, with a window or "
+                'without: generate outside of sequence_parallel, after model.set_attn_implementation("sdpa")'
+            )
+        return LayerMask(self.cache.ring, pattern.band, self.tokens, cached=self)
+
+    def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], window: int | None, score: dict[str, Any]) -> Tensor:
+        """Compute the attention of a layer [batch, tokens, heads, v_dim], and append its keys and values to the cache.
+
+        ``qkv``: [batch, tokens, heads, dim] each; ``window``: the number of visible tokens before a token's own, None: all;
+        ``score``: scale, softcap and sinks. The first layer's k and v make the cache, and ``step``.
+        """
+        (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
+        if self.step is None:
+            kv = self.cache.holding(k, v, self.tokens if self.local is None else self.local * ring.ranks)
+            if self.local is None:
+                self.step = kv.step(self.tokens, valid=self.valid)
+            else:
+                self.step = kv.prefill_step(self.local, ring.layout, self.lengths)
+        assert kv is not None
+        step, layer = self.step, int(module.layer_idx)  # type: ignore[arg-type]
+        if step.layout is not None:
+            return prefill(q, k, v, kv, layer, step, window=window, strategy=ring.strategy, backend=ring.backend, **score)[0]
+        kv.append(layer, k, v, step)
+        backend = ring.backend if ring.backend in ("blockwise", "triton") else "auto"
+        part: dict[str, Any] = {"backend": backend, **kv.part(layer, step)._asdict()}
+        return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """Allow updates of the cache during the call, and gather the hidden states of the last tokens for the logits."""
+        self.cache.inside = True
+        self.scope.callback(setattr, self.cache, "inside", False)
+        if self.local is None:
+            return
+
+        def gather_last(_: nn.Module, __: Any, output: Any) -> Any:
+            assert self.step is not None and self.cache.kv is not None
+            last = summed(last_tokens(output[0], self.step.positions, self.step.lengths, self.keep), self.cache.kv)
+            if isinstance(output, tuple):
+                return (last, *output[1:])
+            output["last_hidden_state"] = last
+            return output
+
+        self.scope.callback(model.base_model.register_forward_hook(gather_last).remove)
+
+    def end(self) -> None:
+        """Advance the cache by the new tokens."""
+        assert self.step is not None and self.cache.kv is not None
+        self.cache.kv.advance(self.step)
+        self.cache.tokens += self.tokens
+
+
+def cached_call(model: PreTrainedModel, cache: RingCache, given: dict[str, Any], tokens: Tensor) -> CachedCall:
+    """Return the call that has passed all checks, with this rank's arguments. ``tokens``: its input_ids or inputs_embeds."""
+    (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
+    keep = max(1, int(given.get("logits_to_keep", 1)))
+    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+    if position_ids is None:
+        position_ids = torch.arange(cache.tokens, cache.tokens + count, device=device)[None].expand(batch, -1)
+    present = None if mask is None else mask[:, -count:].to(device).bool()
+    if present is not None and bool(present.all()):
+        present = None
+    lengths = [count] * batch if present is None else present.sum(1).tolist()
+    kwargs = given | {cache_name(model): cache, "use_cache": True, "position_ids": position_ids}
+    kwargs.pop("token_type_ids", None)
+    local = longest = None
+    if not cache.tokens or (count > FEW and keep == 1):
+        local, longest = padded_local(ring.layout, ring.ranks, count), position_ids.max()
+        own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
+        padding = 0 if present is None else (~present).sum(1, keepdim=True)
+        index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # moves the padding from left to right
+        name = "input_ids" if "input_ids" in given else "inputs_embeds"
+        kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
+        whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
+        kwargs["position_ids"] = whole.gather(-1, index.expand(*whole.shape[:-1], local))
+        kwargs["logits_to_keep"] = keep
+    kwargs["attention_mask"] = torch.ones(batch, local or count, dtype=torch.bool, device=device)
+    return CachedCall(cache, count, local, lengths, present, keep, device=device, kwargs=kwargs, longest=longest)
+
+
+def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
+    """Return [batch, keep, dim], the hidden states of the last ``keep`` tokens of each row.
+
+    ``hidden`` [batch, local, dim] is at ``positions``, and ``lengths`` int [batch] are the ends of the rows. The result is 0 for
+    tokens that this rank does not hold, and for those before the beginning of a short row.
+    """
+    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
+    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
+    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
+    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
+
+
 def cache_of(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any]) -> RingCache | None:
     """Return the cache of a call with the arguments ``given``: a new one in the first call, or None if it uses no cache.
 
@@ -154,7 +282,7 @@ def cache_of(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any]) -> 
     kept = given.get(name)
     if kept is None and not given.get("use_cache"):
         return None
-    _check_model(model)
+    check_cacheable(model)
     if "labels" in given:
         raise ValueError(f"a call with labels keeps no cache: leave {name} and use_cache out")
     if isinstance(kept, RingCache):
@@ -169,31 +297,3 @@ def cache_of(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any]) -> 
             f"cache_implementation out, or pass the {name} of what a call inside sequence_parallel returned"
         )
     return RingCache(ring, text_config(model.config).num_hidden_layers)
-
-
-def _check_model(model: PreTrainedModel) -> None:
-    name, text = type(model).__name__, text_config(model.config)
-    why = None
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        why = "some of its layers see chunks, which a step of decoding does not know"
-    elif getattr(text, "num_kv_shared_layers", 0):
-        why = "some of its layers read the keys of others"
-    elif model.base_model is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        why = "it takes no logits_to_keep, and of a long prompt only the last logits are computed"
-    if why is not None:
-        raise ValueError(
-            f"{name} keeps no cache over a ring, for {why}: generate outside of sequence_parallel, after "
-            'model.set_attn_implementation("sdpa")'
-        )
-
-
-def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """Return [batch, keep, dim], the hidden states of the last ``keep`` tokens of each row.
-
-    ``hidden`` [batch, local, dim] is at ``positions``, and ``lengths`` int [batch] are the ends of the rows. The result is 0 for
-    tokens that this rank does not hold, and for those before the beginning of a short row.
-    """
-    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
-    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
-    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)

@@ -1,67 +1,150 @@
-"""The mask function that transformers calls in place of its own.
+"""The mask function that transformers calls in place of its own, and the running call whose documents and padding it adds.
 
-It returns masks as bands and intervals, never as arrays of tokens by tokens.
+A model describes its mask as a function of positions. ``ring_mask`` recognizes it as one of the patterns below, and returns a
+band and one interval of keys per query, never an array of tokens by tokens. With 6 tokens (rows are queries, columns keys, #
+may be attended), W = 2 and chunks of 3:
+
+    full      causal    window    both      chunks
+    ######    #.....    #.....    ###...    #.....
+    ######    ##....    ##....    ####..    ##....
+    ######    ###...    .##...    #####.    ###...
+    ######    ####..    ..##..    .#####    ...#..
+    ######    #####.    ...##.    ..####    ...##.
+    ######    ######    ....##    ...###    ...###
+
+A causal window of W counts the token itself, q - k < W; a window to both sides does not, |q - k| <= W.
+
+accelerate's hooks for context parallelism set every layer's mask to None and pass is_causal=True instead, which would lose
+windows, documents and padding. ``AccelerateHooks`` removes these hooks before each call and restores them on leaving.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ring_attn_core.masks import causal, full
+from ring_attn_core.masks import causal, full, sliding_window
+from ring_attn_core.runs import Band
 
 from ..ring.groups import group_name, group_of, ranks_of
-from .cached_call import CachedCall, CachedMask
-from .global_batch import GlobalBatch, LayerMask, ModelRing
-from .pattern import MaskFunction, NoWindow, Pattern, candidates, fits, intervals
 
 NAME = "ring"
 """The value of ``attn_implementation``."""
 
+ACCELERATE_HOOK = "_attach_context_parallel_hooks.<locals>._self_attn_pre_forward_hook"
+"""The name of accelerate's hook function, which removes a layer's mask."""
 
-class _BatchStack(threading.local):
-    """The global sequences of a thread's calls in progress, the innermost last.
-
-    ``asked``: the number of times that layers have called ring attention in this thread.
-    """
-
-    def __init__(self) -> None:
-        self.open: list[GlobalBatch | CachedCall] = []
-        self.asked = 0
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A mask function of transformers: (batch row, head, q_pos, k_pos) -> bool, broadcast."""
 
 
-_calls = _BatchStack()
+class ModelRing(NamedTuple):
+    """The ring of a model: the arguments of ring_attention that are the same at every call."""
+
+    group: dist.ProcessGroup | None = None
+    layout: str = "zigzag"
+    strategy: str = "auto"
+    backend: str = "auto"
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return ranks_of(self.group)
+
+
+class Pattern(NamedTuple):
+    """A band, and causal chunks of ``chunk`` tokens if that is not 0."""
+
+    band: Band
+    chunk: int = 0
+
+    def visible(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return True where a query at position ``q`` may attend to a key at ``k``."""
+        lo, hi = self.band.lo, self.band.hi
+        inside = torch.ones_like(q - k, dtype=torch.bool)
+        inside = inside if lo is None else inside & (q - k >= lo)
+        inside = inside if hi is None else inside & (q - k <= hi)
+        return inside & (q // self.chunk == k // self.chunk) if self.chunk else inside
+
+
+class LayerMask(NamedTuple):
+    """The mask of the layers of one pattern, which a model passes to the attention function as its attention_mask."""
+
+    ring: ModelRing
+    band: Band
+    length: int
+    extents: Tensor | None = None
+    key_mask: Tensor | None = None
+    offsets: Tensor | None = None
+    """``int64`` [1 or batch, seq_local], the offset of each of this rank's tokens in its document."""
+    dropout_seed: int | None = None
+    cached: RunningCall | None = None
+    """The ``CachedCall`` whose cache the layers continue."""
+
+
+class NoWindow(NamedTuple):
+    """The mask of layers with a sliding window of ``size`` < 1, which models also request without any such layer."""
+
+    size: int
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningCall(ABC):
+    """A call of a model in progress: a ``GlobalBatch`` or, with a cache, a ``CachedCall``."""
+
+    device: torch.device
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """The model's arguments on this rank."""
+    longest: Tensor | None = None
+    """The largest of position_ids, 0-d, which a shard alone does not know; None: every rank computes all tokens."""
+    model: nn.Module | None = None
+    called: nn.Module | None = None
+    """The module whose hooks began the call: ``model``, or the wrapper around it."""
+    scope: ExitStack = field(default_factory=ExitStack)
+    """The changes of the model that end with the call."""
+    attention_calls: int = 0
+    """The number of times that layers have called ring attention."""
+    cached: ClassVar[bool] = False
+
+    @abstractmethod
+    def begin(self, model: PreTrainedModel) -> None:
+        """Register the hooks that ``model`` needs during the call, to be removed with ``scope``."""
+
+    @abstractmethod
+    def mask_of(self, pattern: Pattern) -> LayerMask:
+        """Return the mask of the layers of ``pattern`` in this call."""
+
+
+_running: ContextVar[RunningCall | None] = ContextVar("ring_attn_model_call", default=None)
+_traced = threading.local()
+"""The same under torch.compile, which cannot trace a ContextVar in torch 2.13 and older."""
 
 
 @contextmanager
-def during(whole: GlobalBatch | CachedCall) -> Iterator[None]:
-    """Set ``whole`` as the sequence of this thread's masks inside this ``with``."""
-    _calls.open.append(whole)
+def during(call: RunningCall) -> Iterator[None]:
+    """Make ``call`` this thread's running call inside this ``with``."""
+    outer, token = _running.get(), _running.set(call)
+    _traced.call = call
     try:
         yield
     finally:
-        _calls.open.pop()
+        _running.reset(token)
+        _traced.call = outer
 
 
-def current() -> GlobalBatch | CachedCall | None:
-    """Return the sequence of this thread's innermost call in progress, or None."""
-    return _calls.open[-1] if _calls.open else None
-
-
-def ask() -> None:
-    """Count a layer's call of ring attention."""
-    if not torch.compiler.is_compiling():
-        _calls.asked += 1
-
-
-def asked() -> int:
-    """Return the number of times that layers of this thread have called ring attention."""
-    return _calls.asked
+def running() -> RunningCall | None:
+    """Return this thread's innermost call in progress, or None."""
+    return getattr(_traced, "call", None) if torch.compiler.is_compiling() else _running.get()
 
 
 def ring_mask(
@@ -73,15 +156,15 @@ def ring_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **others: Any,
-) -> LayerMask | CachedMask | NoWindow:
+) -> LayerMask | NoWindow:
     """Return the mask of one kind of layer, as called by transformers' create_causal_mask and similar functions, with keywords.
 
     Raise ValueError with another cache than the ring's, with cross attention, outside of ``sequence_parallel`` on several ranks,
-    or if the mask is not one of the patterns in ``pattern.py``.
+    or if the mask is none of the patterns above.
     """
-    offset, whole = others.get("q_offset", 0), current()
-    goes_on = isinstance(whole, CachedCall)  # from a cache, which reports kv_length as if it were empty
-    if kv_length != q_length or (isinstance(offset, int) and offset != 0 and not goes_on) or others.get("kv_offset", 0):
+    offset, call = others.get("q_offset", 0), running()
+    cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
+    if kv_length != q_length or (isinstance(offset, int) and offset != 0 and not cached) or others.get("kv_offset", 0):
         raise ValueError(
             f'attn_implementation="ring" got {q_length} queries and {kv_length} keys: cross attention and '
             "caches of other kinds do not run over a ring. Generate inside sequence_parallel, which keeps a cache of its own, "
@@ -90,15 +173,15 @@ def ring_mask(
     if local_size is not None and local_size < 1:
         return NoWindow(local_size)
     tried = candidates(local_size, "allow_is_bidirectional_skip" in others, getattr(config, "attention_chunk_size", None))
-    if whole is None:
-        return _alone(mask_function, attention_mask, tried, local_size, (others["batch_size"], q_length))
+    if call is None:
+        return _on_one_device(mask_function, attention_mask, tried, local_size, (others["batch_size"], q_length))
     if torch.compiler.is_compiling():
         if others.get("use_vmap"):
             raise ValueError(_unknown(config))
-        return whole.seen(tried[0])
+        return call.mask_of(tried[0])
     for pattern in tried:
-        if fits(pattern, mask_function, local_size, q_length, whole.device):
-            return whole.seen(pattern)
+        if fits(pattern, mask_function, local_size, q_length, call.device):
+            return call.mask_of(pattern)
     raise ValueError(_unknown(config))
 
 
@@ -120,10 +203,10 @@ def check_alone() -> None:
         )
 
 
-def _alone(
+def _on_one_device(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
 ) -> LayerMask:
-    """Return the mask if one device holds the global sequence, outside of ``sequence_parallel``."""
+    """Return the mask outside of ``sequence_parallel``, where one device holds the global sequence."""
     check_alone()
     (batch, tokens), ring = shape, ModelRing(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
@@ -136,3 +219,76 @@ def _alone(
         raise ValueError(_unknown(None))
     ahead = bool((extents[..., 1] > torch.arange(1, tokens + 1, device=device)).any())
     return LayerMask(ring, full() if ahead else causal(), tokens, extents, key_mask)
+
+
+def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
+    """Return the patterns that a mask requested with ``local_size=size`` may have, the likeliest first."""
+    if size is None:
+        return [Pattern(full() if both_sides else causal())]
+    if both_sides:
+        return [Pattern(sliding_window(size, after=size))]
+    window, chunks = Pattern(sliding_window(size - 1)), Pattern(causal(), size)
+    return [chunks, window] if size == chunk_size else [window, chunks]
+
+
+def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
+    """Return True if ``function`` equals ``pattern`` on a sample of pairs among ``tokens`` positions.
+
+    The sample has every query with the tokens next to it, the first token and those at the edge of a window of ``size``, which
+    detects documents, blocks and prefixes; and all pairs around the first edges of windows and chunks of ``size``.
+    """
+    every = torch.arange(tokens, device=device)
+    near = torch.cat([every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1])
+    edge = torch.arange(-2, 3)
+    around = torch.cat([edge, *(edge + i * (size or 0) for i in (1, 2, 3)), edge + tokens - 1]).clamp(0, tokens - 1).unique()
+    around = around.to(device)
+    q = torch.cat([every.repeat(6), around.repeat_interleave(len(around))])
+    k = torch.cat([near.clamp(0, tokens - 1), around.repeat(len(around))])
+    nought = torch.zeros_like(q)
+    return bool((function(nought, nought, q, k) == pattern.visible(q, k)).all())
+
+
+def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
+    """Return int32 [batch, tokens, 2], the interval of keys that each query sees; None if keys are not one interval around it.
+
+    The ends are found by bisection, and only the ends and the middles are checked. All positions are one device's, so this is for
+    a ring of one.
+    """
+    b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
+    q = torch.arange(tokens, device=device).expand(batch, tokens)
+    sees = lambda k: function(b, torch.zeros_like(b), q, k.clamp(0, tokens - 1)) & (k >= 0) & (k < tokens)
+    if not bool(sees(q).all()):
+        return None
+    first, below = q.clone(), torch.full_like(q, -1)  # first is visible, below is not
+    end, last = torch.full_like(q, tokens), q.clone()  # last is visible, end is not
+    for _ in range(tokens.bit_length() + 1):
+        middle = (first + below) // 2
+        inside, open_ = sees(middle), first - below > 1
+        first, below = torch.where(open_ & inside, middle, first), torch.where(open_ & ~inside, middle, below)
+        middle = (last + end) // 2
+        inside, open_ = sees(middle), end - last > 1
+        last, end = torch.where(open_ & inside, middle, last), torch.where(open_ & ~inside, middle, end)
+    whole = sees((first + q) // 2) & sees((last + q) // 2) & ~sees(first - 1) & ~sees(end)
+    return torch.stack([first, end], -1).int() if bool(whole.all()) else None
+
+
+class AccelerateHooks:
+    """The hooks by which accelerate removes the masks of a model's layers, and those removed, with their modules and keys."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.removed: list[tuple[nn.Module, int, Any]] = []
+
+    def remove(self) -> None:
+        """Remove the hooks. Called before each call of the model, because an Accelerator may prepare it at any time."""
+        for module in self.model.modules():
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if getattr(hook, "__qualname__", "") == ACCELERATE_HOOK:
+                    self.removed.append((module, key, module._forward_pre_hooks.pop(key)))
+
+    def restore(self) -> None:
+        """Restore the hooks, in front of all others as before."""
+        for module, key, hook in self.removed:
+            hooks = module._forward_pre_hooks
+            hooks.update({key: hook} | {other: hooks.pop(other) for other in list(hooks)})
+        self.removed.clear()

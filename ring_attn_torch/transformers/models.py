@@ -1,15 +1,34 @@
-"""Checks before the first call that a model can run over a ring."""
+"""The models that a ring refuses, and the reasons.
+
+Before the first call, by class or config: layers that are not softmax attention over a band of keys (Mamba, linear attention,
+convolutions, Fourier transforms), attention in a model's own code, encoders with a decoder, sequence classification heads, prompt
+tuning, and backends of a GPU for a model on a CPU.
+
+In the first forward: any layer that mixes tokens without calling ring attention (``MixingLayers``). A layer without attention,
+such as a plain MLP layer, is correct on a shard. To distinguish the two, the layer runs once more on hidden states in which two
+tokens are NaN: in a layer that mixes tokens, NaN spreads to others.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ring_attn_core.kernels.backends import BACKENDS, select
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
 from ring_attn_core.releases import warn_if_untried
+
+from ..ring.groups import is_dtensor
+from .masks import running
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
@@ -22,10 +41,11 @@ NOT_SOFTMAX = re.compile(
 
 OWN_MASKS = {"DogeAttention": "adds to its mask what it computes of every key's value"}
 """Classes of modules that change attention's mask, and the error's words for the change."""
+
 DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwen2", "qwen3"}
 """Models, by config.model_type, in which each weight has a gradient after every backward."""
 
-OF_ROWS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
+ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
 """Classes of models whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
 
 
@@ -105,11 +125,11 @@ def check_model(model: nn.Module) -> None:
 def check_head(model: nn.Module) -> None:
     """Raise ValueError if a model's head returns one result per row, because a rank has only a shard of the row."""
     inside = hugging_face_model(model)
-    if any(OF_ROWS.search(kind.__name__) for kind in type(inside).__mro__):
-        raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {answers_once(model)}")
+    if any(ROW_HEADS.search(kind.__name__) for kind in type(inside).__mro__):
+        raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {row_head_remedy(model)}")
 
 
-def answers_once(model: nn.Module) -> str:
+def row_head_remedy(model: nn.Module) -> str:
     """Return the end of an error about a head with one result per row: the reason and the remedy."""
     under = type(hugging_face_model(model).base_model).__name__
     called = "model.get_base_model().base_model" if _adapters(model) else "model.base_model"
@@ -134,3 +154,142 @@ def own_positions(model: PreTrainedModel) -> bool:
 def uses_all_weights(model: PreTrainedModel) -> bool:
     """Return True if each weight is known to have a gradient after every backward."""
     return model.config.model_type in DENSE
+
+
+def check_cacheable(model: PreTrainedModel) -> None:
+    """Raise ValueError if a model cannot keep a cache over a ring."""
+    name, text = type(model).__name__, text_config(model.config)
+    why = None
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        why = "some of its layers see chunks, which a step of decoding does not know"
+    elif getattr(text, "num_kv_shared_layers", 0):
+        why = "some of its layers read the keys of others"
+    elif model.base_model is model or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        why = "it takes no logits_to_keep, and of a long prompt only the last logits are computed"
+    if why is not None:
+        raise ValueError(
+            f"{name} keeps no cache over a ring, for {why}: generate outside of sequence_parallel, after "
+            'model.set_attn_implementation("sdpa")'
+        )
+
+
+def device_of(model: nn.Module) -> str:
+    """Return the device type that a model computes on, "cpu" if all weights are there; FSDP2's weights count by their mesh."""
+    kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
+    return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
+
+
+def check_backend(backend: str, device: str) -> None:
+    """Raise ValueError if ``backend`` does not exist, or if ``device`` is a CPU and it has no kernels for one.
+
+    Its other requirements, of a GPU, dtypes and heads, are checked by the first call.
+    """
+    check_backend_name(backend)
+    if device != "cpu" or backend == "auto":
+        return
+    heads = (1, 1, 1, 64)
+    problem = Problem(
+        heads, heads, heads, ("bfloat16", "bfloat16", "bfloat16"), device, 1, Options(backend=backend), framework="torch"
+    )
+    try:
+        select(problem, backend)
+    except ValueError as error:
+        raise ValueError(
+            f'backend={backend!r} is for models on a GPU, and this one is on a CPU: move it first, with model.to("cuda"), or '
+            f"leave backend out of enable. {error}"
+        ) from None
+
+
+def check_backend_name(backend: str) -> None:
+    """Raise ValueError if ``backend`` does not exist."""
+    names = ["auto", *(candidate.name for candidate in BACKENDS)]
+    if backend not in names:
+        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(names)}")
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder and encoder layers of ``model`` by name, without layers inside of layers.
+
+    They are transformers' checkpointable layers or, in models of other authors, the modules of a list as long as
+    ``num_hidden_layers``.
+    """
+    depth = getattr(text_config(model.config), "num_hidden_layers", None)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(module, GradientCheckpointingLayer):
+            found[name] = module
+        elif isinstance(module, nn.ModuleList) and len(module) == depth:
+            found |= {f"{name}.{i}": layer for i, layer in enumerate(module)}
+    return found
+
+
+class MixingLayers:
+    """Hooks on the first forward of the layers of ``model``, and the names of those that mix tokens without the ring."""
+
+    def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
+        self.inside = inside
+        self.names: list[str] = []
+        self.handles: list[Any] = []
+        self.again = False
+        compiled = [m for m in model.modules() if isinstance(m, OptimizedModule) or m._compiled_call_impl is not None]
+        if not compiled:
+            for name, layer in layers_of(inside).items():
+                self._watch(name, layer)
+
+    def _watch(self, name: str, layer: nn.Module) -> None:
+        """Register hooks that compare the count of ring attention calls before and after a forward of ``layer``."""
+        before: list[int | None] = []
+        count = lambda: None if (call := running()) is None else call.attention_calls
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self.again and running() is not None:
+                before.append(count())
+
+        def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self.again and before and before.pop() == count() and self._mixes(layer, args, kwargs):
+                self.names.append(f"{name} ({type(layer).__name__})")
+
+        self.handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        self.handles.append(layer.register_forward_hook(leave, with_kwargs=True))
+
+    def _mixes(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True if a token of ``layer``'s output depends on other tokens, or if this cannot be tested."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2 or hidden.shape[-2] < 3:
+            return True
+        tokens = hidden.shape[-2]
+        spoilt = torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
+        spoilt[[tokens // 3, tokens // 2]] = True
+        hidden = hidden.detach().masked_fill(spoilt[:, None], float("nan"))
+        args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+        modes = {module: module.training for module in layer.modules()}
+        self.again = True
+        try:
+            with torch.no_grad():
+                output = layer.eval()(*args, **kwargs)
+            result = output if isinstance(output, Tensor) else output[0]
+            return result.shape != hidden.shape or bool(result[..., ~spoilt, :].isnan().any())
+        except Exception:  # any error that NaN causes in a layer
+            return True
+        finally:
+            self.again = False
+            for module, training in modes.items():
+                module.training = training
+
+    def forget(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def end(self) -> None:
+        """Remove the hooks. Raise ValueError, with their names, if layers mix tokens and never called ring attention."""
+        self.forget()
+        if self.names:
+            some = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
+            raise ValueError(
+                f"{type(self.inside).__name__} has layers that mix tokens and never call attn_implementation, {some}: each rank "
+                "would compute them within its shard, so the model does not run over a ring. Run it unsharded"
+            )

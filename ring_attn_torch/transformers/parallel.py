@@ -1,41 +1,58 @@
-"""Calls of a transformers model with global sequences, of which every rank computes its shard."""
+"""``sequence_parallel``: calls of a transformers model with global sequences, of which every rank computes its shard.
+
+Entering registers two hooks on the model. From its input_ids to its loss a call goes through four files:
+
+    parallel.py    ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
+    shards.py      ``sharded`` checks the arguments and takes this rank's tokens; the model then runs on these
+    attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py
+    loss.py        ``with_loss`` computes the loss from this rank's logits and sums over the ranks
+
+``enable`` sets a model's ring once. Leaving restores the model: its attention, hooks, head and checkpointing.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..data.gather import gather
+from ring_attn_core.layouts import named
+from ring_attn_core.problem.options import Options
+
 from ..ring.agreement import same_error, tell
-from ..ring.groups import is_dtensor
-from ..training.loss import loss as loss_of
-from ..training.loss import over_ranks
-from .accelerate_hooks import AccelerateHooks
-from .cached_call import CachedCall
-from .checkpointing import Checkpointing
-from .configs import attending
-from .deepstack import added
-from .global_batch import ModelRing
-from .head import Head
-from .inputs import Shards, sharded
-from .masks import during
-from .mixing import MixingLayers
-from .models import answers_once, check_head, check_model, hugging_face_model
-from .rotary import rotary_by_length, told_the_longest
-from .settings import check_backend, device_of, ring_of_model
+from ..ring.groups import group_name, group_of, is_dtensor
+from .attention import Checkpointing, ring_configs
+from .cache import CachedCall
+from .loss import ChunkedHead, with_loss
+from .masks import NAME, AccelerateHooks, ModelRing, during, running
+from .models import (
+    MixingLayers,
+    check_backend,
+    check_backend_name,
+    check_config,
+    check_head,
+    check_model,
+    device_of,
+    hugging_face_model,
+    text_config,
+)
+from .shards import GlobalBatch, rotary_by_length, sharded, with_largest_position
 
-_inside: WeakKeyDictionary[nn.Module, ModelCalls] = WeakKeyDictionary()
+T = TypeVar("T", nn.Module, PreTrainedConfig)
+
+_rings: WeakKeyDictionary[PreTrainedModel, ModelRing] = WeakKeyDictionary()  # that ``enable`` set
+_hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()  # of the models inside ``sequence_parallel``
+
+SETTINGS = "ring_attention"
+"""The attribute of a config that holds a ring's settings, as a dict that JSON can store."""
 
 
 @contextmanager
@@ -111,27 +128,134 @@ def on_shards(
     ``averaged``: multiply the gradient of each loss by the ranks of the ring, for DDP or FSDP, which average gradients.
     """
     inside = hugging_face_model(model)
-    if inside in _inside:
+    if inside in _hooks:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:
         raise ValueError("gather_logits=True asks for logits and loss_chunk for none: pass one of them")
-    calls = ModelCalls(inside, ring, gather_logits, loss_chunk)
-    calls.factor = ring.ranks if averaged else 1
+    hooks = ModelHooks(inside, ring, gather_logits, loss_chunk, factor=ring.ranks if averaged else 1)
     with ExitStack() as stack:
-        _inside[inside] = calls
-        stack.callback(_inside.pop, inside, None)
-        stack.enter_context(attending(model))
+        _hooks[inside] = hooks
+        stack.callback(_hooks.pop, inside, None)
+        stack.enter_context(ring_configs(model))
         for module in rotary_by_length(inside):
-            stack.enter_context(told_the_longest(module))
-        stack.callback(calls.checkpointing.restore)
+            stack.enter_context(with_largest_position(module))
+        stack.callback(hooks.checkpointing.restore)
         if ring.ranks > 1:
-            calls.mixing = MixingLayers(model, inside)
-            stack.callback(calls.mixing.forget)
-        stack.callback(calls.accelerates.restore)
-        for called in calls.called(model):
-            stack.callback(called.register_forward_pre_hook(calls.enter, with_kwargs=True).remove)
-            stack.callback(called.register_forward_hook(calls.leave, always_call=True).remove)
+            hooks.mixing = MixingLayers(model, inside)
+            stack.callback(hooks.mixing.forget)
+        stack.callback(hooks.accelerate.restore)
+        apart = model is not inside and not isinstance(model, OptimizedModule)
+        for called in (model, inside) if apart else (model,):  # PEFT's generate calls the model inside
+            stack.callback(called.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+            stack.callback(called.register_forward_hook(hooks.after, always_call=True).remove)
         yield
+
+
+class ModelHooks:
+    """The hooks that run before and after each call of a model."""
+
+    def __init__(self, model: PreTrainedModel, ring: ModelRing, gather_logits: bool, loss_chunk: int | None, factor: int) -> None:
+        self.model, self.ring, self.gather_logits, self.factor = model, ring, gather_logits, factor
+        self.head = None if loss_chunk is None else ChunkedHead(model, loss_chunk)
+        self.checkpointing, self.accelerate = Checkpointing(model), AccelerateHooks(model)
+        self.mixing: MixingLayers | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        """Raise ValueError: the hooks of a copied model would be those of the original."""
+        raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Return global logits inside this ``with``."""
+        before, self.gather_logits = self.gather_logits, True
+        try:
+            yield
+        finally:
+            self.gather_logits = before
+
+    def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Begin a call with this rank's shards of the arguments, unless an enclosing call of the model has done so."""
+        outer = running()
+        if outer is not None and outer.model is self.model:
+            return None
+        call = sharded(self.model, self.ring, args, kwargs)
+        call.model, call.called = self.model, module
+        self.checkpointing.keep_attention()
+        self.accelerate.remove()
+        call.scope.enter_context(during(call))
+        call.begin(self.model)
+        if self.head is not None and not self.gather_logits and isinstance(call, GlobalBatch) and call.labels is not None:
+            call.scope.enter_context(self.head.summing(call, call.labels))
+        return (), call.kwargs
+
+    def after(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
+        """End a call: add the loss, and gather logits if requested. If the call failed, it has no output."""
+        call = running()
+        if call is None or call.called is not module:
+            return None
+        call.scope.close()
+        if output is None:
+            return None
+        if self.mixing is not None:
+            self.mixing.end()
+        if isinstance(call, CachedCall):
+            return call.end()
+        assert isinstance(call, GlobalBatch)
+        return with_loss(self.model, output, call, self.gather_logits, self.factor)
+
+
+def hooks_of(model: nn.Module) -> ModelHooks:
+    """Return the hooks around the calls of ``model``, which must be inside sequence_parallel."""
+    return _hooks[hugging_face_model(model)]
+
+
+def enable(
+    model_or_config: T,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str = "zigzag",
+    strategy: str = "auto",
+    backend: str = "auto",
+) -> T:
+    """Set a transformers model, or a config before its model is made, to ``attn_implementation="ring"``, and return it.
+
+    ``group``, ``layout``, ``strategy``, ``backend``: as in :func:`ring_attention`; ``sequence_parallel(model)`` uses them. A
+    config stores all but ``group``, which belongs to one process. Only a model's tokens are sharded: the parts that read images
+    or sound keep their attention.
+
+    Raise ValueError, with the names of the modules, if a model cannot run over a ring: layers other than softmax attention
+    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own. Raise ValueError also
+    if a backend does not exist, or if its kernels run on no device here.
+    """
+    named(layout)
+    Options(layout=layout, strategy=strategy, backend=backend)
+    check_backend_name(backend)
+    if isinstance(model_or_config, PreTrainedConfig):
+        check_config(model_or_config)
+        if group is not None:
+            raise ValueError("a config cannot keep group=...: pass it to enable(model, group) or sequence_parallel(model, group)")
+        text = text_config(model_or_config)
+        text._attn_implementation = NAME
+        setattr(text, SETTINGS, {"layout": layout, "strategy": strategy, "backend": backend})
+        return model_or_config
+    check_model(model_or_config)
+    if not torch.cuda.is_available():  # else the model may still go to a GPU
+        check_backend(backend, device_of(model_or_config))
+    model = hugging_face_model(model_or_config)
+    _rings[model] = ModelRing(group_of(group_name(group)), layout, strategy, backend)
+    text_config(model.config)._attn_implementation = NAME
+    return model_or_config
+
+
+def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> ModelRing:
+    """Return the ring of a model: the settings of ``enable``, with ``group`` and ``layout`` in their place if not None."""
+    settings = getattr(text_config(model.config), SETTINGS, None) or {}
+    ring = _rings.get(model, ModelRing(group_of(group_name(None)), **settings))
+    if group is not None:
+        ring = ring._replace(group=group_of(group_name(group)))
+    if layout is not None:
+        named(layout)
+        ring = ring._replace(layout=layout)
+    return ring
 
 
 def check_entry(model: nn.Module, ring: ModelRing, device: str) -> None:
@@ -162,135 +286,11 @@ def _check_weights(model: nn.Module, ring: ModelRing) -> None:
         return
     of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
     mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
-    told = tell("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
-    for rank, theirs in enumerate(told):
-        other = next((name for name in {**told[0], **theirs} if told[0].get(name) != theirs.get(name)), None)
+    exchanged = tell("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+    for rank, theirs in enumerate(exchanged):
+        other = next((name for name in {**exchanged[0], **theirs} if exchanged[0].get(name) != theirs.get(name)), None)
         if other is not None:
             raise ValueError(
                 f"rank {rank} of the ring holds another {other} than rank 0: load the same weights on every rank, or call "
                 "torch.manual_seed with one seed before the model, and adapters as LoRA, are made"
             )
-
-
-def calls_of(model: nn.Module) -> ModelCalls:
-    """Return the hooks around the calls of ``model``, which must be inside sequence_parallel."""
-    return _inside[hugging_face_model(model)]
-
-
-class _ModelCall(NamedTuple):
-    """A call of ``module`` in progress; if ``summed``, its head returns the sum of the losses in place of logits."""
-
-    module: nn.Module
-    shards: Shards
-    scope: ExitStack
-    summed: bool
-
-
-class _OpenCalls(threading.local):
-    """A stack per thread: the calls of a model that have begun and not yet returned."""
-
-    def __init__(self) -> None:
-        self.calls: list[_ModelCall] = []
-
-
-class ModelCalls:
-    """The hooks that run before and after each call of a model."""
-
-    def __init__(self, model: PreTrainedModel, ring: ModelRing, gather_logits: bool, loss_chunk: int | None) -> None:
-        self.model, self.ring, self.gather_logits = model, ring, gather_logits
-        self.head = None if loss_chunk is None else Head(model, loss_chunk)
-        self.factor = 1
-        """The factor of the loss's gradient."""
-        self._of_threads = _OpenCalls()
-        self.checkpointing = Checkpointing(model)
-        self.accelerates = AccelerateHooks(model)
-        self.mixing: MixingLayers | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelCalls:
-        """Raise ValueError: the hooks of a copied model would be those of the original."""
-        raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
-
-    @property
-    def open(self) -> list[_ModelCall]:
-        """Return the calls in progress in this thread."""
-        return self._of_threads.calls
-
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Return global logits inside this ``with``."""
-        before, self.gather_logits = self.gather_logits, True
-        try:
-            yield
-        finally:
-            self.gather_logits = before
-
-    def called(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that are called: ``model`` and, if not compiled, the model inside, which PEFT's generate calls."""
-        return [model] if self.model is model or isinstance(model, OptimizedModule) else [model, self.model]
-
-    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Shard the arguments, unless an enclosing call has done so."""
-        if self.open:
-            return None
-        shards = sharded(self.model, self.ring, args, kwargs)
-        self.checkpointing.keep_attention()
-        self.accelerates.take_off()
-        scope = ExitStack()
-        scope.enter_context(during(shards.whole))
-        if shards.features is not None:
-            scope.enter_context(added(self.model, shards.features))
-        summed = False
-        if self.head is not None and shards.labels is not None and not self.gather_logits:
-            scope.enter_context(self.head.summing(shards.labels, shards.ignore_index))
-            summed = True
-        if isinstance(shards.whole, CachedCall):
-            shards.whole.enter(self.model, scope)
-        self.open.append(_ModelCall(module, shards, scope, summed))
-        return (), shards.kwargs
-
-    def leave(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
-        """Add the loss, and gather logits if requested; if the call failed and has no output, only end it."""
-        if not self.open or self.open[-1].module is not module:
-            return None
-        _, shards, scope, summed = self.open.pop()
-        scope.close()
-        if self.mixing is not None and output is not None:
-            self.mixing.end()
-        if isinstance(shards.whole, CachedCall) and output is not None:
-            shards.whole.end()
-        if output is None or isinstance(shards.whole, CachedCall):
-            return None
-        fields = dict(output) if isinstance(output, ModelOutput) else None
-        name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
-        result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
-        if not summed and result.shape[:2] != (shards.whole.batch, len(shards.whole.index)):
-            what = f"the head of {type(self.model).__name__}, which returns {list(result.shape)},"
-            raise ValueError(f"{what} {answers_once(self.model)}")
-        changed: dict[str, Tensor | None] = {}
-        if shards.labels is not None:
-            changed["loss"] = self._loss(result, shards.labels, shards, summed)
-        if fields is not None and fields.get("pooler_output") is not None:
-            changed["pooler_output"] = None  # it would be that of a shard's first token
-        if summed:
-            result = None
-        elif self.gather_logits:
-            result = gather(result, group=self.ring.group, layout=self.ring.layout, length=shards.whole.length)
-        if fields is None:
-            return result if isinstance(output, Tensor) else (*changed.values(), result, *output[1:])
-        return type(output)(**{**fields, **changed, **({name: result} if name else {})})
-
-    def _loss(self, result: Tensor, labels: Tensor, shards: Shards, summed: bool) -> Tensor:
-        """Return the mean loss over all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if it was passed.
-
-        ``result``: this rank's logits, or, if ``summed``, the sum of the losses of its labels, as its head returned it.
-        """
-        count = shards.count
-        reduction = "mean" if count is None else "sum"
-        if summed:
-            total = over_ranks(result.reshape(()), labels, self.ring.group, shards.ignore_index, reduction)
-        else:
-            total = loss_of(result, labels, reduction=reduction, group=self.ring.group, ignore_index=shards.ignore_index)
-        total = total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
-        if self.factor > 1 and total.requires_grad:
-            total.register_hook(lambda gradient: gradient * self.factor)
-        return total

@@ -1,4 +1,8 @@
-"""A transformers Trainer in which the ranks of a ring share every row of a batch."""
+"""A transformers Trainer in which the ranks of a ring share every row of a batch, and the checks of its arguments.
+
+``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives every rank of a ring the same rows, counts rows
+and labels once per ring, and multiplies the gradient of the model's loss by the ranks, by which DDP and FSDP divide.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,20 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from ring_attn_core.releases import warn_if_untried
 
-from .global_batch import ModelRing
+from .masks import ModelRing
 from .models import hugging_face_model, uses_all_weights
-from .parallel import calls_of, check_entry, on_shards
-from .settings import ring_of_model
-from .trainer_arguments import check_arguments, check_group, check_kind, check_trainer, of_trl
+from .parallel import check_entry, hooks_of, on_shards, ring_of_model
+
+OLDEST = Version("5.20")
+"""The first release of transformers whose Trainer counts the labels of a row that ranks share once."""
 
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base of the mixin for type checkers: the Trainer that it is combined with."""
@@ -147,7 +154,7 @@ class RingTraining(Base):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss and, unless ``prediction_loss_only``, global logits and labels."""
-        with nullcontext() if prediction_loss_only else calls_of(self.model).gathering():
+        with nullcontext() if prediction_loss_only else hooks_of(self.model).gathering():
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
@@ -180,3 +187,110 @@ class RingTraining(Base):
 
 class RingTrainer(RingTraining, Trainer):
     """A transformers Trainer in which the ranks of a ring share every row: see :class:`RingTraining`."""
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raise ValueError if TrainingArguments are not supported, or if the Trainer would count labels once per rank."""
+    if Version(transformers.__version__) < OLDEST:
+        raise ValueError(
+            f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "
+            f"and this is {transformers.__version__}: update it, or call the model inside sequence_parallel in a loop of your own"
+        )
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        raise ValueError(
+            f"the process group has {dist.get_world_size()} ranks, and TrainingArguments knows of {args.world_size}: start with "
+            "torchrun, and without GPUs pass use_cpu=True"
+        )
+    rows: Any = args.accelerator_config
+    refused = {
+        "n_gpu": (args.n_gpu > 1, "one process would drive several GPUs: start one a GPU, with torchrun"),
+        "average_tokens_across_devices": (
+            args.world_size > 1 and not args.average_tokens_across_devices,
+            "every rank has a part of a row's labels, which only all of them count rightly: leave it True",
+        ),
+        "label_smoothing_factor": (args.label_smoothing_factor != 0, "its loss is made of whole logits: leave it 0"),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha is not None,
+            "its noise depends on the length of a row, of which every rank has a part: leave it out",
+        ),
+        "torch_compile": (
+            bool(args.torch_compile),
+            "it would compile the call that shards whole rows: leave it False, or torch.compile(model) and a loop of your own",
+        ),
+        "use_liger_kernel": (bool(args.use_liger_kernel), "its loss is made in the model: leave it False, and pass loss_chunk"),
+        "deepspeed": (args.deepspeed is not None, "its engine divides gradients in its own way: use DDP or fsdp, version 2"),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy == "batch_rebalance",
+            '"batch_rebalance" deals rows to ranks, not to rings: choose another',
+        ),
+        "dispatch_batches": (
+            bool(rows.dispatch_batches),
+            "one rank would read all rows and hand each rank its own: leave it None or False in accelerator_config",
+        ),
+        "eval_use_gather_object": (
+            bool(args.eval_use_gather_object),
+            "rows of several rings are gathered as tensors, each once: leave it False",
+        ),
+        "loss_type": (
+            getattr(args, "loss_type", "nll") not in ("nll", None),
+            'trl\'s other losses are made of what its own head returns: leave it "nll"',
+        ),
+    }
+    for name, (asked, why) in refused.items():
+        if asked:
+            raise ValueError(f"a Trainer on a ring cannot honour {name}={getattr(args, name, True)}: {why}")
+
+
+def check_kind(trainer: Any) -> None:
+    """Raise ValueError if a Trainer of trl computes its loss from logits, as those for preferences and rewards do."""
+    for kind in type(trainer).__mro__:
+        if of_trl(kind) and kind.__name__ != "SFTTrainer" and {"compute_loss", "_compute_loss"} & vars(kind).keys():
+            raise ValueError(
+                f"a Trainer on a ring trains with the loss that the model computes from labels, and trl's {kind.__name__} makes "
+                "its own of the log-probabilities of whole rows, of which a rank has a shard: of trl's Trainers SFTTrainer runs"
+            )
+
+
+def of_trl(kind: type) -> bool:
+    """Return True if a class is defined in trl."""
+    return kind.__module__.partition(".")[0] == "trl"
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ValueError if other arguments of a Trainer are not supported."""
+    for name, why in (
+        ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
+        ("model_init", "pass the model, and make it with one seed on all ranks"),
+    ):
+        if getattr(trainer, name) is not None:
+            raise ValueError(f"a Trainer on a ring takes no {name}: {why}")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
+
+
+def check_group(ring: ModelRing, config: Any) -> None:
+    """Raise ValueError if a ring crosses the axes of accelerate's mesh, or if its ranks are not consecutive."""
+    ranks = ring.ranks
+    if config is not None and (config.tp_size > 1 or config.sp_size > 1):
+        raise ValueError(
+            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}, and a Trainer on a ring knows "
+            "cp_size, dp_shard_size and dp_replicate_size: leave the others 1"
+        )
+    if config is not None and config.cp_size not in (1, ranks):
+        raise ValueError(
+            f"the ring has {ranks} ranks and parallelism_config says cp_size={config.cp_size}: leave group out, which makes the "
+            "cp axis the ring, or cp_size"
+        )
+    if config is not None and config.cp_size != ranks and config.total_size > 1:
+        raise ValueError(f"parallelism_config has no cp axis for the ring of {ranks} ranks: pass cp_size={ranks} in it")
+    if ring.group is None or ranks == 1:
+        return
+    members = dist.get_process_group_ranks(ring.group)
+    world = dist.get_world_size()
+    first = dist.get_rank() // ranks * ranks
+    if world % ranks or members != list(range(first, first + ranks)):
+        raise ValueError(
+            f"the ring of rank {dist.get_rank()} is ranks {members} of {world}: a Trainer's rings are of consecutive ranks, as "
+            f"{list(range(ranks))}, and equally large"
+        )

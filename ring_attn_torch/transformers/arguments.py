@@ -1,0 +1,288 @@
+"""The arguments of a model call inside ``sequence_parallel``: checked by name, then compared between ranks, before any is sent.
+
+A rank that refuses a call raises on every rank. Ranks exchange the names, shapes and plain values of their arguments and a digest
+of each integer tensor at every call, so that ranks with different batches stop with the argument's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+
+from ring_attn_core.validation import in_words, is_integer
+
+from ..ring.agreement import same_error, tell
+from ..ring.groups import is_dtensor
+from .cache import RingCache, cache_name, cache_of, with_cache_renamed
+from .masks import NAME, ModelRing
+from .models import own_positions, text_config
+
+SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
+"""Losses of transformers that are sums over tokens: of the next token, and of the token itself."""
+
+REFUSED = {
+    "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
+    "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
+    "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
+    "fused_lm_head": "trl's own head would make the loss of a shard: let Trainer.compute_loss compute it, not SFTTrainer's",
+    "is_causal": "the config says who sees whom: leave it out",
+}
+SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments added by collators of packed documents.
+
+seq_idx is not read: it is for short convolutions, which a ring does not support.
+"""
+
+VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
+"""Arguments of Qwen3-VL and similar models: the mask of image tokens, and the features added to these layer by layer."""
+
+UNSPLIT = ("deepstack_features", "per_layer_inputs")
+"""Arguments of other models that also belong to tokens, and are not split."""
+
+
+class CheckedArguments(NamedTuple):
+    """The arguments of a call by name, without None, its input_ids or inputs_embeds, its cache, and the seed of its dropout."""
+
+    by_name: dict[str, Any]
+    tokens: Tensor
+    cache: RingCache | None
+    seed: int | None
+
+
+def checked_arguments(
+    model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> CheckedArguments:
+    """Return the arguments of a call with global sequences. Raise ValueError, the same on every rank, if it cannot be split."""
+    with same_error(ring.group):
+        _check_attends(model)
+        given = with_cache_renamed(model, _by_name(args, kwargs))
+        tokens = _tokens(given)
+        cache = cache_of(model, ring, given)
+        of_cache = () if cache is None else (cache_name(model), "use_cache", "logits_to_keep")
+        _check(model, {name: x for name, x in given.items() if name not in of_cache}, tuple(tokens.shape[:2]), cache)
+        described = given if cache is None else given | {"cached tokens": cache.tokens}
+        seed = int(torch.randint(2**31, ())) if model.training else None
+        mine = [_description(described), _content(given), seed]
+    if ring.ranks > 1:
+        exchanged = tell("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+        _compare(exchanged)
+        seed = exchanged[0][2]
+    return CheckedArguments(given, tokens, cache, seed)
+
+
+def _check_attends(model: PreTrainedModel) -> None:
+    """Raise ValueError if the config was set to another attention since sequence_parallel was entered."""
+    got = text_config(model.config)._attn_implementation
+    if got != NAME:
+        raise ValueError(
+            f"model.config says attn_implementation={got!r} inside sequence_parallel, by which each rank would attend to its "
+            "shard alone: call set_attn_implementation, and make other models of this config with another one, before you enter"
+        )
+
+
+def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that are not None, by name."""
+    if len(args) > 1 or (args and "input_ids" in kwargs):
+        raise ValueError(
+            "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
+        )
+    given = dict(kwargs) | ({"input_ids": args[0]} if args else {})
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def _tokens(given: dict[str, Any]) -> Tensor:
+    """Return the tensor that gives the number of tokens: input_ids or inputs_embeds."""
+    if ("input_ids" in given) == ("inputs_embeds" in given):
+        raise ValueError(
+            "the model takes either input_ids or inputs_embeds inside sequence_parallel, got " + (", ".join(given) or "nothing")
+        )
+    name, dims = ("input_ids", 2) if "input_ids" in given else ("inputs_embeds", 3)
+    x = given[name]
+    if not isinstance(x, Tensor) or is_dtensor(x) or x.ndim != dims or not x.numel():
+        dim = ", dim" if dims == 3 else ""
+        raise ValueError(f"{name} must be a tensor [batch, length{dim}], whole, the same on every rank, got {_shape(x)}")
+    return x
+
+
+def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
+    """Raise ValueError if an argument cannot be split, or is not of ``shape`` [batch, length]."""
+    name, length = type(model).__name__, shape[1]
+    if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):
+        raise ValueError(
+            f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
+            f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
+        )
+    if "logits_to_keep" in given and given.get("use_cache") is False:
+        raise ValueError(
+            f"{name} got use_cache=False and logits_to_keep inside sequence_parallel, as generate(use_cache=False) passes them, "
+            "which would read the whole text again for every token. Call generate(..., use_cache=True), whose cache the ring "
+            'shares; without a cache generate outside of sequence_parallel, after model.set_attn_implementation("sdpa"). In a '
+            "call of your own leave logits_to_keep out"
+        )
+    for argument, x in given.items():
+        empty = (isinstance(x, bool | int) and not x) and argument != "is_causal"
+        if argument in REFUSED and not empty:
+            raise ValueError(f"{name} got {argument} inside sequence_parallel: {REFUSED[argument]}")
+        split = (*SHARDED, *LENGTHS, "num_items_in_batch", *VISUAL)
+        if argument not in split and (isinstance(x, list | tuple | dict) or (isinstance(x, Tensor) and x.ndim)):
+            raise ValueError(
+                f"{name} got {argument} {_shape(x)}, which sequence_parallel does not know how to split: it takes "
+                f"{', '.join((*SHARDED, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
+            )
+    if cache is not None:
+        _check_cached(cache, given, shape)
+    for argument in ("attention_mask", "labels", "shift_labels", "token_type_ids")[cache is not None :]:
+        x = given.get(argument)
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
+            raise ValueError(
+                f"{argument} must be {list(shape)}, [batch, length] of the whole sequence as input_ids is, got {_shape(x)}: "
+                "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
+            )
+    _check_visual(model, given, shape, cache is not None)
+    _check_positions(model, given, shape)
+    if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
+        raise ValueError(
+            f"{name} got seq_idx alone, which no attention reads: pass packed documents as position_ids that begin again"
+        )
+    if "cu_seq_lens_q" in given and shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
+    if "shift_labels" in given and "labels" not in given:
+        raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
+
+
+def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Raise ValueError if position_ids are missing although required, or are not those of the global sequence."""
+    name, (batch, length), x = type(model).__name__, shape, given.get("position_ids")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name}.forward takes no position_ids, so each rank would count its shard from 0: it does not run over a ring"
+        )
+    if x is None:
+        if not own_positions(model):
+            raise ValueError(
+                f"{name} has no rotary embedding, and learned positions start and skip padding in ways of their own: pass "
+                f"position_ids [batch, {length}], whole, as it would make them"
+            )
+        return
+    good = isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == length and x.shape[-2] in (1, batch)
+    if not good or (x.ndim == 3 and x.shape[0] not in (3, 4)):
+        raise ValueError(
+            f"position_ids must be [1 or {batch}, {length}], or [3 or 4, {batch}, {length}] for Qwen-VL, of the whole sequence, "
+            f"got {_shape(x)}: sequence_parallel shards them itself"
+        )
+
+
+def _shape(x: Any) -> list[int] | str:
+    """Return the shape of a tensor, or the type of something else, for an error."""
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _description(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the dtype and shape of each tensor of a call, its plain values, and the types of others."""
+    plain = lambda x: x if isinstance(x, int | float | str | bool) else type(x).__name__
+    return {name: [str(x.dtype), *x.shape] if isinstance(x, Tensor) else plain(x) for name, x in sorted(given.items())}
+
+
+def _content(given: dict[str, Any]) -> dict[str, str]:
+    """Return a digest of every integer tensor of a call."""
+    digest = lambda x: blake2b(x.detach().contiguous().cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    tensors = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor) and not x.is_floating_point()}
+    return {name: digest(x) for name, x in tensors.items()}
+
+
+def _compare(exchanged: list[list[Any]]) -> None:
+    """Raise ValueError if ranks pass an argument differently, and name it."""
+    for part, what in ((0, "shape or value"), (1, "content")):
+        first = exchanged[0][part]
+        for rank, (*parts, _) in enumerate(exchanged):
+            other = parts[part]
+            name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+            if name is None:
+                continue
+            values = f": {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
+            raise ValueError(
+                f"the ranks of this ring pass {name} of different {what} inside sequence_parallel"
+                f"{f' on ranks 0 and {rank}' if part else values}. Every rank must "
+                "pass the same whole batch: ranks of a ring read the same data, ranks of other rings other data. Where "
+                "generate() draws tokens, call torch.manual_seed with the same seed on every rank first"
+            )
+
+
+def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
+    """Return the innermost part of ``model`` whose forward takes one of the arguments ``names``, or None."""
+    found = None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):
+            found = module
+    return found
+
+
+def _check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
+    """Raise ValueError if inputs_embeds come without the features that belong to them, or if features do not fit."""
+    name, passed = type(model).__name__, [argument for argument in VISUAL if argument in given]
+    if "inputs_embeds" not in given and not passed:
+        return
+    other = reader_of(model, UNSPLIT)
+    if other is not None:
+        raise ValueError(
+            f"{name} adds more to its layers than inputs_embeds hold ({' or '.join(UNSPLIT)} of {type(other).__name__}), which "
+            "sequence_parallel does not split: pass input_ids, and run batches with images unsharded"
+        )
+    if reader_of(model, VISUAL) is None:
+        if passed:
+            raise ValueError(f"{name} takes no {passed[0]}: leave it out")
+        return
+    mask, features = (given.get(argument) for argument in VISUAL)
+    if "inputs_embeds" not in given or mask is None or features is None:
+        raise ValueError(
+            f"{name} adds features of images to the hidden states of its first layers, which inputs_embeds alone do not hold: "
+            "pass inputs_embeds, visual_pos_masks [batch, length], True for tokens of images, and deepstack_visual_embeds, a "
+            "list of [tokens of images, dim], together; for text alone an empty list and a mask of False"
+        )
+    if cached:
+        raise ValueError(f"{name} got {VISUAL[0]} in a call with a cache, which knows text alone: leave use_cache out")
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
+        raise ValueError(f"{VISUAL[0]} must be {list(shape)}, [batch, length] of the whole sequence, got {_shape(mask)}")
+    count, dim = int(mask.sum()), given["inputs_embeds"].shape[-1]
+    for i, x in enumerate(features):
+        if not isinstance(x, Tensor) or tuple(x.shape) != (count, dim):
+            raise ValueError(f"{VISUAL[1]}[{i}] must be {[count, dim]}, a row for each True of {VISUAL[0]}, got {_shape(x)}")
+
+
+def _check_cached(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Raise ValueError if arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
+    (batch, tokens), before = shape, cache.tokens
+    mask, keep = given.get("attention_mask"), given.get("logits_to_keep", 1)
+    if cache.kv is not None and cache.kv.spec.batch != batch:
+        raise ValueError(f"the cache has {cache.kv.spec.batch} rows, and this call {batch}: begin without it")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, before + tokens):
+            expected = f"{[batch, before + tokens]}, of {before} cached tokens and {tokens} new ones"
+            raise ValueError(f"attention_mask must be {expected}, got {_shape(mask)}")
+        if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()):
+            raise ValueError(
+                "attention_mask has padding after a token, and a cache on a ring has none: pad on the left, as generate() wants "
+                '(tokenizer.padding_side = "left"). Where none was passed generate() made it of pad_token_id: pass attention_mask'
+            )
+        said, held = mask[:, :before].sum(1).tolist(), [] if cache.kv is None else cache.kv.lengths.tolist()
+        for row, (tokens_said, tokens_held) in enumerate(zip(said, held, strict=False)):
+            if tokens_said != tokens_held:
+                raise ValueError(
+                    f"attention_mask leaves {tokens_said} of the {before} earlier tokens of row {row}, and its cache holds "
+                    f"{tokens_held}: cached tokens cannot be hidden: pass the mask of the calls before, and ones for new tokens"
+                )
+    if not is_integer(keep):
+        raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")
+    types = given.get("token_type_ids")
+    if isinstance(types, Tensor) and bool(types.any()):
+        raise ValueError(
+            "token_type_ids mark an image, whose tokens see one another, and a cache on a ring is of causal attention: "
+            'generate outside of sequence_parallel, after model.set_attn_implementation("sdpa")'
+        )

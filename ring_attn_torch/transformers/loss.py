@@ -1,0 +1,129 @@
+"""The loss over the labels of all ranks, computed from each rank's logits or, with ``loss_chunk``, its hidden states.
+
+After each call ``with_loss`` computes it from this rank's logits and labels, which ``shards.py`` shifted and sharded, and sums
+over the ranks; its gradient is this rank's part. With ``loss_chunk`` a ``ChunkedHead`` makes the model's head return the sum of
+cross-entropies in place of logits, computed from hidden states a chunk of tokens at a time: [tokens, vocab] never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from ring_attn_core.model.chunks import check_chunk
+
+from ..data.gather import gather
+from ..ring.groups import is_dtensor
+from ..training.cross_entropy import Labels, sum_of_hidden
+from ..training.loss import loss as loss_of
+from ..training.loss import over_ranks
+from .models import row_head_remedy
+from .shards import GlobalBatch
+
+
+def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
+    """Return the ``output`` of a call with the loss of all ranks' labels, and with global logits if ``gather_logits``.
+
+    ``factor``: multiplies the loss's gradient. Raise ValueError if the head returns one result per row.
+    """
+    fields = dict(output) if isinstance(output, ModelOutput) else None
+    name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
+    result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
+    if not batch.head_sums and result.shape[:2] != (batch.batch, len(batch.index)):
+        what = f"the head of {type(model).__name__}, which returns {list(result.shape)},"
+        raise ValueError(f"{what} {row_head_remedy(model)}")
+    changed: dict[str, Tensor | None] = {}
+    if batch.labels is not None:
+        changed["loss"] = _loss(result, batch.labels, batch, factor)
+    if fields is not None and fields.get("pooler_output") is not None:
+        changed["pooler_output"] = None  # it would be that of a shard's first token
+    if batch.head_sums:
+        result = None
+    elif gather_logits:
+        result = gather(result, group=batch.ring.group, layout=batch.ring.layout, length=batch.length)
+    if fields is None:
+        return result if isinstance(output, Tensor) else (*changed.values(), result, *output[1:])
+    return type(output)(**{**fields, **changed, **({name: result} if name else {})})
+
+
+def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
+    """Return the mean loss over all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if it was passed.
+
+    ``result``: this rank's logits, or the sum of the losses of its labels, as its head returned it.
+    """
+    group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
+    reduction = "mean" if divisor is None else "sum"
+    if batch.head_sums:
+        total = over_ranks(result.reshape(()), labels, group, ignored, reduction)
+    else:
+        total = loss_of(result, labels, reduction=reduction, group=group, ignore_index=ignored)
+    if divisor is not None:
+        total = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+    if factor > 1 and total.requires_grad:
+        total.register_hook(lambda gradient: gradient * factor)
+    return total
+
+
+class ChunkedHead:
+    """The head of ``model``, which inside ``summing`` returns a rank's sum of cross-entropies in place of logits.
+
+    Raise ValueError, with the reason, if the head is not a matrix without a bias.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
+        check_chunk("loss_chunk", chunk)
+        self.model, self.chunk, name = model, chunk, type(model).__name__
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
+            raise ValueError(
+                f"loss_chunk computes logits from hidden states and the matrix of the model's head, and the head of {name} is "
+                f"{type(head).__name__}: leave loss_chunk out"
+            )
+        if head.bias is not None:
+            raise ValueError(f"loss_chunk knows heads that are a matrix alone, and that of {name} has a bias: leave it out")
+        self.linear = head
+
+    @contextmanager
+    def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
+        """Make the head return the sum over ``labels`` as [1, 1, 1] inside this ``with``; the model must return it unchanged."""
+        made: list[Tensor] = []
+        tokens = Labels(labels.flatten(), batch.ignore_index, self.chunk)
+        batch.head_sums = True
+
+        def forward(hidden: Tensor) -> Tensor:
+            if hidden.shape[:-1].numel() != labels.numel():
+                raise ValueError(
+                    f"{type(self.model).__name__} computes logits of {hidden.shape[:-1].numel()} of {labels.numel()} tokens, "
+                    "so loss_chunk cannot compute their loss: leave it out"
+                )
+            if is_dtensor(self.linear.weight):
+                raise ValueError(
+                    "the head's weight is a DTensor in the middle of the forward: loss_chunk takes heads that FSDP2 has gathered "
+                    "by then, and no tensor parallel ones; leave it out"
+                )
+            made.append(sum_of_hidden(hidden.flatten(0, -2), self.linear.weight, tokens).view(1, 1, 1))
+            return made[-1]
+
+        def check(_: nn.Module, __: Any, output: Any) -> None:
+            logits = output["logits"] if isinstance(output, dict) else output[0]
+            if not made or logits is not made[-1]:
+                raise ValueError(
+                    f"{type(self.model).__name__} computes something of its logits after its head, as a softcap or a scale: "
+                    "leave loss_chunk out, which never has them whole"
+                )
+
+        before = self.linear.__dict__.get("forward")
+        self.linear.forward = forward  # type: ignore[method-assign]
+        handle = self.model.register_forward_hook(check, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            del self.linear.forward
+            if before is not None:
+                self.linear.forward = before

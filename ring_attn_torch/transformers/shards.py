@@ -1,0 +1,274 @@
+"""This rank's shards of a call: the steps from global input_ids, labels, positions and images to its own tokens.
+
+``sharded`` checks the arguments (``arguments.py``), shifts labels for the next token, and takes from each array the tokens at
+this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
+``GlobalBatch``: the shards, and the documents, padding and blocks of the global sequences, from which ``ring_mask`` makes masks.
+A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings whose angles depend on the length get the
+largest position of all shards (``with_largest_position``).
+
+Positions count tokens of the global sequence from 0, padding included. ``position_ids`` are different: a model computes rotary
+angles from them, and they restart at every document of a packed row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ring_attn_core.runs import Band
+
+from ..data.extents import document_extents
+from ..data.layout import positions
+from ..ring.groups import rank_in
+from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
+from .cache import CachedCall, cached_call
+from .masks import LayerMask, ModelRing, Pattern, RunningCall, running
+
+IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
+"""Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
+
+
+def sharded(
+    model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> GlobalBatch | CachedCall:
+    """Return the call of ``model`` with the global sequences ``args`` and ``kwargs``, with this rank's shards of them.
+
+    Raise ValueError, the same on every rank, if the call cannot be split.
+    """
+    checked = checked_arguments(model, ring, args, kwargs)
+    if checked.cache is not None:
+        return cached_call(model, checked.cache, checked.by_name, checked.tokens)
+    return _global_batch(model, ring, checked)
+
+
+def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArguments) -> GlobalBatch:
+    """Return a call that has passed all checks, with this rank's shards."""
+    given, tokens, _, seed = checked
+    batch, length = tokens.shape[:2]
+    move = lambda name: given[name].to(tokens.device) if name in given else None
+    position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")
+    text = position_ids
+    if position_ids is not None and position_ids.ndim == 3:
+        text = position_ids[0] if position_ids.shape[0] == 4 else None
+    present = None if present is None else present.bool()
+    text = None if text is None else text.expand(batch, -1)
+    documents = documents_of(text, present, move("cu_seq_lens_q"), length)
+    blocks = None
+    if types is not None and model.config.model_type in IMAGE_BLOCKS:
+        blocks, types = ends_of_blocks(types == 1), None
+    if position_ids is None:
+        position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
+    whole = GlobalBatch(ring, batch, length, documents, blocks, seed, device=tokens.device, longest=position_ids.max())
+    kwargs: dict[str, Any] = {
+        "input_ids" if "input_ids" in given else "inputs_embeds": whole.shard(tokens),
+        "position_ids": whole.shard(position_ids, -1),
+        "attention_mask": torch.ones(batch, len(whole.index), dtype=torch.bool, device=tokens.device),
+    }
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs["use_cache"] = False
+    if types is not None:
+        kwargs["token_type_ids"] = whole.shard(types)
+    if VISUAL[0] in given:
+        features, reader = _features(whole, given), reader_of(model, VISUAL)
+        if reader is model:
+            kwargs |= features
+        elif reader is not None:
+            whole.features = reader, features
+    left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
+    whole.kwargs = {name: x for name, x in given.items() if name not in left_out} | kwargs
+    if "labels" in given:
+        whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
+        labels = given.get("shift_labels", given["labels"]).to(tokens.device)
+        if model.loss_function in SHIFTED and "shift_labels" not in given:
+            labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
+        whole.labels = whole.filled(labels, whole.ignore_index)
+    return whole
+
+
+def _features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the mask of this rank's image tokens [batch, local], and their rows of each layer's features."""
+    mask = given[VISUAL[0]].to(whole.device).bool()
+    number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
+    mine = whole.filled(mask, 0)
+    rows = whole.shard(number)[mine]
+    return {VISUAL[0]: mine, VISUAL[1]: [x.to(whole.device)[rows] for x in given[VISUAL[1]]] or None}
+
+
+class DocumentBounds(NamedTuple):
+    """The documents and padding of global sequences; all None if there is only one document without padding."""
+
+    extents: Tensor | None = None
+    """``int32`` [batch, length, 2], the interval of the tokens of its document without padding, [0, 0) for a padding token."""
+    key_mask: Tensor | None = None
+    """``bool`` [batch, length], for padding inside of documents, which intervals cannot express."""
+    begins: Tensor | None = None
+    """``int64`` [batch, length], the first position of a token's document, from which its chunks are counted."""
+    packed: bool = False
+
+
+@dataclass(eq=False)
+class GlobalBatch(RunningCall):
+    """A running call without a cache: what its tokens see, and this rank's labels.
+
+    ``ring`` shares ``batch`` sequences of ``length`` tokens. ``block_ends``: int64 [batch, length], the end (exclusive) of a
+    token's block, whose tokens see one another whatever the mask, 0 for a token in no block.
+    """
+
+    ring: ModelRing
+    batch: int
+    length: int
+    documents: DocumentBounds
+    block_ends: Tensor | None = None
+    dropout_seed: int | None = None
+    labels: Tensor | None = None
+    """int64 [batch, local], the token that each token predicts, or ``ignore_index``; None: the call computes no loss."""
+    ignore_index: int = -100
+    divisor: Any = None
+    """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks."""
+    features: tuple[PreTrainedModel, dict[str, Any]] | None = None
+    """The part of the model that reads image features and the shards of these, which the model does not pass to it."""
+    head_sums: bool = False
+    """True if the model's head returns the sum of the losses in place of logits."""
+    known: dict[Pattern, LayerMask] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = positions(self.ring.layout, self.ring.ranks, self.length, rank_in(self.ring.group)).to(self.device).long()
+        self.index, self.outside = own.clamp(max=self.length - 1), own >= self.length
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """Pass image features to the part of ``model`` that reads them during the call; the models around it do not."""
+        if self.features is not None:
+            reader, features = self.features
+            hook = reader.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | features), with_kwargs=True)
+            self.scope.callback(hook.remove)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of ``x`` along ``dim`` in layout order, padded with copies of the last token."""
+        return x.index_select(dim, self.index)
+
+    def filled(self, x: Tensor, value: int) -> Tensor:
+        """Return this rank's part of ``x`` [batch, length, ...], padded with ``value``."""
+        outside = self.outside.view(1, -1, *[1] * (x.ndim - 2))
+        return self.shard(x).masked_fill(outside, value)
+
+    def mask_of(self, pattern: Pattern) -> LayerMask:
+        """Return the mask of ``pattern`` within the documents and blocks."""
+        if torch.compiler.is_compiling():
+            return self._mask(pattern)  # a compiled graph of torch 2.11 cannot store a Band
+        if pattern not in self.known:
+            self.known[pattern] = self._mask(pattern)
+        return self.known[pattern]
+
+    def _mask(self, pattern: Pattern) -> LayerMask:
+        extents, key_mask, begins, packed = self.documents
+        band = pattern.band
+        if pattern.chunk or self.block_ends is not None:
+            position = torch.arange(self.length, device=self.device).expand(self.batch, -1)
+            if extents is None:
+                extents = torch.stack([torch.zeros_like(position), torch.full_like(position, self.length)], -1)
+            (first, end), padding = extents.long().unbind(-1), extents[..., :1] == extents[..., 1:]
+            if pattern.chunk:
+                base = torch.zeros_like(position) if begins is None else begins
+                first = torch.maximum(first, base + (position - base) // pattern.chunk * pattern.chunk)
+            if self.block_ends is not None:
+                end = torch.minimum(end, torch.maximum(position + 1, self.block_ends))
+                band = Band(None, band.hi)
+            extents = torch.stack([first, end], -1).masked_fill(padding, 0).int()
+        offsets = self.index[None] - (self.shard(begins) if packed and begins is not None else 0)
+        mine = None if extents is None else self.filled(extents, 0).contiguous()
+        keys = None if key_mask is None else self.filled(key_mask, 0).contiguous()
+        return LayerMask(self.ring, band, self.length, mine, keys, offsets, self.dropout_seed)
+
+
+def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
+    """Return the documents of a batch.
+
+    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever a number is not one above the number
+    before, as in transformers. With ``present``, it begins only where the numbers of two neighbours do not increase and neither
+    is padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of
+    position_ids, for a batch of one row: 0, then the end of each document.
+    """
+    if cu_seqlens is not None:
+        extents = document_extents(cu_seqlens=cu_seqlens, length=length)
+        return DocumentBounds(extents, present, extents[..., 0].long(), True)
+    if position_ids is None and present is None:
+        return DocumentBounds()
+    given = position_ids if position_ids is not None else present
+    assert given is not None
+    starts = torch.zeros(given.shape, dtype=torch.bool, device=given.device)
+    if position_ids is not None:
+        step = position_ids[:, 1:] - position_ids[:, :-1]
+        starts[:, 1:] = step != 1 if present is None else (step <= 0) & present[:, 1:] & present[:, :-1]
+    ids = starts.long().cumsum(1)
+    packed = bool(starts.any())
+    if present is None or bool(present.all()):
+        if not packed:
+            return DocumentBounds()
+        extents = document_extents(ids)
+        return DocumentBounds(extents, None, extents[..., 0].long(), True)
+    last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is not padding
+    resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
+    if not bool(resumes.any()):
+        extents = document_extents(torch.where(present, ids, -1))
+        return DocumentBounds(extents, None, extents[..., 0].long(), packed)
+    left = present.long().argmax(1, keepdim=True).expand(present.shape)
+    if not packed:
+        return DocumentBounds(None, present, left, False)
+    extents = document_extents(ids)
+    return DocumentBounds(extents, present, extents[..., 0].long(), True)
+
+
+def ends_of_blocks(member: Tensor) -> Tensor:
+    """Return int64 [batch, length]: the exclusive end of each run of True in ``member`` bool [batch, length], 0 outside."""
+    length = member.shape[1]
+    position = torch.arange(length, device=member.device)
+    last = torch.cat([member[:, :-1] & ~member[:, 1:], member[:, -1:]], 1)
+    ends = torch.where(last, position + 1, length).flip(1).cummin(1).values.flip(1)
+    return torch.where(member, ends, 0)
+
+
+def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the rotary embeddings whose angles depend on a call's largest position, which a shard alone does not know."""
+    kind: Any = lambda module: getattr(module, "rope_type", "")
+    kinds = lambda module: kind(module).values() if isinstance(kind(module), dict) else (kind(module),)
+    return [module for module in model.modules() if {"dynamic", "longrope"} & {*kinds(module)}]
+
+
+@contextmanager
+def with_largest_position(rotary: nn.Module) -> Iterator[None]:
+    """Pass the global sequence's largest position to such a rotary embedding inside this ``with``.
+
+    It is appended as one more token, whose angles are removed again.
+    """
+
+    def longest() -> Tensor | None:
+        call = running()
+        return None if call is None else call.longest
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        last = longest()
+        if last is None:
+            return None
+        given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        more = torch.cat([given, last.to(given.dtype).expand(*given.shape[:-1], 1)], -1)
+        return ((args[0], more, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"position_ids": more})
+
+    def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
+        if longest() is None:
+            return None
+        return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(x[..., :-1, :] for x in angles)
+
+    handles = rotary.register_forward_pre_hook(before, with_kwargs=True), rotary.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
