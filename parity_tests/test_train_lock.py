@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -63,11 +64,12 @@ def test_a_killed_run_blocks_nobody(tmp_path: Path):
         run.communicate()
 
 
-def test_where_there_are_no_locks_nobody_is_kept_out(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
+def test_where_there_are_no_locks_nobody_is_kept_out(number: int, tmp_path: Path, monkeypatch):
     def flock(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     config = Config(out=str(tmp_path))
     with lock.held(config), lock.held(config):
         pass

@@ -1,14 +1,14 @@
-"""The lock of a run's folder, by ``flock``: a second run would overwrite the checkpoints, log and weights of the first."""
+"""The lock of a run's folder: a second run would overwrite the checkpoints, log and weights of the first."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from .config import Config
 
@@ -23,38 +23,31 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
     lock when the process ends, even if it is killed; the file stays and has no meaning by itself. A file system without locks,
     such as some network ones, excludes no other run.
     """
-    if not first:
-        _raise(of_first(""))
+    # filelock's fallback for such file systems is a file that outlives a kill and would block the next run
+    lock = FileLock(Path(config.out, LOCK), timeout=0, fallback_to_soft=False)
+    try:
+        if objection := of_first(_objection(lock, config.out) if first else ""):
+            raise ValueError(objection)
         yield
-        return
-    path = Path(config.out, LOCK)
+    finally:
+        lock.release()
+
+
+def _objection(lock: FileLock, out: str) -> str:
+    """Lock the file and write the process and host into it. Return an objection if this is not allowed, else ""."""
+    path = Path(lock.lock_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        path.open("a").close()
     except OSError as error:
-        _raise(of_first(f"{path} cannot be written ({error.strerror}): pass another --out FOLDER"))
-        raise
-    with file:
-        _raise(of_first(_objection(file, config.out)))
-        yield
-
-
-def _raise(objection: str) -> None:
-    if objection:
-        raise ValueError(objection)
-
-
-def _objection(file: IO[str], out: str) -> str:
-    """Lock the file and write the process and host into it. Return an objection if another process holds the lock, else ""."""
+        return f"{path} cannot be written ({error.strerror}): pass another --out FOLDER"
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        who = file.read().strip() or "another process"
+        lock.acquire()
+    except Timeout:
+        who = path.read_text(errors="replace").strip() or "another process"
         return f"{out} is in use: {who} trains there. Wait for its end, or pass another --out FOLDER"
     except OSError:
         return ""
     with suppress(OSError):  # a full disk: the name of the process is optional
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     return ""
