@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from ring_attn_core.reference.tolerance import relative_error
 from ..cases import Arrays, Case
 from ..measure import first
 from ..oracles import GlobalArrays, Truth, by_name, first_heads
-from .dense import Dense
+from .dense import RIGHT, Backward, Dense, Forward
 
 ROWS = 96
 """Number of queries that a hypothesis about the forward is tested on: the last ones, which see most keys."""
@@ -45,10 +47,24 @@ class Evidence:
         """
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
-    def error(self, name: str) -> float:
-        return relative_error(first(self.got[name], self.truth.exact[name]), self.truth.exact[name])
+    def part(self, name: str, like: np.ndarray, of: Arrays | None = None) -> np.ndarray:
+        """Return the leading part of the measured array ``name``, or of that in ``of``, in the shape of ``like`` and float64."""
+        return first((of or self.got)[name], like).astype(np.float64)
 
-    @property
+    def pair(self, name: str, of: Arrays | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the measured array ``name``, or that in ``of``, and the exact one, both in float64."""
+        right = self.truth.exact[name].astype(np.float64)
+        return self.part(name, right, of), right
+
+    def error(self, name: str, right: np.ndarray | None = None) -> float:
+        """Return the relative error of result ``name`` against ``right``, which may hold its first heads only, or the truth."""
+        right = self.truth.exact[name] if right is None else right
+        return relative_error(self.part(name, right), right)
+
+    def explains(self, name: str, right: np.ndarray) -> bool:
+        return self.explained(name, self.error(name), self.error(name, right))
+
+    @cached_property
     def rank_of(self) -> np.ndarray:
         """Return the owner rank of each token, int [s]."""
         ranks = np.zeros(self.plan.length, int)
@@ -57,29 +73,83 @@ class Evidence:
             ranks[held[held < self.plan.length]] = rank
         return ranks
 
-    @property
-    def last_rows(self) -> tuple[Dense, range]:
+    @cached_property
+    def dense(self) -> Dense:
+        """Return attention of the last queries, in all heads of batch row 0."""
         rows = range(max(self.case.length - ROWS, 0), self.case.length)
-        return Dense(self.case, self.given.arrays, rows, self.case.heads), rows
+        return Dense(self.case, self.given.arrays, rows, self.case.heads)
 
-    def distance(self, out: np.ndarray, rows: range, judged: np.ndarray | None = None) -> float:
-        """Return the relative error of the measured out if ``out`` is the truth of ``rows``, or of those in ``judged`` [s]."""
-        got = self.got["out"][0, rows.start : rows.stop]
-        return relative_error(got, out) if judged is None else relative_error(got[judged], out[judged])
+    @cached_property
+    def right(self) -> Forward:
+        return self.dense.forward(self.case.factor)
 
-    def error_of_heads(self, name: str, right: np.ndarray) -> float:
-        """Return the relative error of result ``name`` against ``right``, an array of batch row 0 and key head 0 only."""
-        return relative_error(first(self.got[name], right), right)
+    def out(self, seen: np.ndarray) -> np.ndarray:
+        """Return out of the last queries under another mask."""
+        return self.dense.forward(self.case.factor, seen).out
 
     @property
-    def of_heads(self) -> Arrays:
-        """Return the inputs and cotangents of batch row 0 and key head 0, under the oracle's argument names."""
-        return first_heads(self.case, self.given, self.cotangents)
+    def measured(self) -> np.ndarray:
+        """Return the measured out of the last queries."""
+        return self.got["out"][0, self.dense.rows.start :]
 
-    def exact(self, arrays: Arrays, lse_counts: float = 1.0) -> Arrays:
-        """Return the exact results for ``arrays``, with the cotangent of lse multiplied by ``lse_counts``."""
-        arrays = arrays | {"dlse": arrays["dlse"] * lse_counts}
+    def explains_out(self, out: np.ndarray, judged: np.ndarray | slice = np.s_[:]) -> bool:
+        """Return True if ``out`` of the last queries explains the measured one, in the rows ``judged``."""
+        before, after = (relative_error(self.measured[judged], x[judged]) for x in (self.right.out, out))
+        return self.explained("out", before, after)
+
+    def exact(self, lse_counts: float = 1.0) -> Arrays:
+        """Return the exact results of batch row 0 and key head 0, with the cotangent of lse multiplied by ``lse_counts``."""
+        arrays = first_heads(self.case, self.given, self.cotangents)
+        arrays |= {"dlse": arrays["dlse"] * lse_counts}
         return by_name(exact(**arrays, mask=self.case.band, **self.case.scalars))
 
+    def parts(self, backward: Backward = RIGHT) -> Arrays:
+        """Return the gradients of batch row 0 and key head 0 as a summand for each rank's tokens: see :meth:`Dense.parts`."""
+        dense = Dense(self.case, self.given.arrays, range(self.case.length), self.case.heads // self.case.kv_heads)
+        dlse = self.given.cotangents["lse"][0] * ("lse" in self.cotangents)
+        return dense.parts(self.given.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
-Hypothesis = Callable[[Evidence], str | None]
+    def is_mean_of_values(self, masked: np.ndarray) -> bool:
+        """Return True if out is the mean of all values, within 5 %, in the queries of batch row 0 that ``masked`` marks."""
+        got = self.got["out"][0, : len(masked)][masked]
+        mean = self.given.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
+        return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
+
+    def counted_parts(self, name: str) -> np.ndarray | None:
+        """Return how often the part of each rank (second axis) counts in the gradient of each rank's tokens (first axis).
+
+        Fit the gradient as a linear combination of the parts; NaN where a part is zero. Return None if that does not explain it.
+        """
+        ranks, parts = range(self.plan.ranks), self.parts()[name]
+        got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]
+        counts, fitted = np.full((len(ranks), len(ranks)), np.nan), np.zeros_like(got, np.float64)
+        for rank in ranks:
+            at = self.rank_of == rank
+            columns = parts[:, at].reshape(len(ranks), -1)
+            alive = [giver for giver in ranks if columns[giver].any()]
+            counts[rank, alive] = np.linalg.lstsq(columns[alive].T, got[at].ravel(), rcond=None)[0]
+            fitted[at] = (counts[rank, alive] @ columns[alive]).reshape(fitted[at].shape)
+        right = parts.sum(0)
+        before, after = relative_error(got, right), relative_error(got - fitted + right, right)
+        return counts if self.explained(name, before, after) else None
+
+
+def minimizer(distance: Callable[[float], float], most: float) -> float:
+    """Return the minimizer of ``distance`` from ``-most`` to ``most``: the best of 33 points, then a golden-section search."""
+    points = np.linspace(-most, most, 33)
+    near = int(np.argmin([distance(x) for x in points]))
+    low, high = points[max(near - 1, 0)], points[min(near + 1, len(points) - 1)]
+    for _ in range(50):
+        step = (math.sqrt(5) - 1) / 2 * (high - low)
+        low, high = (low, low + step) if distance(high - step) < distance(low + step) else (high - step, high)
+    return (low + high) / 2
+
+
+def nearest(mine: list[np.ndarray], theirs: list[np.ndarray]) -> tuple[list[int], float]:
+    """Return for each array of ``mine`` the index of the nearest of ``theirs``, and the largest of these distances."""
+    errors = np.array([[relative_error(x, other) for other in theirs] for x in mine])
+    return errors.argmin(1).tolist(), errors.min(1).max()
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a * b).sum() / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-300))
