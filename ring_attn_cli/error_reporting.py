@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .processes import Failure
+
 HINT = 'ring-attn: {} is not installed: run pip install ".[demo]" in a clone of the repository'
 
 
@@ -14,7 +16,8 @@ HINT = 'ring-attn: {} is not installed: run pip install ".[demo]" in a clone of 
 def mistakes_in_one_line() -> Iterator[None]:
     """Turn a ValueError, OSError, MemoryError or missing package into one line on stderr and exit status 2.
 
-    If the reader of the output closes it early, as ``head`` does, print nothing and exit with status 1.
+    A :class:`processes.Failure` becomes one line and status 1. If the reader of the output closes it early, as ``head`` does,
+    print nothing and exit with status 1.
     """
     import typer  # main.py reports a missing typer
 
@@ -29,6 +32,9 @@ def mistakes_in_one_line() -> Iterator[None]:
     except MemoryError:
         typer.echo("ring-attn: there is not enough memory for this: ask for fewer tokens", err=True)
         raise typer.Exit(2) from None
+    except Failure as failure:
+        typer.echo(f"ring-attn: {failure}", err=True)
+        raise typer.Exit(1) from None
     except (ValueError, OSError) as error:
         typer.echo(f"ring-attn: {error}", err=True)
         raise typer.Exit(2) from None

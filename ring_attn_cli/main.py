@@ -129,16 +129,11 @@ def train(
 ) -> None:
     """Train a language model, or resume the run in the folder. Under torchrun, use its processes."""
     with mistakes_in_one_line():
-        from .processes import Failure
         from .train.config import read
         from .train.run import Program, run
 
         program = None if coordinator is None else Program.of(coordinator, process)
-        try:
-            run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
-        except Failure as failure:
-            typer.echo(f"ring-attn: {failure}", err=True)
-            raise typer.Exit(1) from None
+        run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""Groups of spawned processes that report over pipes. Each ends with its parent, and each failure is raised with its log."""
+"""Groups of spawned processes that report over pipes: the one supervisor of all commands that start some.
+
+Each process ends with its parent, and each failure is raised with its log.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +27,26 @@ MOST = 1024
 """Most ranks that a command starts on one machine; a larger number is a typing error, and a list of so many fills memory."""
 Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
+
+
+class Parent(NamedTuple):
+    """The parent of a spawned process: call it to send a message, as a ``Report``, or wait for its next order by ``recv``."""
+
+    pipe: Connection
+
+    def __call__(self, kind: str, data: Any) -> None:
+        self.pipe.send((kind, data))
+
+    def recv(self) -> Any:
+        """Return the next order. Raise EOFError when the parent has closed the pipe."""
+        return self.pipe.recv()
+
+
+def check_installed(packages: Iterable[str]) -> None:
+    """Raise ModuleNotFoundError if a package is not installed."""
+    for name in (package.partition(".")[0] for package in packages):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"no module named {name}", name=name)
 
 
 def check_count(ranks: int, option: str) -> None:
@@ -80,32 +104,45 @@ class Crews:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
+        self._pipes: dict[str, list[Connection]] = {}
         self._members: dict[Connection, _Member] = {}
         self._processes: list[BaseProcess] = []
-        self._logs = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
+        self.store = str(Path(self._folder.name, "store"))
+        """An unused path, by which the ranks of a group of PyTorch can meet."""
 
     def start(self, crew: str, module: str, members: list[tuple[Any, ...]]) -> None:
         """Start one process for each tuple of arguments in ``members``."""
         context = multiprocessing.get_context("spawn")
         for number, arguments in enumerate(members):
-            ours, theirs = context.Pipe(duplex=False)
-            log = Path(self._logs.name, f"{crew}-{number}")
+            ours, theirs = context.Pipe()
+            log = Path(self._folder.name, f"{crew}-{number}")
             process = context.Process(target=_run, args=(theirs, log, module, arguments), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
+            self._pipes.setdefault(crew, []).append(ours)
             self._members[ours] = _Member(crew, crew if len(members) == 1 else f"{crew}, process {number}", process, log)
+
+    def send(self, crew: str, count: int, order: Any) -> None:
+        """Send an order to the first ``count`` processes of a crew."""
+        for pipe in self._pipes[crew][:count]:
+            with suppress(OSError):  # a dead process: its last message says why
+                pipe.send(order)
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
 
-        Raise :class:`Failure` if one fails or none reports for ``patience`` seconds.
+        Raise ValueError at a message "mistake", with its words, and :class:`Failure` if a process fails or none reports for
+        ``patience`` seconds.
         """
         heard = time.monotonic()
         while self._members:
             ready = wait(list(self._members), timeout=1)
-            for pipe in ready:
-                yield from self._receive(pipe)  # type: ignore[arg-type]
+            for message in (message for pipe in ready for message in self._receive(pipe)):  # type: ignore[arg-type]
+                if message.kind == "mistake":
+                    raise ValueError(message.data)
+                yield message
             if ready:
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._patience:
@@ -147,7 +184,9 @@ class Crews:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._logs.cleanup()
+        for pipe in (pipe for pipes in self._pipes.values() for pipe in pipes):
+            pipe.close()
+        self._folder.cleanup()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
 
@@ -182,8 +221,9 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        importlib.import_module(module).work(lambda kind, data: pipe.send((kind, data)), *arguments)
-        pipe.send(("finished", None))
+        parent = Parent(pipe)
+        importlib.import_module(module).work(parent, *arguments)
+        parent("finished", None)
     except BrokenPipeError:
         pass  # the parent is gone
     except BaseException as error:

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.plan.ring import RingPlan
 
-from ..processes import Report
+from ..processes import Parent
 from .cases import Case
 from .measure import ResidentMemory
-from .oracles import ORACLES
+from .oracles import ORACLES, GlobalArrays
 from .orders import Order, Outcome, WorkerSettings, cut, importable, resolve, serve
 
 SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
@@ -33,25 +33,25 @@ class JaxCall(NamedTuple):
     user: str | None
 
 
-def work(report: Report, rank: int, settings: WorkerSettings, orders: Any) -> None:
+def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
     """Answer orders for all ranks, in one JAX program, until the pipe closes."""
     if settings.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", settings.most)
         devices = jax.devices()
-        report("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
+        parent("ready", (rank, {"devices": len(devices), "kind": "cpu"}))
     else:
         jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})  # PyTorch's processes share these GPUs
         jax.config.update("jax_default_matmul_precision", "highest")  # by default XLA rounds float32 factors to tf32 on GPUs
         devices = jax.devices() if jax.default_backend() == "gpu" else []
-        report("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
+        parent("ready", (rank, {"devices": len(devices), "kind": devices[0].device_kind if devices else "none"}))
         if len(devices) < settings.most:
             return
     importable(settings.folder)
-    serve(report, rank, orders, _JaxWorker(devices), settings.patience)
+    serve(parent, rank, JaxWorker(devices), settings.patience)
 
 
-class _JaxWorker:
+class JaxWorker:
     """The calls of all ranks in JAX: ``prepare`` compiles and runs one, the other methods act on the prepared call.
 
     ``serve`` calls the method that ``Order.kind`` names.
@@ -61,9 +61,10 @@ class _JaxWorker:
         self._devices = devices
         self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
 
-    def prepare(self, order: Order) -> Outcome:
-        given, oracle, case = ORACLES[order.oracle].given(order.case), ORACLES[order.oracle], order.case
-        plan = case.plan(order.ranks)
+    def prepare(self, order: Order, given: GlobalArrays | None = None) -> Outcome:
+        """Return the results of one run. ``given``: the inputs, by default those that the order's oracle draws."""
+        oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
+        given = given or oracle.given(case)
         function = resolve(order.call)(JaxCall(case, plan, "seq", order.user))
         mesh = Mesh(np.array(self._devices[: order.ranks]), ("seq",), axis_types=(AxisType.Auto,))
         spec = lambda name: SEQ if name in oracle.sharded else WHOLE

@@ -15,6 +15,7 @@ import numpy as np
 
 from ring_attn_core.plan.ring import RingPlan
 
+from ..processes import Parent
 from .cases import Arrays, Case
 
 
@@ -71,23 +72,23 @@ def resolve(call: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def serve(report: Callable[[str, Any], None], rank: int, orders: Any, side: Any, patience: float) -> None:
+def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
     """Answer orders until the pipe closes: report "done" with the answer of ``side``, or "mistake" with the exception's message.
 
     After 0.8 of ``patience`` (seconds), shortly before the parent gives up, print a traceback to the log for :func:`where_at`.
     """
     while True:
         try:
-            order = orders.recv()
+            order = parent.recv()
         except EOFError:
             return
         faulthandler.dump_traceback_later(0.8 * patience, file=2)  # the log; sys.stderr may be replaced
         try:
             answer = getattr(side, order.kind)(order)
         except Exception as error:
-            report("mistake", (rank, in_words(error)))
+            parent("mistake", (rank, in_words(error)))
         else:
-            report("done", (rank, answer))
+            parent("done", (rank, answer))
         finally:
             faulthandler.cancel_dump_traceback_later()
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 import time
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from ..processes import Crews, Failure, Message
@@ -39,28 +34,20 @@ class Pool:
 
     def __init__(self, frameworks: tuple[str, ...], rings: tuple[int, ...], device: str, patience: float) -> None:
         self._patience = patience
-        self._place = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
-        store = str(Path(self._place.name, "store"))
-        self._settings = WorkerSettings(tuple(sorted(rings)), device, patience, store, here())
         self._crews = Crews(patience)
-        self._pipes: dict[str, list[Connection]] = {}
-        self._frameworks = frameworks
+        self._settings = WorkerSettings(tuple(sorted(rings)), device, patience, self._crews.store, here())
+        self._processes = {framework: 1 if framework == "jax" else self._settings.most for framework in frameworks}
         self._kept: dict[str, list[Message]] = {}
         self.kinds: dict[str, str] = {}
 
     def __enter__(self) -> Pool:
         package = __name__.rpartition(".")[0]
         self._crews.__enter__()
-        context = multiprocessing.get_context("spawn")
         try:
-            for framework in self._frameworks:
-                pairs = [context.Pipe() for _ in range(1 if framework == "jax" else self._settings.most)]
-                self._pipes[framework] = [ours for ours, _ in pairs]
-                members = [(rank, self._settings, theirs) for rank, (_, theirs) in enumerate(pairs)]
+            for framework, count in self._processes.items():
+                members = [(rank, self._settings) for rank in range(count)]
                 self._crews.start(TITLES[framework], f"{package}.{framework}_side", members)
-                for _, theirs in pairs:
-                    theirs.close()
-            for framework in self._frameworks:
+            for framework in self._processes:
                 self._meet(framework)
         except BaseException:
             self.__exit__()
@@ -69,10 +56,6 @@ class Pool:
 
     def __exit__(self, *error: object) -> None:
         self._crews.__exit__(*error)
-        for pipes in self._pipes.values():
-            for pipe in pipes:
-                pipe.close()
-        self._place.cleanup()
 
     def prepare(self, framework: str, order: Order) -> Outcome:
         """Build the order's call, run it once, and return its arrays as the shards of all ranks."""
@@ -94,7 +77,7 @@ class Pool:
 
     def _meet(self, framework: str) -> None:
         """Wait until all processes have started and counted their devices. Raise ValueError if there are too few devices."""
-        found = self._collect(framework, len(self._pipes[framework]), max(self._patience, START))
+        found = self._collect(framework, self._processes[framework], max(self._patience, START))
         for data in found:
             if data["devices"] < self._settings.most:
                 raise ValueError(
@@ -107,9 +90,7 @@ class Pool:
     def _ask(self, framework: str, order: Order) -> list[Any]:
         """Send the order to the ranks of its ring and return their answers in rank order."""
         members = 1 if framework == "jax" else order.ranks
-        for pipe in self._pipes[framework][:members]:
-            with suppress(BrokenPipeError):  # a dead process: its last message says why
-                pipe.send(order)
+        self._crews.send(TITLES[framework], members, order)
         return self._collect(framework, members, self._patience)
 
     def _collect(self, framework: str, members: int, patience: float) -> list[Any]:
@@ -142,7 +123,7 @@ class Pool:
         """Raise Failure if ``waited`` exceeds ``patience`` (seconds), with the place of each silent rank."""
         if waited <= patience:
             return
-        title, several = TITLES[framework], len(self._pipes[framework]) > 1
+        title, several = TITLES[framework], self._processes[framework] > 1
         who = f"{title} rank {', '.join(map(str, silent))}" if several else title
         logs = self._crews.logs()
         at = {rank: where_at(logs.get(f"{title}, process {rank}" if several else title, "")) for rank in silent}

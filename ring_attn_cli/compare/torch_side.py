@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ring_attn_core.plan.ring import RingPlan
 
-from ..processes import Report
+from ..processes import Parent
+from ..train.torch_ranks import CPU, member
 from .cases import Case
 from .measure import ResidentMemory
-from .oracles import ORACLES
+from .oracles import ORACLES, GlobalArrays
 from .orders import Order, Outcome, WorkerSettings, cut, importable, resolve, serve
 
 CAST = {"q", "k", "v", "x"}
@@ -44,37 +45,40 @@ class ReadyVariant(NamedTuple):
     group: Any
 
 
-def work(report: Report, rank: int, settings: WorkerSettings, orders: Any) -> None:
+def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
     """Answer orders as one rank until the pipe closes."""
+    devices, kind = settings.most, "cpu"
     if settings.device == "gpu":
         devices = torch.cuda.device_count()
         kind = torch.cuda.get_device_name(0) if devices else "none"
         if devices < settings.most:
-            report("ready", (rank, {"devices": devices, "kind": kind}))
+            parent("ready", (rank, {"devices": devices, "kind": kind}))
             return
         torch.cuda.set_device(rank)
-    patience = timedelta(seconds=2 * settings.patience)  # the parent gives up first, with a better message
-    backend, store = "nccl" if settings.device == "gpu" else "gloo", f"file://{settings.store}"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=settings.most, timeout=patience)
-    groups = {ring: dist.new_group(range(ring), timeout=patience) for ring in settings.rings}
-    importable(settings.folder)
-    if settings.device == "gpu":
-        report("ready", (rank, {"devices": devices, "kind": kind}))
-    else:
-        report("ready", (rank, {"devices": settings.most, "kind": "cpu"}))
-    serve(report, rank, orders, _TorchWorker(rank, groups, settings.device), settings.patience)
+    device = torch.device("cuda", rank) if settings.device == "gpu" else CPU
+    patience = 2 * settings.patience  # the parent gives up first, with a better message
+    with member(device, rank, settings.most, settings.store, patience):
+        groups = {ring: dist.new_group(range(ring), timeout=timedelta(seconds=patience)) for ring in settings.rings}
+        importable(settings.folder)
+        parent("ready", (rank, {"devices": devices, "kind": kind}))
+        serve(parent, rank, TorchWorker(rank, groups, device), settings.patience)
 
 
-class _TorchWorker:
-    """One method for each kind of order."""
+class TorchWorker:
+    """The calls of one rank: ``prepare`` builds and runs one, the other methods act on it, by the name of an order's kind.
 
-    def __init__(self, rank: int, groups: dict[int, Any], device: str) -> None:
-        self._rank, self._groups = rank, groups
-        self._device = torch.device("cuda", rank) if device == "gpu" else torch.device("cpu")
+    ``groups``: the group of each ring, by its number of ranks. ``cores``: those that the ranks share, by default all that this
+    process may use.
+    """
+
+    def __init__(self, rank: int, groups: dict[int, Any], device: torch.device, cores: int = 0) -> None:
+        self._rank, self._groups, self._device, self._cores = rank, groups, device, cores or _cores()
         self._known: dict[Any, ReadyVariant] = {}
 
-    def prepare(self, order: Order) -> Outcome:
-        given, oracle, plan = ORACLES[order.oracle].given(order.case), ORACLES[order.oracle], order.case.plan(order.ranks)
+    def prepare(self, order: Order, given: GlobalArrays | None = None) -> Outcome:
+        """Return the results of one run. ``given``: the inputs, by default those that the order's oracle draws."""
+        oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
+        given = given or oracle.given(order.case)
         self._share_cores(order.ranks)
         group = self._groups[order.ranks]
         function = resolve(order.call)(TorchCall(order.case, plan, self._rank, group, self._device, order.user))
@@ -145,8 +149,11 @@ class _TorchWorker:
             torch.cuda.synchronize()
 
     def _share_cores(self, ranks: int) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(cores // ranks, 1))
+        torch.set_num_threads(max(self._cores // ranks, 1))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _numpy(x: Tensor) -> np.ndarray:

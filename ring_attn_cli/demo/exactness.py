@@ -14,11 +14,17 @@ from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import bound, relative_error
 from ring_attn_core.runs import Band
 
+from ..compare.cases import Case
+from ..compare.oracles import ORACLES, GlobalArrays
+from ..compare.orders import Order, Outcome
+from ..compare.orders import joined as in_order
+from ..compare.variants import both
 from ..processes import Report
 from .judge import Check
+from .settings import DemoSettings
 from .text import VOCAB, standard_library
 
-PARTS = ("ring", "one device")
+PARTS = {"ring": "over the ring", "one device": "on one device"}
 """The computations of each framework."""
 
 COMPARED = "out", "lse", "dq", "dk", "dv"
@@ -38,12 +44,23 @@ class DemoInputs(NamedTuple):
     dout: np.ndarray
     dlse: np.ndarray
 
+    @property
+    def of_attention(self) -> GlobalArrays:
+        return GlobalArrays({"q": self.q, "k": self.k, "v": self.v}, ("q", "k", "v"), {"out": self.dout, "lse": self.dlse})
+
 
 class DemoResult(NamedTuple):
     """Attention of global sequences in natural order, and its seconds."""
 
     attention: Attention
     seconds: float
+
+    @classmethod
+    def of(cls, order: Order, outcomes: list[Outcome], began: float) -> DemoResult:
+        """Join the shards of all ranks. ``began``: the time of the start."""
+        shards = {name: [x for outcome in outcomes for x in outcome.shards[name]] for name in COMPARED}
+        whole = in_order(shards, ORACLES[order.oracle].sharded, order.case.plan(order.ranks))
+        return cls(Attention(**whole), time.perf_counter() - began)
 
 
 class DemoTruth(NamedTuple):
@@ -71,6 +88,13 @@ def inputs(tokens: int) -> DemoInputs:
 
     random = lambda *dims: rng.standard_normal((1, tokens, HEADS, *dims), np.float32)
     return DemoInputs(projected(HEADS), projected(KV_HEADS), projected(KV_HEADS), random(HEAD_DIM), random())
+
+
+def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
+    """Return the call of each part, as ``ring-attn compare`` makes it. ``framework``: "torch" or "jax"."""
+    case = Case(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, length=settings.tokens, layout=settings.layout)
+    call, rings = both("ring")[framework], zip(PARTS, (settings.ranks, 1), strict=True)
+    return {part: Order("prepare", call, case, ranks, "attention") for part, ranks in rings}
 
 
 def work(report: Report, given: DemoInputs, mask: Band, kv_head: int) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -36,11 +34,11 @@ def _started(settings: DemoSettings, frameworks: list[str], board: _Board) -> It
     """Start the processes, and end them on exit."""
     package = __name__.rpartition(".")[0]
     given = exactness.inputs(settings.tokens)
-    with tempfile.TemporaryDirectory(prefix="ring-attn-") as folder, Crews(settings.patience) as crews:
+    with Crews(settings.patience) as crews:
         if "PyTorch" in frameworks:
             board.add("PyTorch", f"starting {settings.ranks} processes", len(PARTS) + settings.steps)
-            store = str(Path(folder, "store"))
-            crews.start("PyTorch", f"{package}.torch_side", [(rank, settings, given, store) for rank in range(settings.ranks)])
+            members = [(rank, settings, given, crews.store) for rank in range(settings.ranks)]
+            crews.start("PyTorch", f"{package}.torch_side", members)
         if "JAX" in frameworks:
             board.add("JAX", "starting 1 process", len(PARTS) + settings.steps)
             crews.start("JAX", f"{package}.jax_side", [(settings, given)])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..processes import Report
+from ..train.config import Config, Data, Optimizer, RingConfig
+from ..train.side import TrainStep
 from .judge import Check
+from .settings import DemoSettings
 from .text import VOCAB, standard_library
 
 MODEL: dict[str, Any] = {"vocab": VOCAB, "dim": 64, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 128, "tied": True}
-LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.01
-"""The hyperparameters of AdamW in both frameworks."""
 
 FALL = 0.99
 """Bound of the ratio of the last loss to the first."""
@@ -29,17 +33,24 @@ def batch(step: int, tokens: int) -> np.ndarray:
     return np.frombuffer(text, np.uint8).astype(np.int32)[None]
 
 
-def weights(like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Draw initial weights in the shapes of ``like``, with a fixed seed and in the order of their names."""
-    rng = np.random.default_rng(0)
+def config(settings: DemoSettings) -> Config:
+    """Return the config of the training, which is that of ``ring-attn train``, with a constant learning rate."""
+    plan = settings.plan
+    return Config(
+        steps=settings.steps,
+        model=MODEL,
+        data=Data(length=plan.seq_local * plan.ranks, batch_size=1),
+        optimizer=Optimizer(learning_rate=3e-3, last_rate=1.0, warmup=0, decay=0.01, clip=math.inf),
+        ring=RingConfig(ranks=settings.ranks, layout=settings.layout),
+    )
 
-    def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if len(shape) == 1:
-            return np.ones(shape, np.float32)
-        deviation = 0.02 if name.startswith("embed") else shape[1] ** -0.5
-        return deviation * rng.standard_normal(shape, np.float32)
 
-    return {name: drawn(name, like[name].shape) for name in sorted(like)}
+def train(report: Report, settings: DemoSettings, step: Callable[[int, np.ndarray], TrainStep]) -> None:
+    """Train on consecutive stretches of text, one for each step, and report each loss."""
+    for number in range(settings.steps):
+        began = time.perf_counter()
+        done = step(number, batch(number, settings.tokens))
+        report("step", DemoStep(done.loss, time.perf_counter() - began))
 
 
 def difference(a: float, b: float) -> float:

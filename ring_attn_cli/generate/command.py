@@ -38,11 +38,10 @@ def generate(
 ) -> None:
     """Continue a prompt with a language model: write the new text to stdout and the progress to stderr."""
     with mistakes_in_one_line():
-        from ..processes import Failure
         from .run import run
         from .settings import GenerateSettings
 
-        asked = GenerateSettings(
+        settings = GenerateSettings(
             weights=weights,
             prompt=prompt_file,
             text=prompt,
@@ -58,8 +57,4 @@ def generate(
             tokenizer=tokenizer,
             dtype=dtype,
         )
-        try:
-            run(asked)
-        except Failure as failure:
-            typer.echo(f"ring-attn: {failure}", err=True)
-            raise typer.Exit(1) from None
+        run(settings)

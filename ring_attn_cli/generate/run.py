@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..processes import Crews
+from ..processes import Crews, check_installed
 from .settings import GenerateSettings
 from .text import Text, harmless
 
@@ -31,9 +28,7 @@ def run(settings: GenerateSettings) -> None:
     Raise ValueError if the settings are invalid, :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a
     package is missing.
     """
-    for package in NEEDS[settings.framework]:
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(f"no module named {package}", name=package)
+    check_installed(NEEDS[settings.framework])
     text = Text(settings)
     with GenerateWatch(text, Console(stderr=True, highlight=False)) as watch:
         if settings.framework == "jax":
@@ -41,12 +36,10 @@ def run(settings: GenerateSettings) -> None:
 
             jax_side.run(settings, text.ids, watch)
             return
-        with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
-            members = [(rank, settings, text.ids, str(Path(place, "store"))) for rank in range(settings.ranks)]
+        with Crews(PATIENCE) as crews:
+            members = [(rank, settings, text.ids, crews.store) for rank in range(settings.ranks)]
             crews.start("PyTorch", "ring_attn_cli.generate.torch_side", members)
             for message in crews.messages():
-                if message.kind == "mistake":
-                    raise ValueError(message.data)
                 watch(message.kind, message.data)
 
 

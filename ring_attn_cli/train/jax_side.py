@@ -63,10 +63,7 @@ def run(config: Config, tell: Tell) -> None:
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
     """Join the program of several processes; "auto" detects them from Slurm, Open MPI or Kubernetes."""
-    if coordinator == "auto":
-        jax.distributed.initialize()
-    else:
-        jax.distributed.initialize(coordinator, processes, process)
+    jax.distributed.initialize(None if coordinator == "auto" else coordinator, processes, process)
 
 
 def on_cpus(config: Config, processes: int | None) -> None:
@@ -127,28 +124,19 @@ class StaticArguments(NamedTuple):
     rows: int
 
 
-class JaxSide:
-    """The model, optimizer and data of a run in JAX over a mesh: the ``Side`` that the training loop calls."""
+class JaxTrainer:
+    """The model and the optimizer of a run in JAX over a mesh, and what is computed with them."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
-        self.first = is_first()
-        self.data, self.held_out = (
-            SequenceShardedDataset(**arguments(config, held_out), rank=None, batch_size=config.rows, epochs=None)
-            for held_out in (False, True)
-        )
-        check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._model = self._made()
         self.config = self._model.config
-        check_vocab(self.data.vocab, self.config.vocab)
         self.parameters = sum(x.size for x in jax.tree.leaves(nnx.state(self._model, nnx.Param)))
         self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=nnx.Param)
         for module in (self._model, self._optimizer):  # replicated like after an update, so that step 2 does not recompile
-            nnx.update(module, jax.device_put(nnx.state(module), self._everywhere))
+            nnx.update(module, jax.device_put(nnx.state(module), NamedSharding(mesh, PartitionSpec())))
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
-        self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def _made(self) -> RingTransformer:
         """Return the model of ``init_from``, or one with the initial weights that PyTorch has too."""
@@ -163,29 +151,13 @@ class JaxSide:
         from_numpy(model, first_weights(to_numpy(model), self._config.seed))
         return model
 
-    def resume(self) -> ResumePoint | None:
-        return self._checkpoints.resume(self._model, self._optimizer)
-
-    def save(self, step: int, data: str) -> None:
-        self._checkpoints.save(step, self._model, self._optimizer, data=data)
-
-    def close(self) -> None:
-        """Wait for a save in progress, before the folder is unlocked for another run."""
-        with suppress(OSError):
-            self._checkpoints.close()
-
-    def finish(self) -> None:
-        self._checkpoints.close()
-        save_weights(self._model, Path(self._config.out, "weights"))
-
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
         whole, targets, of = jnp.asarray(ids), jnp.asarray(labels), self._config.ring
         return shard_batch(whole, of.layout, of.ranks, labels=targets, documents=jnp.zeros_like(whole))
 
     def step(self, number: int, microbatches: list[Shard]) -> TrainStep:
         seed = jnp.asarray(self._config.seed + number)
-        both = self._model, self._optimizer
-        graph, state = nnx.split(both)
+        graph, state = nnx.split(both := (self._model, self._optimizer))
         value, norm, state = self._step(graph, state, self._placed(microbatches), seed, self._how(microbatches[0]))
         nnx.update(both, state)
         return TrainStep(float(value), float(norm))
@@ -216,11 +188,43 @@ class JaxSide:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
         there = NamedSharding(self._mesh, PartitionSpec(None, *AXES))
 
-        def placed(name: str) -> jax.Array:
+        def placed(name: str) -> jax.Array | None:
+            if getattr(microbatches[0], name) is None:  # text of one document has no extents
+                return None
             whole = np.stack([np.asarray(getattr(shard, name)) for shard in microbatches])
             return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
 
         return Batch(*map(placed, Batch._fields))
+
+
+class JaxSide(JaxTrainer):
+    """The ``Side`` of a run in JAX: a trainer with its data and checkpoints."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.first = is_first()
+        self.data, self.held_out = (
+            SequenceShardedDataset(**arguments(config, held_out), rank=None, batch_size=config.rows, epochs=None)
+            for held_out in (False, True)
+        )
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
+        super().__init__(config, mesh)
+        check_vocab(self.data.vocab, self.config.vocab)
+        self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
+
+    def resume(self) -> ResumePoint | None:
+        return self._checkpoints.resume(self._model, self._optimizer)
+
+    def save(self, step: int, data: str) -> None:
+        self._checkpoints.save(step, self._model, self._optimizer, data=data)
+
+    def close(self) -> None:
+        """Wait for a save in progress, before the folder is unlocked for another run."""
+        with suppress(OSError):
+            self._checkpoints.close()
+
+    def finish(self) -> None:
+        self._checkpoints.close()
+        save_weights(self._model, Path(self._config.out, "weights"))
 
 
 def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
-from ..processes import Crews, Terminated, check_count, hear_interrupts
+from ..processes import Crews, Terminated, check_count, check_installed, hear_interrupts
 from . import data, folder, lock, picture
 from .config import Config
 from .loop import LOG
@@ -54,9 +53,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     """
     if framework not in NEEDS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")
-    for package in NEEDS[framework]:
-        if find_spec(package.split(".")[0]) is None:
-            raise ModuleNotFoundError(f"no module named {package}", name=package.split(".")[0])
+    check_installed(NEEDS[framework])
     if program is not None and framework != "jax":
         raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
     folder.check(config, framework)
@@ -112,13 +109,11 @@ def _in_torch(config: Config) -> None:
     ranks = config.ring.ranks * config.ring.replicas
     check_count(ranks, "ring.ranks times ring.replicas:")
     with lock.held(config):
-        with tempfile.TemporaryDirectory(prefix="ring-attn-") as place, Crews(PATIENCE) as crews:
-            members = [(rank, config, str(Path(place, "store"))) for rank in range(ranks)]
+        with Crews(PATIENCE) as crews:
+            members = [(rank, config, crews.store) for rank in range(ranks)]
             crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
             with TrainWatch(config, Console(highlight=False)) as watch:
                 for message in crews.messages():
-                    if message.kind == "mistake":
-                        raise ValueError(message.data)
                     watch(message.kind, message.data)
         _finish(config)
 

@@ -40,6 +40,7 @@ from .config import Config
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
 from .side import Machine, TrainStep
+from .torch_ranks import backend_of, device_of, member, mistakes
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
@@ -48,12 +49,8 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
     device = device_of(rank, ranks)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks)
-    try:
+    with member(device, rank, ranks, store), mistakes(report):
         run(config, report, device)
-    except ValueError as mistake:  # the same on every rank
-        report("mistake", str(mistake))
-    dist.destroy_process_group()
 
 
 def launched(config: Config, tell: Tell) -> None:
@@ -102,18 +99,6 @@ def run(config: Config, tell: Tell, device: torch.device) -> None:
     train(config, TorchSide(config, places), tell if dist.get_rank() == 0 else lambda kind, values: None)
 
 
-def device_of(rank: int, ranks: int) -> torch.device:
-    """Return this rank's GPU if the machine has at least ``ranks`` GPUs, else the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)
-    return torch.device("cpu")
-
-
-def backend_of(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 class RankPlace(NamedTuple):
     """The place of a rank: the groups of its ring and of all ranks, the index of its replica, and its device."""
 
@@ -123,35 +108,20 @@ class RankPlace(NamedTuple):
     device: torch.device
 
 
-class TorchSide:
-    """The ``Side`` of one rank of a run in PyTorch."""
+class TorchTrainer:
+    """The model and the optimizer of one rank of a run in PyTorch, and what is computed with them."""
 
     def __init__(self, config: Config, places: RankPlace) -> None:
         self._config, self._places = config, places
         self._rank = dist.get_rank(places.ring)
-        self.first = dist.get_rank(places.everybody) == 0
-        self.data, self.held_out = self._dataset(held_out=False), self._dataset(held_out=True)
-        check_ranks({"data": self.data.state(), "held out": self.held_out.state()}, places.everybody)
         self._model = self._made()
         self.config = self._model.config
-        check_vocab(self.data.vocab, self.config.vocab)
         self.parameters = sum(p.numel() for p in self._model.parameters())
         of = config.optimizer
         matrices, vectors = ([p for p in self._model.parameters() if (p.ndim > 1) == many] for many in (True, False))
         groups = [{"params": matrices, "weight_decay": of.decay}, {"params": vectors, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, of.learning_rate, (of.beta1, of.beta2), of.eps)
         self._rates = rates(of, config.steps)
-        self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep, group=places.everybody)
-
-    def _dataset(self, held_out: bool) -> SequenceShardedDataset:
-        return SequenceShardedDataset(
-            **arguments(self._config, held_out),
-            rank=self._rank,
-            batch_size=self._config.data.batch_size,
-            replicas=self._config.ring.replicas,
-            replica=self._places.replica,
-            epochs=None,
-        )
 
     def _made(self) -> RingTransformer:
         """Return the model of ``init_from``, or one with the initial weights that JAX has too."""
@@ -166,16 +136,6 @@ class TorchSide:
             model = RingTransformer.from_config(self._config.transformer(), **how)
         from_numpy(model, first_weights(to_numpy(model), self._config.seed))
         return model
-
-    def resume(self) -> ResumePoint | None:
-        return self._checkpoints.resume(self._model, self._optimizer)
-
-    def save(self, step: int, data: str) -> None:
-        self._checkpoints.save(step, self._model, self._optimizer, data=data)
-
-    def finish(self) -> None:
-        self._checkpoints.close()
-        save_weights(self._model, Path(self._config.out, "weights"), group=self._places.everybody)
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
         size = self._config.data.batch_size
@@ -258,3 +218,36 @@ class TorchSide:
         extents = None if shard.extents is None else shard.extents.to(there)
         ids, labels, positions = shard.ids.to(there), shard.labels.to(there), shard.positions.to(there)
         return shard._replace(ids=ids, labels=labels, positions=positions, extents=extents)
+
+
+class TorchSide(TorchTrainer):
+    """The ``Side`` of one rank of a run in PyTorch: a trainer with its data and checkpoints."""
+
+    def __init__(self, config: Config, places: RankPlace) -> None:
+        ring, everybody, replica, _ = places
+        self.first = dist.get_rank(everybody) == 0
+        self.data, self.held_out = (
+            SequenceShardedDataset(
+                **arguments(config, held_out),
+                rank=dist.get_rank(ring),
+                batch_size=config.data.batch_size,
+                replicas=config.ring.replicas,
+                replica=replica,
+                epochs=None,
+            )
+            for held_out in (False, True)
+        )
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()}, everybody)
+        super().__init__(config, places)
+        check_vocab(self.data.vocab, self.config.vocab)
+        self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep, group=everybody)
+
+    def resume(self) -> ResumePoint | None:
+        return self._checkpoints.resume(self._model, self._optimizer)
+
+    def save(self, step: int, data: str) -> None:
+        self._checkpoints.save(step, self._model, self._optimizer, data=data)
+
+    def finish(self) -> None:
+        self._checkpoints.close()
+        save_weights(self._model, Path(self._config.out, "weights"), group=self._places.everybody)

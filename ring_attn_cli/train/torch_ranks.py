@@ -1,0 +1,48 @@
+"""The ranks of PyTorch that a command starts on one machine: their devices, and their group. Imported only if PyTorch is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..processes import Report
+
+CPU = torch.device("cpu")
+
+
+def device_of(rank: int, ranks: int) -> torch.device:
+    """Return this rank's GPU if the machine has at least ``ranks`` GPUs, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    return CPU
+
+
+def backend_of(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def member(device: torch.device, rank: int, ranks: int, store: str, patience: float | None = None) -> Iterator[None]:
+    """Make this process one of the default group, whose ranks meet at the path ``store``.
+
+    ``patience``: seconds after which an operation of the group fails, by default PyTorch's. After an error the group stays as it
+    is, because to leave it is to wait for the others.
+    """
+    timeout = None if patience is None else timedelta(seconds=patience)
+    dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+@contextmanager
+def mistakes(report: Report) -> Iterator[None]:
+    """Report a ValueError, which is the same on every rank, as a mistake of the user."""
+    try:
+        yield
+    except ValueError as mistake:
+        report("mistake", str(mistake))
