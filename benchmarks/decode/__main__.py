@@ -9,20 +9,11 @@ The copy bandwidth is that of ``y.copy_(x)`` over 2 GiB, in bytes read and writt
 All candidates take turns (support/turns.py). First, each is compared with ours; it is left out if it differs by more than 2 % or
 is not installed.
 
-Prediction (H200): a copy runs at 4.1 TB/s, and 1,048,576 slots of 8 heads of 128 in bfloat16 are 4.3 GB, so 1.05 ms at that rate.
-264 or 396 programs read, each with two tiles of 32 KiB in flight. The products have 16 rows, of which 4 are needed, and take
-0.85 us per tile of 64 slots; at a program's share of the bandwidth, reading the tile takes 3 us. So 1.05 times the copy's time.
-
-Measured (one H200, torch 2.11, Triton 3.6, results/decode-h200.json): 0.94, because reading alone is faster than a copy;
-FlashInfer 0.93, SDPA, with its heads apart in memory, 0.92. Over 131,072 slots 1.04, FlashInfer 1.05. Three programs per
-multiprocessor with two tiles in flight each took 0.98; four with one take 0.96. Float8 takes 0.66 ms, 1.31 times its bytes, and
-took 1.02 with four warps per program instead of two, so it is not bound by reading. With eight queries registers suffice for two
-programs, and a step takes 1.03; counted as three programs, the second wave was half empty and took 1.29.
+Prediction and measurements: results/README.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -38,7 +29,7 @@ from ring_attn_core.kernels.portable import launches
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_torch.inference import decode as inference
 
-from ..support import report
+from ..support import harness, report
 from .candidates import ON_CPU, ON_GPU, Case, Work, ours, ours_in_a_graph
 
 CASES = [
@@ -197,20 +188,9 @@ def _as_tensor(result: Any, case: Case) -> torch.Tensor:
 PARTS = {"gpu": on_gpu, "tiles": tiles, "host": on_host, "cpu": on_cpu}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
-    parser.add_argument("--part", nargs="*", choices=[*PARTS], default=["gpu", "host"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", default="decode", help="name of the result file")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"question": report.first_line(__doc__), **report.environment()}
-    if torch.cuda.is_available():
-        result["hardware"] |= {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    for part in arguments.part:
-        result[part] = PARTS[part](arguments.rounds)
-        path = report.save(arguments.out, result)
-    print(path)
-
-
 if __name__ == "__main__":
-    main()
+    options = harness.options(__doc__, part=dict.fromkeys(PARTS, False) | {"gpu": True, "host": True}, rounds=7, out="decode")
+    result = harness.result_of(__doc__)
+    for part in options.part:
+        result[part] = PARTS[part](options.rounds)
+        print(report.save(options.out, result))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +10,15 @@ import torch.distributed as dist
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring.transfer import send
 
+from ..support import harness
 from .calls import HEAD_DIM, HEADS
 from .timing import microseconds
 
 TOKENS = 1024
+
+
+class Problem(NamedTuple):
+    """A step of the ring has no settings."""
 
 
 def ring() -> list[dict[str, Any]]:
@@ -24,21 +26,12 @@ def ring() -> list[dict[str, Any]]:
     ranks = torch.cuda.device_count()
     if ranks == 1:
         return [{"ring": "needs two GPUs"}]
-    with tempfile.TemporaryDirectory() as folder:
-        spawn = multiprocessing.get_context("spawn")
-        results, store = spawn.SimpleQueue(), os.path.join(folder, "store")
-        processes = [spawn.Process(target=_rank, args=(rank, ranks, store, results)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        cells = results.get()
-        for process in processes:
-            process.join()
-        return cells
+    return harness.run_ranks(__name__, Problem(), ranks, cpu=False)[0]
 
 
-def _rank(rank: int, ranks: int, store: str, results: Any) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def run(problem: Problem, device: torch.device) -> list[dict[str, Any]]:
+    """Return the same on a rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     group, alone = dist.group.WORLD, [dist.new_group([other]) for other in range(ranks)][rank]
     shape = 1, TOKENS, HEADS, HEAD_DIM
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
@@ -62,12 +55,10 @@ def _rank(rank: int, ranks: int, store: str, results: Any) -> None:
     steps = ranks - 1
     in_forward = (times["ring"] - times["alone"]) / steps
     in_both = (times["both ring"] - times["both alone"]) / steps
-    if rank == 0:
-        bare, back = times["send"], times["send"] + times["send back"]
-        cells = [
-            {"pass": "forward", "a step": in_forward, "send and receive": bare, "beyond": in_forward - bare},
-            {"pass": "backward", "a step": in_both - in_forward, "send and receive": back, "beyond": in_both - in_forward - back},
-        ]
-        results.put([{"ranks": str(ranks), **cell} for cell in cells])
+    bare, back = times["send"], times["send"] + times["send back"]
+    cells = [
+        {"pass": "forward", "a step": in_forward, "send and receive": bare, "beyond": in_forward - bare},
+        {"pass": "backward", "a step": in_both - in_forward, "send and receive": back, "beyond": in_both - in_forward - back},
+    ]
     dist.barrier()
-    dist.destroy_process_group()
+    return [{"ranks": str(ranks), **cell} for cell in cells]

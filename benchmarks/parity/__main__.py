@@ -12,8 +12,6 @@ Legend:
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from rich.progress import track
 from parity_tests.support.cases import SPECIAL, grid
 from parity_tests.support.combinations import COMBINATIONS
 
-from ..support import report
+from ..support import harness, report
 from .compare import compare
 
 TOGETHER = 30
@@ -44,18 +42,14 @@ def by_dtype(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
-    parser.add_argument("--workers", type=int, default=2, help="processes that share the cases")
-    options = parser.parse_args()
+    options = harness.options(__doc__, workers=2)  # processes that share the cases
     cases = list(dict.fromkeys([*grid(), *SPECIAL, *COMBINATIONS]))
     parts = [cases[i : i + TOGETHER] for i in range(0, len(cases), TOGETHER)]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn, max_tasks_per_child=1) as workers:
         rows = [row for part in track(workers.map(compare, parts), "cases", total=len(parts)) for row in part]
     failed = [row for row in rows if "failed" in row]
-    path = report.RESULTS / "parity.json"
-    result = json.loads(path.read_text()) if path.exists() else {}
-    result |= {"question": report.first_line(__doc__), **report.environment(), "cases": len(rows), "failed": len(failed)}
+    result = (report.load("parity") or {}) | harness.result_of(__doc__, cases=len(rows), failed=len(failed))
     result["legend"] = report.section(__doc__, "Legend")
     result["by_dtype"] = dict(by_dtype([row for row in rows if row not in failed]))
     print(f"{len(rows)} cases, {len(failed)} failed; written: {report.save('parity', result)}")

@@ -7,18 +7,17 @@ import torch.nn.functional as F
 
 from ring_attn_torch import ring_attention
 
-from ..support.process import answer, argument
 from ..support.turns import copy_bandwidth, take_turns
 from .problem import Problem, config_of
 
 
-def rates(problem: Problem) -> dict[str, float]:
+def run(problem: Problem, device: torch.device) -> dict[str, float]:
     """Return the rates of one GPU.
 
     Keys: "copy" in bytes/s, read and written; "attention" over two chunks and "product" of the MLP in operations/s.
     """
     config, tokens = config_of(problem), min(problem.tokens, 2 * problem.chunk)
-    made = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    made = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)
     q, k, v = (made(1, tokens, heads, config.head_dim) for heads in (config.heads, config.kv_heads, config.kv_heads))
     x, weight = made(problem.chunk, config.dim), made(config.hidden, config.dim)
     works = {"attention": lambda: ring_attention(q, k, v), "product": lambda: F.linear(x, weight)}
@@ -31,12 +30,3 @@ def rates(problem: Problem) -> dict[str, float]:
         "attention": attention / seconds["attention"],
         "product": product / seconds["product"],
     }
-
-
-def main() -> None:
-    given = argument()
-    answer(rates(Problem(**{name: given[name] for name in Problem._fields})))
-
-
-if __name__ == "__main__":
-    main()

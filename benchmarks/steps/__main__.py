@@ -15,14 +15,13 @@ Legend:
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..support import report
+from ..support import harness, report
 from . import jax_side, torch_side
 from .cell import ONE, moved, steps
 from .recipe import CLIP, Recipe, apart
@@ -55,23 +54,13 @@ def show(name: str, found: dict[str, Any]) -> Table:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
-    parser.add_argument("--dtype", nargs="+", default=["float64", "float32"], choices=["float64", "float32"])
-    parser.add_argument("--optimizer", nargs="+", default=["sgd", "adamw"], choices=["sgd", "adamw"])
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
-    result = report.load("steps") or {}
-    result |= {"question": report.first_line(__doc__), **report.environment(), "legend": report.section(__doc__, "Legend")}
+if __name__ == "__main__":
+    options = harness.options(__doc__, dtype=["float64", "float32"], optimizer=["sgd", "adamw"], steps=200)
+    result = (report.load("steps") or {}) | harness.result_of(__doc__, legend=report.section(__doc__, "Legend"))
     for dtype in options.dtype:
         for optimizer in options.optimizer:
-            recipe = Recipe(dtype=dtype, optimizer=optimizer, steps=options.steps)
-            result[f"{dtype} {optimizer}"] = found = compared(recipe)
+            found = result[f"{dtype} {optimizer}"] = compared(Recipe(dtype=dtype, optimizer=optimizer, steps=options.steps))
             Console().print(show(f"{dtype}, {optimizer}", found))
             report.save("steps", result)
         result[f"{dtype} moved"] = moved(Recipe(dtype=dtype, optimizer="adamw", steps=min(options.steps, 20)))
         print(f"{dtype}, weights to JAX and back: {result[f'{dtype} moved']}; written: {report.save('steps', result)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
-"""Fresh processes, their memory, and the CPU time of other processes."""
+"""Fresh processes and their memory."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,33 +62,6 @@ class Memory:
 
     def peak(self) -> int:
         return _status("VmHWM") - self._baseline
-
-
-class Others:
-    """The CPU time of other processes on this machine since construction.
-
-    This process and its children that have ended do not count as others.
-    """
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic(), _busy(), _own()
-
-    def share(self) -> float:
-        """Return the share of the CPU time that others took, from 0 to 1."""
-        begin, busy, own = self._begin
-        spent = (_busy() - busy) - (_own() - own)
-        return max(spent, 0.0) / ((time.monotonic() - begin) * len(os.sched_getaffinity(0)))
-
-
-def _busy() -> float:
-    """Return the busy seconds of all processors since boot."""
-    fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def _own() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def available() -> int:

@@ -10,15 +10,16 @@ The others take turns (support/turns.py).
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ring_attn_core import causal
 
-from ..support import report
+from ..support import harness
 from ..support.calls import HEADS, arrays, the_call
 from .compare import BLOCKS, compare
 
@@ -30,32 +31,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(__doc__))
-    parser.add_argument("--kernels", nargs="+", default=list(BLOCKS), choices=BLOCKS)
-    parser.add_argument("--dims", nargs="+", type=int, default=list(HEADS), choices=HEADS)
-    parser.add_argument("--features", nargs="+", default=list(FEATURES), choices=FEATURES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="tune", help="name of the result file")
-    options = parser.parse_args()
+def rows(options: Namespace) -> Iterator[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
-    result: dict[str, Any] = {"question": report.first_line(__doc__), **report.environment()}
-    result["hardware"] = {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    result["fields"] = "tiles: block_q, block_k, warps, stages, tma"
-    result["rows"] = []
-    console = Console(width=150)
-    for dim in options.dims:
-        for feature in options.features:
-            call = the_call(dim, device, **FEATURES[feature])
-            inputs = arrays(call, device, causal())
-            for kernel in options.kernels:
-                rows = compare(kernel, call, inputs, options.rounds)
-                result["rows"].append({"kernel": kernel, "dim": dim, "feature": feature, "candidates": rows})
-                best = ", ".join("x".join(map(str, row["tiles"][:4])) + f" {row['ms']}" for row in rows[:3] if "ms" in row)
-                console.print(f"{kernel:8} dim {dim:3} {feature:9} {best}")
-                path = report.save(options.out, result)
-    console.print(f"written: {path}")
+    for dim, feature in product(options.dims, options.features):
+        call = the_call(dim, device, **FEATURES[feature])
+        inputs = arrays(call, device, causal())
+        for kernel in options.kernels:
+            found = compare(kernel, call, inputs, options.rounds)
+            best = ", ".join("x".join(map(str, row["tiles"][:4])) + f" {row['ms']}" for row in found[:3] if "ms" in row)
+            yield {"kernel": kernel, "dim": dim, "feature": feature, "best": best, "candidates": found}
 
 
 if __name__ == "__main__":
-    main()
+    options = harness.options(__doc__, kernels=[*BLOCKS], dims=[*HEADS], features=[*FEATURES], rounds=5, out="tune")
+    fields = "tiles: block_q, block_k, warps, stages, tma"
+    harness.record(__doc__, options.out, "rows", rows(options), fields=fields)

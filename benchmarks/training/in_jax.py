@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax import NamedSharding, P
 
 from ring_attn_jax import RingTransformer, loss
 
-from ..support.process import answer, argument
+from ..support.rank import timed
 from .problem import CLIP, LEARNING_RATE, Problem, config_of
 
 OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": False}
@@ -58,26 +57,13 @@ def run(problem: Problem, devices: int) -> dict[str, Any]:
         return optax.apply_updates(weights, updates), state, value
 
     state = jax.jit(optimizer.init)(weights)
-    seconds, losses = [], []
-    for _ in range(1 + problem.steps):
-        began = time.perf_counter()
+
+    def one() -> float:
+        nonlocal weights, state
         weights, state, value = jax.block_until_ready(step(weights, state, ids, labels))
-        losses.append(float(value))
-        seconds.append(time.perf_counter() - began)
+        return float(value)
+
+    found = timed(one, problem.steps)
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(of.get("peak_bytes_in_use", 0) for of in statistics)
-    return {"first": seconds[0], "seconds": seconds[1:], "losses": losses, "peak": peak}
-
-
-def main() -> None:
-    given = argument()
-    devices = given.pop("gpus")
-    problem = Problem(**{name: given[name] for name in Problem._fields})
-    if problem.tiny:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    answer(run(problem, devices))
-
-
-if __name__ == "__main__":
-    main()
+    return found | {"peak": peak}

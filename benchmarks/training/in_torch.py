@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ring_attn_torch import RingTransformer, loss
 
-from ..support.process import answer, argument
+from ..support.rank import timed
 from .problem import CLIP, LEARNING_RATE, Problem, config_of
 
 
@@ -40,36 +39,17 @@ def run(problem: Problem, device: torch.device) -> dict[str, Any]:
     model = made(problem, device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=device.type == "cuda")
     ids, labels = (torch.randint(config_of(problem).vocab, (1, problem.tokens), device=device) for _ in range(2))
-    seconds, losses = [], []
-    for _ in range(1 + problem.steps):
-        dist.barrier()
-        began = time.perf_counter()
+
+    def step() -> float:
         hidden = model(ids, return_hidden=True)
         value = loss(hidden, labels, head=model.head_weight, chunk=problem.loss_chunk)
         optimizer.zero_grad()
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        losses.append(value.item())
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {"first": seconds[0], "seconds": seconds[1:], "losses": losses, "peak": peak}
+        return value.item()
 
-
-def main() -> None:
-    given = argument()
-    rank, ranks, store = given.pop("rank"), given.pop("gpus"), given.pop("store")
-    problem = Problem(**given)
-    device = torch.device("cpu") if problem.tiny else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "gloo" if problem.tiny else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    answer(run(problem, device))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    found = timed(step, problem.steps, dist.barrier)
+    return found | {"peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}

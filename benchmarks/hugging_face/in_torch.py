@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ring_attn_torch.transformers import sequence_parallel
 
-from ..support.process import answer, argument
+from ..support.rank import timed
 from .problem import CLIP, LEARNING_RATE, LOSS_CHUNK, Problem, flops_per_token
 from .problem import made as on_meta
 
@@ -53,36 +52,18 @@ def run(problem: Problem, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)  # the same batch on every rank
     ids = torch.randint(model.config.vocab_size, (1, length), device=device)
     inside = sequence_parallel(model, loss_chunk=LOSS_CHUNK) if problem.attention == "ring" else nullcontext()
-    seconds, losses = [], []
+
+    def step() -> float:
+        value = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        (value * ranks).backward()  # FSDP averages the ranks' partial gradients
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return value.item()
+
     with inside:
-        for _ in range(1 + problem.steps):
-            dist.barrier()
-            began = time.perf_counter()
-            value = model(input_ids=ids, labels=ids).loss
-            optimizer.zero_grad()
-            (value * ranks).backward()  # FSDP averages the ranks' partial gradients
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            losses.append(value.item())
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
+        found = timed(step, problem.steps, dist.barrier)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    flops = problem.tokens * flops_per_token(model.config, length)
-    return {"first": seconds[0], "seconds": seconds[1:], "losses": losses, "peak": peak, "flops": flops}
-
-
-def main() -> None:
-    given = argument()
-    rank, ranks, store = given.pop("rank"), given.pop("gpus"), given.pop("store")
-    problem = Problem(**given)
-    device = torch.device("cpu") if problem.tiny else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if problem.tiny else "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    answer(run(problem, device))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found | {"peak": peak, "flops": problem.tokens * flops_per_token(model.config, length)}

@@ -13,7 +13,6 @@ from jax import NamedSharding, P
 
 from ring_attn_jax import sharded_dilated_attention, sharded_ring_attention
 
-from ..support.process import answer, argument
 from .problem import Problem
 
 
@@ -59,16 +58,3 @@ def _steps(work: Callable[..., jax.Array], inputs: tuple[jax.Array, ...], dout: 
         well = well and bool(finite(results))
     peak = analysis.temp_size_in_bytes + analysis.output_size_in_bytes if analysis else 0
     return {"forward": forward[1:], "both": whole[1:], "first": whole[0], "finite": well, "peak": peak}
-
-
-def main() -> None:
-    given = argument()
-    problem = Problem(**{name: given[name] for name in Problem._fields})
-    if not given["gpu"]:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", given["ranks"])
-    answer(run(problem, given["ranks"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ring_attn_torch import dilated_attention, ring_attention
 
-from ..support.process import Memory, answer, argument
+from ..support.process import Memory
 from .problem import Problem
 
 
-def run(problem: Problem, device: torch.device, ranks: int) -> dict[str, Any]:
-    shape = 1, problem.tokens // ranks, problem.heads, problem.head_dim
+def run(problem: Problem, device: torch.device) -> dict[str, Any]:
+    shape = 1, problem.tokens // dist.get_world_size(), problem.heads, problem.head_dim
     torch.manual_seed(dist.get_rank())
     q, k, v, dout = (torch.randn(shape, device=device).to(getattr(torch, problem.dtype)) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -67,19 +67,3 @@ def _wait(on_gpu: bool, alone: bool = False) -> None:
         torch.cuda.synchronize()
     if not alone:
         dist.barrier()
-
-
-def main() -> None:
-    given = argument()
-    rank, ranks, store = given["rank"], given["ranks"], given["store"]
-    problem = Problem(**{name: given[name] for name in Problem._fields})
-    device = torch.device("cuda", rank) if given["gpu"] else torch.device("cpu")
-    if given["gpu"]:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if given["gpu"] else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    answer(run(problem, device, ranks))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -14,9 +14,8 @@ from ring_attn_torch import DilatedRingAttention, RingAttention, SummaryAttentio
 from ring_attn_torch.layers.parts import RMSNorm
 from ring_attn_torch.layers.transformer import SwiGLU
 
-from ..support.process import answer, argument
-from . import recipe
-from .recipe import Recipe
+from . import problem as recipe
+from .problem import Problem
 
 LAYERS = {"exact": RingAttention, "dilated": DilatedRingAttention, "summary": SummaryAttention}
 
@@ -53,7 +52,8 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embed.weight)
 
 
-def train(given: Recipe) -> dict[str, Any]:
+def run(given: Problem, device: torch.device) -> dict[str, Any]:
+    torch.set_num_threads(1)
     model = Model(given.variant)
     from_numpy(model, recipe.first_weights(to_numpy(model)))
     optimizer = torch.optim.AdamW(model.parameters(), recipe.LEARNING_RATE, recipe.BETAS, recipe.EPS, recipe.WEIGHT_DECAY)
@@ -68,16 +68,3 @@ def train(given: Recipe) -> dict[str, Any]:
         optimizer.step()
         losses.append(value.item())
     return {"losses": losses, "seconds": time.perf_counter() - began}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    given = argument()
-    rank, store = given.pop("rank"), given.pop("store")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=given["ranks"])
-    answer(train(Recipe(**given)))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

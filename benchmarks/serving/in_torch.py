@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ring_attn_torch import RingTransformer
 
-from ..support.process import answer, argument
 from .problem import Problem, config_of, prompt_of
 from .watch import Watch
 
@@ -35,19 +33,3 @@ def run(problem: Problem, device: torch.device) -> dict[str, Any]:
     tokens = model.generate([prompt], problem.new, chunk=problem.chunk, on_token=watch.on_token, progress=watch.progress)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return watch.found() | {"tokens": tokens[0], "peak": peak}
-
-
-def main() -> None:
-    given = argument()
-    rank, ranks, store = given.pop("rank"), given.pop("gpus"), given.pop("store")
-    problem = Problem(**given)
-    device = torch.device("cpu") if problem.tiny else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if problem.tiny else "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    answer(run(problem, device))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

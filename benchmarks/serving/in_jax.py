@@ -10,7 +10,6 @@ from flax import nnx
 
 from ring_attn_jax import RingTransformer
 
-from ..support.process import answer, argument
 from .problem import Problem, config_of, prompt_of
 from .watch import Watch
 
@@ -38,17 +37,3 @@ def run(problem: Problem, devices: int) -> dict[str, Any]:
     tokens = model.generate([prompt], problem.new, chunk=problem.chunk, on_token=watch.on_token, progress=watch.progress)
     peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
     return watch.found() | {"tokens": tokens[0], "peak": peak}
-
-
-def main() -> None:
-    given = argument()
-    devices = given.pop("gpus")
-    problem = Problem(**{name: given[name] for name in Problem._fields})
-    if problem.tiny:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    answer(run(problem, devices))
-
-
-if __name__ == "__main__":
-    main()

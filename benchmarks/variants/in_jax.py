@@ -16,9 +16,8 @@ from ring_attn_jax import DilatedRingAttention, RingAttention, SummaryAttention,
 from ring_attn_jax.layers.parts import RMSNorm
 from ring_attn_jax.layers.transformer import SwiGLU
 
-from ..support.process import answer, argument
-from . import recipe
-from .recipe import Recipe
+from . import problem as recipe
+from .problem import Problem
 
 LAYERS = {"exact": RingAttention, "dilated": DilatedRingAttention, "summary": SummaryAttention}
 
@@ -54,7 +53,7 @@ class Model(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def train(given: Recipe) -> dict[str, Any]:
+def run(given: Problem, devices: int) -> dict[str, Any]:
     mesh = jax.make_mesh((given.ranks,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
     model = Model(given.variant)
     from_numpy(model, recipe.first_weights(to_numpy(model)))
@@ -79,14 +78,3 @@ def train(given: Recipe) -> dict[str, Any]:
         weights, state, value = update(weights, state, ids, labels)
         losses.append(float(value))
     return {"losses": losses, "seconds": time.perf_counter() - began}
-
-
-def main() -> None:
-    given = Recipe(**{name: value for name, value in argument().items() if name in Recipe._fields})
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", given.ranks)
-    answer(train(given))
-
-
-if __name__ == "__main__":
-    main()

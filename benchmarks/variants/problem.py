@@ -25,7 +25,7 @@ with summaries.
 """
 
 
-class Recipe(NamedTuple):
+class Problem(NamedTuple):
     """The settings of one run. ``tokens``: of the one sequence of a step, which the ring shares."""
 
     variant: str
