@@ -27,9 +27,6 @@ Precision  products in the input dtype, sums in f32; p and ds are rounded once t
 README.md has the timeline and the failed attempts.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

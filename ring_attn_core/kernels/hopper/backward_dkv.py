@@ -7,9 +7,6 @@ State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk an
 Precision  f32; 16 bits for complete gradients
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -9,9 +9,6 @@ Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program f
 Precision  f32; dq is rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton

@@ -9,9 +9,6 @@ Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (po
 Units      local indices of a run, except bounds, which are token positions
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -26,9 +26,6 @@ in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forwar
     wide dq    K_FREE, V_FREE, VALUES_CLEAN    as in the forward, of which VALUES_CLEAN is about keys
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

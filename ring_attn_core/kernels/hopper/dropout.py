@@ -8,9 +8,6 @@ Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [KEYS, WIDTH queries],
 Units      positions are token positions of the global sequence
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

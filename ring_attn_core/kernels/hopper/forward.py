@@ -21,10 +21,6 @@ Precision  as in portable/forward.py, except softcap: its tanh has an error of 1
 README.md has the timeline, the predictions, the measurements and the failed attempts.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -8,10 +8,6 @@ State      for the first shard lse_before is the sink, or absent
 Precision  f32; out is rounded once to its dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
-
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -9,10 +9,6 @@ Shapes     q_BSHD, k_BTGD as ``Parts`` of TMA descriptors, v_BTGE as one, key_ma
            (portable/loads.py), extents and not_finite int32 (portable/extent_lists.py)
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
-
 from __future__ import annotations
 
 from triton.experimental import gluon

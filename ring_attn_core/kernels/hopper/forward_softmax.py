@@ -8,10 +8,6 @@ Shapes     products, s, w, p [64 queries, keys] in the layout of wgmma's results
 Precision  f32; p is rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
-
 from __future__ import annotations
 
 from triton.experimental import gluon

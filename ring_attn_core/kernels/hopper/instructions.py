@@ -1,8 +1,5 @@
 """Wrappers of PTX instructions without a Gluon function: conversions in pairs, and tanh of the special function unit."""
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

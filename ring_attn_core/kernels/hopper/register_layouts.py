@@ -7,9 +7,6 @@
 ``here`` hides the value of an integer from the compiler.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -9,10 +9,6 @@ Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], alibi_s
 Units      local indices of a run; tokens count within a shard
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (pyright takes compile-time constants for the class constexpr, and jitted functions for plain ones)
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -15,9 +15,6 @@ State      FIRST: dk and dv start at 0; else dk_in and dv_in f32, which dk and d
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -16,9 +16,6 @@ State      FIRST: dq starts at 0; else dq_in f32, which dq may overwrite in plac
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -10,9 +10,6 @@ Program    of ``delta`` one (tile of tokens, head, batch row); of ``extent_bound
 Precision  f32
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton

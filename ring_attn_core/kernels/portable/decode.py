@@ -25,9 +25,6 @@ Precision  products in q's dtype, sums and softmax in f32, in base 2. One-byte k
            the many small ones of a long cache would become 0
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

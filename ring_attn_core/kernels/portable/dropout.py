@@ -10,9 +10,6 @@ Program    of ``dropout_streams``: BLOCK batch rows and heads
 Units      positions are token positions of the global sequence; ``threshold`` is in the upper half of a word
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton

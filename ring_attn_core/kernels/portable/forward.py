@@ -19,9 +19,6 @@ State      FIRST: no keys have been seen yet; else out_in f32 and lse_in, which 
 Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton

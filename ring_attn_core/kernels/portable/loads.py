@@ -9,9 +9,6 @@ Program    of ``unpack_key_mask``: one (block of MASK_BLOCK keys, batch row)
 Precision  products in the dtype of their factors, sums in f32
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton

@@ -12,9 +12,6 @@ Tiles      a program visits the tiles ``first .. last - 1`` of a run; those in `
 Units      local indices, except extents and ``*_start``, which are token positions
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -8,9 +8,6 @@ Shapes     products, s and t [queries, keys] or [keys, queries]; i, j broadcast 
 Precision  f32; tanh within 1e-7, ACCURATE to a rounding
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import struct
