@@ -16,6 +16,7 @@ from ring_attn_core.validation import missing_package
 if find_spec("jax") is None:
     raise missing_package(__name__, "jax")
 
+from . import functional as functional  # by name only, as in the PyTorch package
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that this host lacks
 from .block import attend_block, merge
 from .call.signature import ring_attention

@@ -14,6 +14,7 @@ from ring_attn_core.validation import missing_package
 if find_spec("torch") is None:
     raise missing_package(__name__, "torch")
 
+from . import functional as functional  # by name only: import * must not hide torch.nn.functional
 from .block import attend_block, merge
 from .call.signature import ring_attention
 from .data.batch import Shard as Shard  # by name only: import * must not hide the Shard of torch.distributed.tensor

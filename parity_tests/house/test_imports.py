@@ -40,6 +40,7 @@ ROOMS = (
     ("layers",),
     ("inference",),
     ("variants",),
+    ("functional",),
     ("sharded",),
     ("data",),
     ("block",),

@@ -1,0 +1,159 @@
+"""Dense masks, bool [rows, queries, keys], expressed as a band, as extents and key extents, and as a key mask.
+
+With 5 tokens (rows are queries, columns keys, # is visible):
+
+    a band       rows are intervals       columns are intervals       neither: refused
+    (causal)     (documents)              (a prefix tree)             (a hole)
+    #....        ##...                    #....                       #....
+    ##...        ##...                    ##...                       ##...
+    ###..        ..###                    #.#..                       #.#..
+    ####.        ..###                    #.##.                       ##.#.
+    #####        ..###                    #...#                       #...#
+
+A mask is the intersection of intervals if and only if it equals the intersection of its *hulls*: the tightest interval around
+the keys that each query sees, and around the queries that see each key. So only the hulls are tried. Keys that no query sees and
+queries that see no key have an empty hull. numpy is imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..masks import full
+from ..runs import Band
+
+BLOCK = 2**24
+"""Pairs of a block of queries and all keys, computed at once."""
+
+
+class MaskParts(NamedTuple):
+    """A mask as arguments of ``ring_attention`` in natural order: a query sees the keys that all of them permit."""
+
+    band: Band
+    extents: Any = None
+    """int32 [rows, queries, 2]."""
+    key_extents: Any = None
+    """int32 [rows, keys, 2]."""
+    key_mask: Any = None
+    """bool [rows, keys]."""
+
+
+class Hulls:
+    """The hulls of a dense mask that is read in blocks of queries.
+
+    ``extents``, ``key_extents``: the tightest interval of each query and of each key, int32 [rows, queries or keys, 2]; [0, 0) if
+    it is empty. ``counts``: number of keys that each query sees, [rows, queries].
+    """
+
+    def __init__(self, rows: int, queries: int, keys: int) -> None:
+        import numpy as np
+
+        self.extents, self.key_extents = np.zeros((rows, queries, 2), np.int32), np.zeros((rows, keys, 2), np.int32)
+        self.counts = np.zeros((rows, queries), np.int64)
+
+    def add(self, start: int, visible: Any) -> None:
+        """Add the queries from ``start`` on: ``visible`` bool [rows, some queries, keys]. Blocks come in ascending order."""
+        import numpy as np
+
+        some = slice(start, start + visible.shape[1])
+        self.counts[:, some] = visible.sum(2)
+        self.extents[:, some] = _hull(visible)
+        below, seen = _hull(visible.swapaxes(1, 2)) + start, visible.any(1)
+        new = seen & (self.key_extents[..., 1] == 0)
+        self.key_extents[..., 0] = np.where(new, below[..., 0], self.key_extents[..., 0])
+        self.key_extents[..., 1] = np.where(seen, below[..., 1], self.key_extents[..., 1])
+
+    def parts(self) -> MaskParts | None:
+        """Return the parts of the mask, a band if one fits, or None if the mask is not the intersection of its hulls."""
+        import numpy as np
+
+        seen = self.key_extents[..., 1] > 0
+        everybody = np.ones_like(seen)
+        if (band := self._band(everybody)) is not None:
+            return MaskParts(band)
+        if self._fits(everybody, *np.moveaxis(self.extents, 2, 0)):
+            return MaskParts(full(), self.extents)
+        if (band := self._band(seen)) is not None:
+            return MaskParts(band, key_mask=seen)
+        if self._fits(seen, *np.moveaxis(self.extents, 2, 0)):
+            return MaskParts(full(), self.extents, key_mask=seen)
+        columns, both = self._fitting_columns()
+        if columns:
+            return MaskParts(full(), key_extents=self.key_extents)
+        return MaskParts(full(), self.extents, self.key_extents) if both else None
+
+    def _band(self, key_mask: Any) -> Band | None:
+        """Return the band that shows each query as many keys of ``key_mask`` as the mask does, with open sides if they fit."""
+        import numpy as np
+
+        seeing, row = self.counts > 0, np.arange(self.counts.shape[1])
+        if not seeing.any():
+            return full() if not key_mask.any() or not row.size else None
+        lo = int((row - self.extents[..., 1] + 1)[seeing].min())
+        hi = int((row - self.extents[..., 0])[seeing].max())
+        keys = key_mask.shape[1]
+        for band in (Band(), Band(lo=lo), Band(hi=hi), Band(lo, hi)):
+            first = row * 0 if band.hi is None else np.clip(row - band.hi, 0, keys)
+            end = row * 0 + keys if band.lo is None else np.clip(row - band.lo + 1, 0, keys)
+            if self._fits(key_mask, first, np.maximum(first, end)):
+                return band
+        return None
+
+    def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
+        """Return whether each query sees as many keys as ``key_mask`` has within its interval, which holds all that it sees."""
+        import numpy as np
+
+        before = np.pad(np.cumsum(key_mask, 1, dtype=np.int64), ((0, 0), (1, 0)))
+        first, end = (np.broadcast_to(x, self.counts.shape) for x in (first, end))
+        between = np.take_along_axis(before, end, 1) - np.take_along_axis(before, first, 1)
+        return bool((between == self.counts).all())
+
+    def _fitting_columns(self) -> tuple[bool, bool]:
+        """Return whether the hulls of the keys alone are the mask, and whether they are together with those of the queries."""
+        import numpy as np
+
+        _, queries, _ = self.extents.shape
+        keys = self.key_extents.shape[1]
+        first, end = np.moveaxis(self.key_extents[:, None], 3, 0)
+        alone = both = True
+        for some in _blocks(queries, self.key_extents.shape[0] * keys):
+            query, key = np.arange(some.start, some.stop)[:, None], np.arange(keys)
+            columns = (first <= query) & (query < end)
+            alone = alone and bool((columns.sum(2) == self.counts[:, some]).all())
+            rows = (self.extents[:, some, :1] <= key) & (key < self.extents[:, some, 1:])
+            both = both and bool(((columns & rows).sum(2) == self.counts[:, some]).all())
+            if not both:
+                break
+        return alone, both
+
+
+def parts_of(visible: Any) -> MaskParts | None:
+    """Return the parts of ``visible``, NumPy's bool [rows, queries, keys] in natural order; None as ``Hulls.parts`` does."""
+    hulls = Hulls(*visible.shape)
+    for some in _blocks(visible.shape[1], visible.shape[0] * visible.shape[2]):
+        hulls.add(some.start, visible[:, some])
+    return hulls.parts()
+
+
+def _blocks(queries: int, pairs: int) -> Iterable[slice]:
+    """Yield the blocks of queries; ``pairs``: the number of pairs of one query."""
+    step = max(BLOCK // max(pairs, 1), 1)
+    return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
+
+
+def _hull(visible: Any) -> Any:
+    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) if there are none."""
+    import numpy as np
+
+    if not visible.shape[-1]:
+        return np.zeros((*visible.shape[:-1], 2), np.int32)
+    first, end = visible.argmax(-1), visible.shape[-1] - visible[..., ::-1].argmax(-1)
+    hull = np.stack([first, end], -1).astype(np.int32)
+    return np.where(visible.any(-1)[..., None], hull, 0)
+
+
+def both(a: Band, b: Band) -> Band:
+    """Return the band of the pairs that two bands permit."""
+    pick = lambda choose, x, y: y if x is None else x if y is None else choose(x, y)
+    return Band(pick(max, a.lo, b.lo), pick(min, a.hi, b.hi))

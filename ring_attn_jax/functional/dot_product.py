@@ -1,0 +1,231 @@
+"""``jax.nn.dot_product_attention`` over a ring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.data.dense_masks import MaskParts, both, parts_of
+from ring_attn_core.keywords import named_keywords
+from ring_attn_core.layouts import named
+from ring_attn_core.masks import causal, full
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import Band
+from ring_attn_core.validation import in_words, is_integer
+
+from ..api import ring_attention
+from ..axes import ring_size
+from ..block import attend_block
+from ..data.extents import on_host
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+BACKENDS = {None: "auto", "xla": "blockwise"}
+"""The backend of each ``implementation``."""
+
+
+@named_keywords
+def dot_product_attention(
+    query: Float[Array, "*batch seq_local heads head_dim"],
+    key: Float[Array, "*batch kv_local kv_heads head_dim"],
+    value: Float[Array, "*batch kv_local kv_heads head_dim"],
+    bias: Array | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " batch"] | None = None,
+    key_value_seq_lengths: Int[Array, " batch"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    axis_name: str | None = "seq",
+    layout: str = "zigzag",
+    length: int | None = None,
+    kv_length: int | None = None,
+) -> Any:
+    """Compute ``jax.nn.dot_product_attention`` over a ring, forward and backward; call it inside ``jax.shard_map``.
+
+    query, key, value: this rank's shards, ``[batch, tokens, heads, head_dim]`` or without the batch. ``is_causal``: query i sees
+    the keys j <= i, also if the lengths differ. ``local_window_size``: (left, right), or one int for both sides.
+    ``query_seq_lengths``, ``key_value_seq_lengths``: int ``[batch]``, tokens of each row, counted over all ranks.
+
+    ``mask``: the whole mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
+    against [batch, heads, length, kv_length]. It may be a band, or an intersection of one interval of keys for each query, one
+    interval of queries for each key, and unused keys: padding, documents, a prefix, a prefix tree. It is the same for all heads.
+    A mask that is an argument of jit has no values while it is traced: a query for which it is something else then gets NaN.
+
+    ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
+    without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
+    ``length``, ``kv_length``: as in :func:`ring_attention`.
+
+    A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values instead.
+
+    Raise ValueError on a ``bias``, on implementation="cudnn", if a mask with known values differs between heads or has holes, and
+    as ring_attention does.
+    """
+    if bias is not None:
+        raise ValueError(
+            "bias would have to travel round the ring: pass a mask of True and False as mask=; biases by position are alibi_slopes "
+            "of ring_attention"
+        )
+    if implementation not in BACKENDS:
+        raise ValueError(
+            f"implementation={implementation!r} has no counterpart in JAX here: pass None, which takes the Triton kernels on "
+            'NVIDIA GPUs, or "xla"'
+        )
+    unbatched = getattr(query, "ndim", 4) == 3
+    q, k, v = (_batched(name, x, unbatched) for name, x in (("query", query), ("key", key), ("value", value)))
+    shards = Shards.of(q, k, axis_name, layout, (length, kv_length))
+    parts, fits = MaskParts(full()), None
+    if mask is not None:
+        parts, fits = _parts_of(mask, (q.shape[0], q.shape[2], *shards.lengths))
+    band = both(both(parts.band, causal() if is_causal else full()), _window(local_window_size))
+    extents = shards.own(parts.extents, 0)
+    if query_seq_lengths is not None or key_value_seq_lengths is not None:
+        extents = shards.within(extents, query_seq_lengths, key_value_seq_lengths, q.shape[0])
+    whole_batch = lambda x: None if x is None else jnp.broadcast_to(x, (q.shape[0], *x.shape[1:]))
+    arguments: dict[str, Any] = {"extents": extents, "key_extents": shards.own(parts.key_extents, 1)}
+    arguments = {name: whole_batch(x) for name, x in (arguments | {"key_mask": shards.own(parts.key_mask, 1)}).items()}
+    out, lse = shards.attend((q, k, v), {**arguments, "mask": band, "scale": scale, "backend": BACKENDS[implementation]})
+    if fits is not None:
+        out = out * jnp.where(jnp.asarray(shards.own(fits, 0)), 1, jnp.nan).astype(out.dtype)[..., None, None]
+    out, lse = (x[0] if unbatched else x for x in (out, lse))
+    return (out, lax.stop_gradient(lse.astype(key.dtype))) if return_residual else out
+
+
+class Shards(NamedTuple):
+    """The shards of one call: axis and ranks, layout, tokens of a shard of q and of k, and the global lengths of both."""
+
+    axis_name: str | None
+    ranks: int
+    layout: str
+    local: tuple[int, int]
+    lengths: tuple[int, int]
+
+    @classmethod
+    def of(cls, q: Any, k: Any, axis_name: str | None, layout: str, lengths: tuple[int | None, int | None]) -> Shards:
+        """Return the shards of q and k [batch, tokens, heads, head_dim]. Raise ValueError if lengths or layout do not fit."""
+        named(layout)
+        instead = "pass axis_name=None for one device"
+        ranks = 1 if axis_name is None else ring_size(axis_name, "functional.dot_product_attention", instead)
+        layout = layout if ranks > 1 else "contiguous"  # for one rank all layouts are the same, and this one is never padded
+        plan = RingPlan(layout, full(), ranks, q.shape[1], k.shape[1], *lengths)  # type: ignore[arg-type]
+        return cls(axis_name, ranks, layout, (q.shape[1], k.shape[1]), (plan.length, plan.kv_length))
+
+    def positions(self, of: int) -> jax.Array:
+        """Return the positions of this rank's tokens, int32 [tokens]; ``of``: 0 for the queries', 1 for the keys'."""
+        rank = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
+        runs = named(self.layout)(rank, self.ranks, self.local[of])  # type: ignore[arg-type]  # arithmetic on a traced rank
+        return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
+
+    def own(self, x: Any, of: int) -> jax.Array | None:
+        """Return this rank's shard of a whole array [rows, length, ...], padded with zeros; None stays None."""
+        if x is None:
+            return None
+        more = self.ranks * self.local[of] - x.shape[1]
+        padded = jnp.pad(jnp.asarray(x), [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.take(padded, self.positions(of), 1)
+
+    def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
+        """Return extents [batch, tokens, 2] cut to rows of so many ``queries`` and ``keys``, int [batch] or None."""
+        if extents is None:
+            extents = jnp.broadcast_to(jnp.array([0, self.lengths[1]], jnp.int32), (1, self.local[0], 2))
+        first, end = extents[..., 0], extents[..., 1]
+        if keys is not None:
+            end = jnp.minimum(end, _row_lengths("key_value_seq_lengths", keys, batch))
+        if queries is not None:
+            end = jnp.where(self.positions(0)[None] < _row_lengths("query_seq_lengths", queries, batch), end, 0)
+        first, end = jnp.broadcast_arrays(first, end)
+        return jnp.where((first < end)[..., None], jnp.stack([first, end], -1), 0)
+
+    def attend(self, qkv: tuple[Any, Any, Any], arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        """Return (out, lse) of this rank's queries, out in the dtype of q."""
+        if self.axis_name is not None:
+            lengths = {"length": self.lengths[0], "kv_length": self.lengths[1]}
+            return ring_attention(
+                *qkv, axis_name=self.axis_name, layout=self.layout, **lengths, **arguments, return_lse=True
+            )
+        out, lse = attend_block(*qkv, **arguments)
+        return out.astype(qkv[0].dtype), lse
+
+
+def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
+    """Return an array as [batch, tokens, heads, head_dim]."""
+    if not hasattr(x, "ndim") or x.ndim != (3 if unbatched else 4):
+        raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], or all three without the batch, got {in_words(x)}")
+    return x[None] if unbatched else x
+
+
+def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
+    """Return the tokens of each row, int32 [batch, 1]."""
+    x = jnp.asarray(x)
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers [batch] = [{batch}], the tokens of each row, got {x.dtype} {list(x.shape)}")
+    return x.astype(jnp.int32)[:, None]
+
+
+def _window(size: Any) -> Band:
+    """Return the band of ``local_window_size``."""
+    if size is None:
+        return full()
+    sides = (size, size) if is_integer(size) else size
+    if not isinstance(sides, tuple | list) or len(sides) != 2 or not all(map(is_integer, sides)):
+        raise ValueError(f"local_window_size must be an int or (left, right), static ints in tokens, got {in_words(size)}")
+    left, right = sides
+    return Band(-right, left)
+
+
+def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, Any]:
+    """Return the parts of a whole mask, and bool [rows, queries], True where they express it; None if they do everywhere.
+
+    ``shape``: batch, heads, length and kv_length, to which the mask must broadcast.
+    """
+    sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
+    if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        raise ValueError(
+            f"mask must be whole, in natural order, and broadcast against [batch, heads, length, kv_length] = {list(shape)}, got "
+            f"{in_words(mask)}: pass length= and kv_length= if the shards are padded"
+        )
+    if mask.dtype != bool:
+        raise ValueError(f"mask must be bool, True where attention is permitted, got {mask.dtype}: of 0 and -inf pass mask == 0")
+    rows, queries, keys = sizes[0], *shape[2:]
+    values = on_host(mask)
+    if values is None:
+        visible = jnp.broadcast_to(jnp.reshape(mask, sizes), (*sizes[:2], queries, keys))
+        parts, fits = _traced_parts(visible[:, 0])
+        return parts, fits & (visible == visible[:, :1]).all((1, 3))
+    visible = values.reshape(sizes)
+    if not (visible == visible[:, :1]).all():
+        raise ValueError("mask differs between heads, which share what they see: pass the same for all heads of a batch row")
+    import numpy as np
+
+    parts = parts_of(np.broadcast_to(visible[:, 0], (rows, queries, keys)))
+    if parts is None:
+        raise ValueError(
+            "mask is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and one "
+            "interval of queries for each key: pass such a mask, or several calls merged by their lse (attend_block, merge)"
+        )
+    return parts, None
+
+
+def _traced_parts(visible: jax.Array) -> tuple[MaskParts, jax.Array]:
+    """Return the hulls of ``visible`` bool [rows, queries, keys], and for each query whether they show what it sees."""
+    extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
+    query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
+    key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]
+    rows = (extents[..., :1] <= key) & (key < extents[..., 1:])
+    columns = (key_extents[:, None, :, 0] <= query) & (query < key_extents[:, None, :, 1])
+    return MaskParts(full(), extents, key_extents), ((rows & columns) == visible).all(2)
+
+
+def _hull(visible: jax.Array) -> jax.Array:
+    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) if there are none."""
+    if not visible.shape[-1]:
+        return jnp.zeros((*visible.shape[:-1], 2), jnp.int32)
+    first, end = jnp.argmax(visible, -1), visible.shape[-1] - jnp.argmax(visible[..., ::-1], -1)
+    return jnp.where(visible.any(-1)[..., None], jnp.stack([first, end], -1), 0).astype(jnp.int32)

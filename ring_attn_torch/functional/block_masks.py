@@ -1,0 +1,152 @@
+"""A BlockMask of ``flex_attention`` as arguments of ring attention: its mask_mod is evaluated at every pair, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.data.dense_masks import BLOCK, Hulls, MaskParts
+from ring_attn_core.validation import in_words
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MOST_TOKENS = 32768
+"""The most queries and keys of a mask that is evaluated at every pair."""
+
+Shape = tuple[int, int, int, int]
+"""Batch, heads, queries and keys."""
+
+_known: WeakKeyDictionary[Any, tuple[Any, list[Any], MaskParts]] = WeakKeyDictionary()
+"""For each BlockMask: the state in which it was evaluated, the tensors that the state names by id, and the result."""
+
+
+def parts_of(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskParts:
+    """Return the parts of ``block_mask`` over whole sequences; ``shape``: batch, heads, length and kv_length of the call.
+
+    Raise ValueError if it is not a BlockMask of these lengths, is traced, too long, contradicts itself or has no parts.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "block_mask is evaluated on the host, which torch.compile cannot trace: leave flex_attention out of what is compiled "
+            "with torch.compiler.disable, or call ring_attention with mask, extents and key_extents"
+        )
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise ValueError(f"block_mask must be a BlockMask, made by create_block_mask, got {in_words(block_mask)}")
+    _, _, queries, keys = shape
+    if tuple(block_mask.seq_lengths) != (queries, keys):
+        raise ValueError(
+            f"block_mask is for {' x '.join(map(str, block_mask.seq_lengths))} tokens, and the ring has length={queries} and "
+            f"kv_length={keys}: make it for the whole sequence, and pass length= and kv_length= if the shards are padded"
+        )
+    if max(queries, keys) > MOST_TOKENS:
+        raise ValueError(
+            f"block_mask has {queries} x {keys} pairs to evaluate, and at most {MOST_TOKENS} tokens are: call ring_attention with "
+            "mask, extents (document_extents, prefix_extents) and key_extents (tree_extents)"
+        )
+    held: list[Any] = []
+    try:
+        state = shape, _state(block_mask.mask_mod, held)
+    except _Unknown:
+        return _evaluated(block_mask, shape, device)
+    if block_mask in _known and _known[block_mask][0] == state:
+        return _known[block_mask][2]
+    parts = _evaluated(block_mask, shape, device)
+    _known[block_mask] = state, held, parts
+    return parts
+
+
+class _Unknown(Exception):
+    """A function reads something whose changes would not be noticed."""
+
+
+def _state(x: Any, held: list[Any]) -> Any:
+    """Return a value that changes if ``x``, or a tensor or number that a function reads, changes.
+
+    Tensors enter by id and version. ``held`` collects what enters by its id, to be kept alive beside the state. Raise _Unknown
+    on an object of any other kind.
+    """
+    if x is None or isinstance(x, bool | int | float | str):
+        return type(x), x
+    held.append(x)
+    if isinstance(x, Tensor) and not x.is_inference():
+        return id(x), x._version
+    if isinstance(x, tuple | list):
+        return type(x), tuple(_state(each, held) for each in x)
+    if isinstance(x, FunctionType):
+        if any(x is each for each in held[:-1]):
+            return id(x)
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        read = [x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__]
+        return id(x.__code__), _state([*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *read], held)
+    if isinstance(x, ModuleType | BuiltinFunctionType | type):
+        return id(x)
+    raise _Unknown
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and those within it read from their globals, among others."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _evaluated(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskParts:
+    """Evaluate the mask_mod at every pair, in blocks of queries, and return its parts."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads, queries, keys = shape
+    partial, full = (_listed(block_mask, kind).expand(batch, heads, -1, -1) for kind in ("kv", "full_kv"))
+    tall, wide = block_mask.BLOCK_SIZE
+    key_blocks = torch.arange(keys, device=device) // wide
+    step = max(BLOCK // max(batch * heads * keys, 1), 1)
+    hulls = None
+    for start in range(0, queries, step):
+        rows = torch.arange(start, min(start + step, queries), device=device)
+        try:
+            seen = create_mask(_from(block_mask.mask_mod, start), batch, heads, len(rows), keys, device=device)  # type: ignore[arg-type]
+        except Exception as error:
+            raise ValueError(f"block_mask has a mask_mod that cannot be evaluated at every pair: {error}") from error
+        of_pairs = lambda blocks, rows=rows: blocks[:, :, rows // tall][..., key_blocks]
+        if (seen & ~of_pairs(partial | full)).any() or (~seen & of_pairs(full)).any():
+            raise ValueError(
+                "block_mask lists blocks that contradict its mask_mod, so torch's results depend on the kernel: make it with "
+                "create_block_mask, in a mask_mod that says everything"
+            )
+        if (seen != seen[:, :1]).any():
+            raise ValueError("block_mask differs between heads, which share what they see: pass the same for all heads")
+        alike = seen.stride(0) == 0  # the function does not read the batch row
+        hulls = hulls or Hulls(1 if alike else batch, queries, keys)
+        hulls.add(start, seen[: 1 if alike else batch, 0].cpu().numpy())
+    parts = (hulls or Hulls(1, queries, keys)).parts()
+    if parts is None:
+        raise ValueError(
+            "block_mask is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query "
+            "and one interval of queries for each key: pass such a mask, or several calls merged by their lse (attend_block, merge)"
+        )
+    return parts
+
+
+def _from(mask_mod: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
+    """Return ``mask_mod`` with query 0 at position ``start``."""
+    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + start, kv_idx)
+
+
+def _listed(block_mask: BlockMask, kind: str) -> Tensor:
+    """Return the blocks of a kind, "kv" (partial) or "full_kv", as bool [batch, heads, query blocks, key blocks]."""
+    partial = block_mask.kv_indices
+    count, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
+    if count is None or indices is None:
+        return torch.zeros_like(partial, dtype=torch.bool)
+    blocks = indices.shape[-1]
+    used = torch.arange(blocks, device=indices.device) < count[..., None]
+    listed = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.bool, device=indices.device)
+    return listed.scatter(-1, indices.long().masked_fill(~used, blocks), True)[..., :blocks]

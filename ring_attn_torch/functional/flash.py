@@ -1,0 +1,245 @@
+"""``flash_attn_func`` and ``flash_attn_varlen_func`` of the package flash_attn (2.8), over a ring.
+
+FlashAttention aligns windows to the bottom right: with ``offset = keys - queries`` query i sees key j if
+
+    i + offset - left <= j <= i + offset + right        a side of -1 is open; causal=True is right = 0
+
+within the whole sequence, or within a document of packed ones, whose lengths of queries and keys then count.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.masks import full
+from ring_attn_core.runs import Band
+from ring_attn_core.validation import in_words, is_integer
+
+from ..data.extents import integers, on_host
+from .shards import Arguments, Qkv, RingArguments, attend, check_dims, dropout_of, shards_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class _FlashOptions(NamedTuple):
+    """The arguments that both functions share, under their names."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """Return the window (left, right), None for an open side. Raise ValueError if ``window_size`` is not two integers."""
+        given = self.window_size
+        if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(is_integer, given)):
+            raise ValueError(f"window_size must be (left, right), ints in tokens, -1 for an open side, got {in_words(given)}")
+        left, right = (None if side < 0 else side for side in given)
+        return left, 0 if self.causal else right
+
+    def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
+        """Return scale, softcap, ALiBi and dropout as arguments of ``ring_attention``."""
+        slopes = self.alibi_slopes
+        if slopes is not None:
+            if not isinstance(slopes, Tensor) or slopes.ndim != 1 or slopes.shape[0] != heads:
+                raise ValueError(
+                    f"alibi_slopes must be a tensor [heads] = [{heads}], one slope for each head in all batch rows, got "
+                    f"{in_words(slopes)}: call once for each batch row that has slopes of its own"
+                )
+            if self.sides[1] != 0:
+                raise ValueError(
+                    "alibi_slopes without causal=True penalise the distance to later keys too, |i - j|, which ring attention "
+                    "does not compute: pass causal=True or a window_size with right side 0"
+                )
+            if not equal_lengths:
+                raise ValueError(
+                    "alibi_slopes need queries and keys of one length: ring attention counts distances from the same first "
+                    "token for both. Leave out alibi_slopes, or pass all queries"
+                )
+        return {
+            "scale": self.softmax_scale,
+            "softcap": None if isinstance(self.softcap, float | int) and self.softcap == 0 else self.softcap,
+            "alibi_slopes": slopes,
+            "deterministic": self.deterministic,
+            **dropout_of(self.dropout_p, dropout_seed),
+        }
+
+
+def flash_attn_func(
+    q: Float[Tensor, "batch seq_local heads head_dim"],
+    k: Float[Tensor, "batch kv_local kv_heads head_dim"],
+    v: Float[Tensor, "batch kv_local kv_heads v_dim"],
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Tensor, " heads"] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str = "zigzag",
+    length: int | None = None,
+    kv_length: int | None = None,
+    dropout_seed: int | Int[Tensor, ""] | None = None,
+) -> Float[Tensor, "batch seq_local heads v_dim"]:
+    """Compute ``flash_attn.flash_attn_func`` over a ring, with gradients; also on a CPU and in float32 and float64.
+
+    With ``offset = keys - queries``, counted over all ranks, query i sees key j if
+    ``i + offset - left <= j <= i + offset + right``, where ``(left, right) = window_size``, a side of -1 is open, and ``causal``
+    sets right to 0: the last query is aligned with the last key. A query that sees no key has out 0.
+
+    q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 is none. ``alibi_slopes``:
+    float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the dropped set is not
+    flash_attn's. ``deterministic``: accepted, gradients always repeat.
+
+    ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
+
+    Raise ValueError, the same on every rank and before anything is sent, on ``return_attn_probs=True``, on alibi_slopes for each
+    batch row, without causal=True or with keys of another length, and as ring_attention does.
+    """
+    ring = RingArguments(group, layout, length, kv_length)
+    options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+
+    def prepare() -> tuple[Qkv, Arguments]:
+        _refuse_probabilities(return_attn_probs)
+        check_dims({"q": q, "k": k, "v": v}, "batch", "tokens", "heads", "head_dim")
+        shards = shards_of(q, k, ring)
+        queries, keys = shards.lengths
+        score = options.score(q.shape[2], queries == keys, dropout_seed)
+        return (q, k, v), {**shards.arguments, **score, "mask": _band(options.sides, keys - queries)}
+
+    return attend(prepare, q, ring)
+
+
+def flash_attn_varlen_func(
+    q: Float[Tensor, "seq_local heads head_dim"],
+    k: Float[Tensor, "kv_local kv_heads head_dim"],
+    v: Float[Tensor, "kv_local kv_heads v_dim"],
+    cu_seqlens_q: Int[Tensor, " ends"],
+    cu_seqlens_k: Int[Tensor, " ends"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Tensor, " heads"] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: str = "zigzag",
+    length: int | None = None,
+    kv_length: int | None = None,
+    dropout_seed: int | Int[Tensor, ""] | None = None,
+) -> Float[Tensor, "seq_local heads v_dim"]:
+    """Compute ``flash_attn.flash_attn_varlen_func`` over a ring: documents packed into one row of tokens, with gradients.
+
+    Document n has the queries ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1] - 1`` and the keys ``cu_seqlens_k[n]`` to
+    ``cu_seqlens_k[n + 1] - 1``. Within it, masks are those of :func:`flash_attn_func`, aligned to its last query and last key.
+    Tokens after the last document, padding included, have out 0 and are not seen.
+
+    q, k, v: this rank's shards of the packed row. ``cu_seqlens_q``, ``cu_seqlens_k``: int ``[documents + 1]``, of the whole row,
+    in natural order, the same on every rank. ``max_seqlen_q``, ``max_seqlen_k``: at least the longest document. The other
+    arguments are those of :func:`flash_attn_func`. The ring cuts the row, not each document, so documents may have any length.
+
+    Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, differ in
+    number or leave the row, if a document is longer than max_seqlen_q or max_seqlen_k, on a ``block_table``, and as
+    flash_attn_func does. torch.compile hides the values, so it checks shapes only.
+    """
+    ring = RingArguments(group, layout, length, kv_length)
+    options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+
+    def prepare() -> tuple[Qkv, Arguments]:
+        _refuse_probabilities(return_attn_probs)
+        if block_table is not None:
+            raise ValueError("block_table pages a cache, which ring attention does not read: use KVCache and decode_step")
+        check_dims({"q": q, "k": k, "v": v}, "tokens", "heads", "head_dim")
+        shards = shards_of(q[None], k[None], ring)
+        ends = tuple(
+            _ends(name, x, total, longest).to(q.device)
+            for name, x, total, longest in (
+                ("q", cu_seqlens_q, shards.lengths[0], max_seqlen_q),
+                ("k", cu_seqlens_k, shards.lengths[1], max_seqlen_k),
+            )
+        )
+        if ends[0].shape != ends[1].shape:
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must have one entry for each document and a 0 in front, got {ends[0].shape[0]} and "
+                f"{ends[1].shape[0]} entries"
+            )
+        same = cu_seqlens_q is cu_seqlens_k or (not torch.compiler.is_compiling() and torch.equal(*ends))
+        score = options.score(q.shape[1], same, dropout_seed)
+        extents = shards.own(_extents(*ends, shards.lengths[0], options.sides), 0, q.device)
+        band = _band(options.sides, 0) if same else full()  # a band tells the ring which hops it needs
+        return (q[None], k[None], v[None]), {**shards.arguments, **score, "mask": band, "extents": extents}
+
+    return attend(prepare, q, ring)[0]
+
+
+def _refuse_probabilities(return_attn_probs: bool) -> None:
+    if return_attn_probs:
+        raise ValueError(
+            "return_attn_probs=True asks for the probabilities, tokens times tokens, which are never made: leave it out; "
+            "ring_attention(..., return_lse=True) returns their log-sum-exp"
+        )
+
+
+def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
+    """Return the band of a window (left, right) in lags ``q_pos - k_pos``, aligned to the bottom right by ``offset``."""
+    left, right = sides
+    return Band(None if right is None else -right - offset, None if left is None else left - offset)
+
+
+def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
+    """Return cu_seqlens as int64. Raise ValueError if it does not fit a row of ``total`` tokens or documents of ``longest``."""
+    name = f"cu_seqlens_{of}"
+    ends = integers(name, cu_seqlens, "documents + 1")
+    if not ends.shape[0]:
+        raise ValueError(f"{name} must be 0 and then the end of each document, got no entry")
+    values = on_host(ends)
+    if values is None:
+        return ends
+    steps = values[1:] - values[:-1]
+    if values[0] != 0 or (steps < 0).any():
+        raise ValueError(f"{name} must be 0 and then the end of each document, none before the last, got {values.tolist()[:9]}")
+    if values[-1] > total:
+        raise ValueError(
+            f"{name} ends at {values[-1]}, and the row has {total} tokens over all ranks: pass the cu_seqlens of the whole row, and "
+            f"{'length' if of == 'q' else 'kv_length'}= if it is padded"
+        )
+    if not is_integer(longest) or (steps > longest).any():
+        raise ValueError(
+            f"max_seqlen_{of} must be an int, at least the longest document of {name}, {max(steps, default=0)} tokens, got "
+            + in_words(longest)
+        )
+    return ends
+
+
+def _extents(ends_q: Tensor, ends_k: Tensor, length: int, sides: tuple[int | None, int | None]) -> Tensor:
+    """Return the extents [1, length, 2] of packed documents with windows aligned to the bottom right of each."""
+    if ends_q.shape[0] == 1:
+        return ends_q.new_zeros(1, length, 2, dtype=torch.int32)
+    position = torch.arange(length, device=ends_q.device)
+    at = (torch.searchsorted(ends_q, position, right=True) - 1).clamp(max=ends_q.shape[0] - 2)
+    first, end = ends_k[at], ends_k[at + 1]
+    aligned = end - (ends_q[at + 1] - position)  # the key that the query is aligned with
+    left, right = sides
+    begins = first if left is None else torch.maximum(first, aligned - left)
+    stops = end if right is None else torch.minimum(end, aligned + right + 1)
+    inside = (position < ends_q[-1]) & (begins < stops)
+    return torch.where(inside[:, None], torch.stack([begins, stops], -1), 0)[None].int()

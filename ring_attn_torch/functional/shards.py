@@ -1,0 +1,104 @@
+"""The ring of a function in this folder: its arguments, the lengths of a call, and this rank's shards of whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn_core.data.dense_masks import MaskParts
+from ring_attn_core.layouts import named
+from ring_attn_core.masks import full
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.validation import in_words
+
+from ..api import ring_attention
+from ..ring.agreement import refuse
+from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+Arguments = dict[str, Any]
+"""Keywords of ``ring_attention``."""
+
+
+class RingArguments(NamedTuple):
+    """The arguments that every function takes behind those of the original."""
+
+    group: dist.ProcessGroup | DeviceMesh | None
+    layout: str
+    length: int | None
+    kv_length: int | None
+
+
+class Shards(NamedTuple):
+    """The shards of one call: rank and ranks, layout, tokens of a shard of q and of k, and the global lengths of both."""
+
+    rank: int
+    ranks: int
+    layout: str
+    local: tuple[int, int]
+    lengths: tuple[int, int]
+
+    def own(self, x: Any, of: int, device: torch.device) -> Tensor:
+        """Return this rank's shard of a whole array [rows, length, ...]; ``of``: 0 for the queries' tokens, 1 for the keys'."""
+        x = torch.as_tensor(x, device=device)
+        runs = named(self.layout)(self.rank, self.ranks, self.local[of])
+        at = torch.cat([torch.arange(run.start, run.start + run.stride * run.length, run.stride, device=device) for run in runs])
+        padding = x.new_zeros(x.shape[0], self.ranks * self.local[of] - x.shape[1], *x.shape[2:])
+        return torch.cat([x, padding], 1).index_select(1, at)
+
+    @property
+    def arguments(self) -> Arguments:
+        """Return layout and lengths as arguments of ``ring_attention``."""
+        return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
+
+    def mask(self, parts: MaskParts, batch: int, device: torch.device) -> Arguments:
+        """Return a mask as arguments of ``ring_attention``; a single row stands for all of the batch."""
+        whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
+        own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
+        return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
+
+
+def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
+    """Return the shards of q and k [batch, tokens, heads, head_dim]. Raise ValueError if lengths or layout do not fit."""
+    group = group_of(group_name(ring.group))
+    ranks = ranks_of(group)
+    named(ring.layout)
+    layout = ring.layout if ranks > 1 else "contiguous"  # for one rank all layouts are the same, and this one is never padded
+    plan = RingPlan(layout, full(), ranks, q.shape[1], k.shape[1], ring.length, ring.kv_length)  # type: ignore[arg-type]
+    return Shards(rank_in(group), ranks, layout, (q.shape[1], k.shape[1]), (plan.length, plan.kv_length))
+
+
+def attend(prepare: Callable[[], tuple[Qkv, Arguments]], query: Any, ring: RingArguments) -> Any:
+    """Call ``ring_attention`` on what ``prepare`` returns; if it raises, raise its error on all ranks, before anything is sent."""
+    try:
+        (q, k, v), arguments = prepare()
+    except Exception as error:
+        refuse(error, group_of(group_name(ring.group)), query.device.type if isinstance(query, Tensor) else "cpu")
+        raise  # unreachable, but type checkers do not know that refuse raises
+    return ring_attention(q, k, v, group=ring.group, **arguments)
+
+
+def check_dims(arrays: dict[str, Any], *axes: str) -> None:
+    """Raise ValueError if an array is not a dense tensor with one dimension for each name in ``axes``."""
+    for name, x in arrays.items():
+        if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
+            raise ValueError(f"{name} must be a dense torch.Tensor [{', '.join(axes)}], this rank's shard, got {in_words(x)}")
+        if x.ndim != len(axes):
+            raise ValueError(f"{name} must be [{', '.join(axes)}], got shape {list(x.shape)}")
+
+
+def dropout_of(dropout_p: float, dropout_seed: int | Tensor | None) -> Arguments:
+    """Return dropout as arguments of ``ring_attention``. Raise ValueError if there is a rate without a seed."""
+    if isinstance(dropout_p, float | int) and not dropout_p:
+        return {}
+    if dropout_seed is None:
+        raise ValueError(
+            f"dropout_p={dropout_p} needs dropout_seed=, an integer that is the same on every rank and another at every step: "
+            "pass it, or dropout_p=0.0 to drop nothing"
+        )
+    return {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
