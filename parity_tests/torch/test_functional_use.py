@@ -1,0 +1,258 @@
+"""The functions of functional as programs use them: compiled, with dropout, with masks that change, and with wrong arguments."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+import ring_attn_torch
+from ring_attn_torch import from_layout, functional, ring_attention, to_layout
+from ring_attn_torch.functional import block_masks
+
+from .functional import Group
+
+FLASH = (
+    "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs",
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap alibi_slopes "
+    "deterministic return_attn_probs block_table",
+)
+"""The parameters of flash_attn 2.8.4, which is not installed here."""
+
+RING = ["group", "layout", "length", "kv_length"]
+ORIGINALS = {
+    "flash_attn_func": FLASH[0].split(),
+    "flash_attn_varlen_func": FLASH[1].split(),
+    "scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split(),
+    "flex_attention": list(inspect.signature(flex.flex_attention).parameters),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_signature_is_the_originals_with_the_ring_behind(name):
+    ours = inspect.signature(getattr(functional, name)).parameters
+    seed = [] if name == "flex_attention" else ["dropout_seed"]
+    assert list(ours) == [*ORIGINALS[name], *RING, *seed]
+    assert all(ours[x].kind is inspect.Parameter.KEYWORD_ONLY for x in [*RING, *seed])
+    assert ring_attn_torch.functional is functional
+    if name == "flex_attention":
+        theirs = inspect.signature(flex.flex_attention).parameters
+        assert {x: p.default for x, p in theirs.items()} == {x: ours[x].default for x in theirs}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype) for _ in range(3)]
+
+
+def test_scaled_dot_product_attention_compiles_whole():
+    qkv = [x.transpose(1, 2).requires_grad_() for x in drawn(2, 13, 4, 8)]  # views that are not contiguous
+    compiled = torch.compile(partial(functional.scaled_dot_product_attention, is_causal=True), fullgraph=True, backend="aot_eager")
+    out = compiled(*qkv)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(*qkv, is_causal=True))
+    for ours, theirs in zip(
+        torch.autograd.grad(out.square().sum(), qkv),
+        torch.autograd.grad(F.scaled_dot_product_attention(*qkv, is_causal=True).square().sum(), qkv),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_functions_of_flash_attn_compile_whole():
+    qkv = drawn(1, 13, 4, 8)
+    ends = torch.tensor([0, 5, 13], dtype=torch.int32)
+    once = partial(functional.flash_attn_func, causal=True, window_size=(3, 0), softcap=2.0)
+    packed = lambda *qkv: functional.flash_attn_varlen_func(*(x[0] for x in qkv), ends, ends, 8, 8, causal=True)
+    for call in (once, packed):
+        torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*qkv), call(*qkv))
+
+
+def test_what_torch_compile_hides_is_refused_by_name():
+    qkv, mask = drawn(1, 2, 5, 4), torch.ones(5, 5, dtype=torch.bool)
+    block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, "cpu")
+    compiled = partial(torch.compile, backend="eager", fullgraph=True)
+    for call, words in (
+        (partial(functional.scaled_dot_product_attention, attn_mask=mask), "torch.compile hides what attn_mask holds"),
+        (partial(functional.flex_attention, block_mask=block_mask), "block_mask is evaluated on the host"),
+        (partial(functional.flex_attention, score_mod=functional.softcap(2.0)), "score_mod is read by tracing it"),
+    ):
+        with pytest.raises(Exception, match=words):
+            compiled(call)(*qkv)
+
+
+def test_dropout_is_that_of_ring_attention():
+    q, k, v = drawn(2, 9, 2, 8)
+    expected = ring_attention(q, k, v, layout="contiguous", dropout_rate=0.5, dropout_seed=3)
+    dropped = {"dropout_p": 0.5, "dropout_seed": 3}
+    assert torch.equal(functional.flash_attn_func(q, k, v, causal=True, **dropped), expected)
+    heads = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, **dropped)
+    assert torch.equal(heads.transpose(1, 2), expected)
+    ends = torch.tensor([0, 9])
+    packed = functional.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, causal=True, **dropped)
+    assert torch.equal(packed, expected[0])
+
+
+def test_tokens_after_the_last_document_have_out_0_and_change_nothing():
+    q, k, v = drawn(1, 12, 2, 8)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    call = lambda: functional.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5)
+    before = call()
+    k[:, 9:] = v[:, 9:] = torch.nan
+    assert torch.equal(call(), before)
+    assert torch.equal(before[9:], torch.zeros(3, 2, 8))
+
+
+def test_a_mask_mod_is_evaluated_once_until_something_that_it_reads_changes():
+    calls, documents = [], torch.tensor([0, 0, 0, 1, 1, 1])
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        len("evaluated")
+        return documents[q_idx] == documents[kv_idx]
+
+    counted = lambda *arguments: calls.append(1) or evaluated(*arguments)
+    evaluated = block_masks._evaluated
+    qkv = drawn(2, 2, 6, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_masks, "_evaluated", counted)
+        block_mask = flex.create_block_mask(mask_mod, None, None, 6, 6, "cpu")
+        first = [functional.flex_attention(*qkv, block_mask=block_mask) for _ in range(3)]
+        assert len(calls) == 1
+        documents[3] = 0  # in place: the BlockMask lists one block, so it still is right
+        changed = functional.flex_attention(*qkv, block_mask=block_mask)
+        assert len(calls) == 2
+        documents = torch.tensor([0, 0, 0, 1, 1, 1])  # another tensor in the closure
+        again = functional.flex_attention(*qkv, block_mask=block_mask)
+        assert len(calls) == 3
+    assert torch.equal(first[0], again)
+    assert not torch.equal(first[0], changed)
+    del block_mask
+    assert not len(block_masks._known)
+
+
+class Window:
+    """A mask_mod with a state that nothing can watch."""
+
+    size = 1
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() <= self.size
+
+
+def test_a_mask_mod_that_is_an_object_is_evaluated_anew():
+    qkv, window = drawn(1, 2, 6, 4), Window()
+    block_mask = flex.create_block_mask(lambda b, h, i, j: window(b, h, i, j), None, None, 6, 6, "cpu")
+    before = functional.flex_attention(*qkv, block_mask=block_mask)
+    window.size = 2
+    assert not torch.equal(functional.flex_attention(*qkv, block_mask=block_mask), before)
+
+
+def test_a_block_mask_whose_blocks_and_mask_mod_disagree_is_refused():
+    """Of listed blocks alone torch's compiled kernels read the blocks, and its eager code the mask_mod."""
+    qkv, count = drawn(1, 1, 8, 4), torch.ones(1, 1, 2, dtype=torch.int32)
+    diagonal = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    block_mask = flex.BlockMask.from_kv_blocks(count, diagonal, BLOCK_SIZE=4, seq_lengths=(8, 8))
+    with pytest.raises(ValueError, match="block_mask lists blocks that contradict its mask_mod"):
+        functional.flex_attention(*qkv, block_mask=block_mask)
+
+
+@pytest.mark.parametrize("mask_mod", ["causal", 3, lambda b, h, i, j: i >= j])
+def test_what_is_no_block_mask_is_refused(mask_mod):
+    with pytest.raises(ValueError, match="block_mask must be a BlockMask"):
+        functional.flex_attention(*drawn(1, 1, 4, 4), block_mask=mask_mod)
+
+
+def test_a_long_block_mask_is_refused_before_it_is_evaluated():
+    qkv = drawn(1, 1, 32769, 1)
+    count, blocks = torch.full((1, 1, 2), 2, dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
+    block_mask = flex.BlockMask.from_kv_blocks(count, blocks, BLOCK_SIZE=2**15, seq_lengths=(32769, 32769))
+    with pytest.raises(ValueError, match="at most 32768 tokens are: call ring_attention"):
+        functional.flex_attention(*qkv, block_mask=block_mask)
+
+
+def test_flex_attention_returns_lse_as_torch_does():
+    qkv = drawn(2, 2, 6, 4, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = flex.flex_attention(*qkv, return_aux=flex.AuxRequest(lse=True))
+    got = functional.flex_attention(*qkv, return_aux=flex.AuxRequest(lse=True))
+    torch.testing.assert_close(got[0], expected[0])
+    torch.testing.assert_close(got[1].lse, expected[1].lse, check_dtype=False)
+    assert got[1].max_scores is None
+
+
+def test_slopes_that_torch_would_round_are_refused():
+    slopes = torch.tensor([0.3, 0.7], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="score_mod has slopes of torch.bfloat16"):
+        functional.flex_attention(*drawn(1, 2, 4, 4), functional.alibi(slopes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"attn_mask": torch.ones(1, 1, 4, 5)}, r"attn_mask must be whole, .* = \[1, 2, 4, 4\], got \[1, 1, 4, 5\]"),
+        ({"attn_mask": torch.ones(4, 4, dtype=torch.int32)}, "attn_mask must be bool"),
+        ({"attn_mask": [[True] * 4] * 4}, "attn_mask must be a tensor"),
+        ({"attn_mask": torch.nn.attention.bias.causal_lower_right(3, 4)}, "attn_mask is a CausalBias of 3 queries and 4 keys"),
+        ({"layout": "zigzagged"}, "unknown layout 'zigzagged'"),
+        ({"length": 5}, "length=5 is more than"),
+        ({"scale": "1"}, "scale must be"),
+    ],
+)
+def test_wrong_arguments_of_scaled_dot_product_attention_are_named(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        functional.scaled_dot_product_attention(*drawn(1, 2, 4, 8), **arguments)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flex_attention", "scaled_dot_product_attention"])
+def test_arrays_of_other_dimensions_are_named(name):
+    q, k, v = drawn(2, 4, 8)
+    with pytest.raises(ValueError, match=r"(q|query) must be \[batch, .*\], got shape \[2, 4, 8\]"):
+        getattr(functional, name)(q, k, v)
+    with pytest.raises(ValueError, match=r"(k|key) must be a dense torch.Tensor"):
+        getattr(functional, name)(q[None], np.zeros(3), v[None])
+
+
+def test_a_wrong_mask_on_one_rank_is_an_error_on_all(gloo):
+    messages = gloo(2, message_on_rank)
+    assert messages[0] == messages[1]
+    assert "rank 1: attn_mask is neither a band" in messages[0]
+
+
+def message_on_rank(group: Group) -> str:
+    assert group is not None
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[3, 3] = group.rank() == 0
+    with pytest.raises(ValueError, match="attn_mask") as caught:
+        functional.scaled_dot_product_attention(*drawn(1, 2, 4, 8), attn_mask=mask, group=group)
+    return str(caught.value)
+
+
+def test_later_tokens_change_nothing_on_any_rank(gloo):
+    """Of a window aligned to the bottom right: to the bit, with all keys from the one that is next changed."""
+    before, after = (gloo(4, aligned_on_rank, factor) for factor in (1.0, -3.0))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a[:, :6], b[:, :6])
+        assert (a[:, 6:] != b[:, 6:]).all()
+
+
+def aligned_on_rank(group: Group, factor: float) -> np.ndarray:
+    """out of 9 queries, the last of 21 tokens, whose keys from position 18 on are multiplied by ``factor``."""
+    assert group is not None
+    ranks, rank = group.size(), group.rank()
+    q, k, v = drawn(1, 21, 2, 8)
+    k[:, 18:], v[:, 18:] = k[:, 18:] * factor, v[:, 18:] * factor
+    own = lambda x: to_layout(x, "striped", ranks).chunk(ranks, 1)[rank]
+    out = functional.flash_attn_func(*map(own, (q[:, 12:], k, v)), causal=True, group=group, layout="striped", length=9, kv_length=21)
+    shards: list[Any] = [torch.empty_like(out) for _ in range(ranks)]
+    torch.distributed.all_gather(shards, out, group)
+    return from_layout(torch.cat(shards, 1), "striped", ranks, 9).numpy()
