@@ -12,6 +12,8 @@ PACKAGES = {
     "ring_attn_core": "",
     "ring_attn_jax": "JAX",
     "ring_attn_torch": "PyTorch",
+    "ring_attn_jax.functional": "JAX",
+    "ring_attn_torch.functional": "PyTorch",
     "ring_attn_torch.transformers": "PyTorch",
 }
 PAGES = {
@@ -22,6 +24,7 @@ PAGES = {
     "variants": ("Variants", ("variants",)),
     "training": ("Training, weights and checkpoints", ("training", "ring")),
     "inference": ("Inference", ("inference", "cache")),
+    "functional": ("Functions under known names", ()),
     "transformers": ("Hugging Face", ("attention", "masks", "parallel", "settings", "trainer")),
 }
 """The title of a page, and the folders or modules of the packages whose public names it shows."""
@@ -53,8 +56,8 @@ def public(root: Path, package: str) -> dict[str, str]:
 
 def page_of(module: str, package: str) -> str:
     """Return the page that shows the names of a module."""
-    if package.endswith("transformers"):
-        return "transformers"
+    if package.count("."):
+        return package.split(".")[1]
     room = module.split(".")[1]
     found = [page for page, (_, rooms) in PAGES.items() if room in rooms]
     if not found:

@@ -49,7 +49,9 @@ def hull(mask: np.ndarray) -> np.ndarray:
     return (np.maximum.accumulate(mask, -1) & np.maximum.accumulate(mask[..., ::-1], -1)[..., ::-1]) if mask.size else mask
 
 
-@pytest.mark.parametrize("band", [full(), causal(), causal(2), causal(-3), sliding_window(2), sliding_window(1, 1, 1), Band(hi=2)])
+@pytest.mark.parametrize(
+    "band", [full(), causal(), causal(2), causal(-3), sliding_window(2), sliding_window(1, 1, 1), Band(hi=2)]
+)
 def test_a_band_stays_a_band(band):
     parts = parts_of(visible(band, range(9), range(11)))
     assert parts is not None
@@ -75,6 +77,8 @@ def test_a_mask_read_in_blocks_is_the_same(monkeypatch):
         hulls.add(start, mask[:, start : start + 4])
     monkeypatch.setattr(dense_masks, "BLOCK", 20)
     for got in (hulls.parts(), parts_of(mask)):
+        assert got is not None
+        assert whole is not None
         for ours, theirs in zip(got, whole, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 

@@ -19,6 +19,7 @@ ONLY_IN_JAX = {
     "axes.py": "check_vma and mesh axes",
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",
     "layers/adapters.py": "where attention_fn lives",
+    "functional/dot_product.py": "the signature of jax.nn",
     "dilated_attention_fn": "likewise; in PyTorch it is DilatedAttention",
     "layers/dilated_adapter.py": "where dilated_attention_fn lives",
 }
@@ -50,6 +51,12 @@ ONLY_IN_TORCH = {
     "transformers/parallel.py": "the same",
     "transformers/shards.py": "the same",
     "transformers/trainer.py": "the same",
+    "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",
+    "functional/flash.py": "the package flash_attn is PyTorch's",
+    "functional/flex.py": "a signature of torch.nn.attention",
+    "functional/scaled_dot_product.py": "a signature of torch.nn.functional",
+    "functional/score_mods.py": "scores of flex_attention",
+    "functional/shards.py": "what these four share",
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}

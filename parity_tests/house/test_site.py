@@ -22,7 +22,14 @@ import pytest
 from ..support import chromium
 from ..support.programs import ROOT
 
-PACKAGES = "ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_torch.transformers"
+PACKAGES = (
+    "ring_attn_core",
+    "ring_attn_jax",
+    "ring_attn_torch",
+    "ring_attn_jax.functional",
+    "ring_attn_torch.functional",
+    "ring_attn_torch.transformers",
+)
 READABLE = 4.5
 """The least contrast of text that WCAG 2.2 allows at level AA (success criterion 1.4.3)."""
 

@@ -86,10 +86,10 @@ def run(call: Call, place: Place, is_traced: bool) -> dict[str, np.ndarray]:
     """out, lse, dq, dk and dv as whole arrays in layout order, padding included."""
     static, taken = parts(call, is_traced)
     made = (program if is_traced else program.__wrapped__)(place, static)
-    own = lambda name: jnp.asarray(call.arrays[name], call.dtype)
+    arrays = [jnp.asarray(call.arrays[name], call.dtype) for name in ("q", "k", "v", "dout")]
     if place.ranks is not None:
-        own = lambda name: to_layout(jnp.asarray(call.arrays[name], call.dtype), place.layout, place.ranks, pad_value=jnp.nan)
-    results = made(*map(own, ("q", "k", "v", "dout")), taken)
+        arrays = [to_layout(x, place.layout, place.ranks, pad_value=jnp.nan) for x in arrays]
+    results = made(*arrays, taken)
     return {name: np.asarray(x.astype(jnp.float32)) for name, x in zip(("out", "lse", "dq", "dk", "dv"), results, strict=True)}
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ring_attn_jax
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
-from ring_attn_jax import functional, from_layout, to_layout
+from ring_attn_jax import from_layout, functional, to_layout
 
 from ..support.functional import Call, assembled
 from ..support.selection import first
@@ -130,12 +130,20 @@ def test_without_a_batch_and_under_vmap_it_is_the_same():
     np.testing.assert_allclose(mapped, expected, atol=1e-6)
 
 
+def test_a_traced_mask_with_a_hole_gives_nan_where_it_is():
+    mask = np.tri(8, dtype=bool)
+    mask[5, 2] = False
+    out = jax.jit(lambda *qkv, mask: alone(*qkv, mask=mask))(*arrays(), mask=mask)
+    assert np.isnan(out).all((0, 2, 3)).tolist() == [i == 5 for i in range(8)]
+    np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(alone(*arrays(), is_causal=True), 5, 1), atol=1e-6)
+
+
 def test_it_works_where_nothing_is_promoted():
     """On a mesh of Explicit axes, with a traced mask and traced lengths, forward and backward."""
     mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
     lengths, mask = jnp.array([5, 8], jnp.int32), jnp.tri(8, dtype=bool)[None, None]
     inside = lambda q, k, v, mask, lengths: functional.dot_product_attention(
-        q, k, v, mask=mask, query_seq_lengths=lengths, key_value_seq_lengths=lengths, local_window_size=3
+        q, k, v, mask=mask, query_seq_lengths=lengths, key_value_seq_lengths=lengths, local_window_size=(3, 1)
     )
     specs = SEQ, SEQ, SEQ, REPLICATED, REPLICATED
     program = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=SEQ)
@@ -147,7 +155,7 @@ def test_it_works_where_nothing_is_promoted():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         gradients, out = gradient(*map(place, arrays(dtype="bfloat16")))
     theirs = partial(jax.nn.dot_product_attention, is_causal=True, key_value_seq_lengths=lengths, query_seq_lengths=lengths)
-    expected = theirs(*(x.astype(jnp.float32) for x in arrays(dtype="bfloat16")), local_window_size=3)
+    expected = theirs(*(x.astype(jnp.float32) for x in arrays(dtype="bfloat16")), local_window_size=(3, 1))
     np.testing.assert_allclose(np.float32(from_layout(out, "zigzag", 2, 8)), expected, atol=0.03)
     assert all(np.isfinite(np.float32(x)).all() and np.any(x) for x in gradients)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +30,8 @@ MASKS = FITTING + UNFITTING
 class Call:
     """One call: whole arrays [batch, tokens, heads, dim] in natural order, its arguments, and the words of its refusal, if any.
 
-    ``visible``: bool [1 or batch, queries, keys]. ``slopes``: of ALiBi, whose bias is ``slope (j - i)``. ``refused``: a pattern of
-    the error's message.
+    ``visible``: bool [1 or batch, queries, keys]. ``slopes``: of ALiBi, whose bias is ``slope (j - i)``. ``refused``: a
+    pattern of the error's message.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Call:
         bounds, rng = [], np.random.default_rng(0)
         for _ in range(DRAWS):
             other = replace(self, arrays=drawn_arrays(rng, self.sizes, self.dtype))
-            bounds.append(bound(*(other.attention(plain)[name] for plain in (True, False)), self.dtype))
+            bounds.append(bound(other.attention(plain=True)[name], other.attention(plain=False)[name], self.dtype))
         lse = exact["lse"][np.isfinite(exact["lse"])]
         roundings = float(np.sqrt(np.mean(lse * lse))) if lse.size else 0.0
         if name in ("dq", "dk"):
@@ -87,7 +87,7 @@ class Call:
         return max(bounds) + UNIT_ROUNDOFF[self.dtype] * roundings
 
 
-def dense_attention(call: Call, working: Any, rounded: Any) -> dict[str, Array]:
+def dense_attention(call: Call, working: Any, rounded: Callable[[Array], Array]) -> dict[str, Array]:
     """Return attention and its gradients under any mask. A query that sees no key has out 0, lse -inf and no gradient.
 
     "terms of dq" and "of dk": the same with all terms of ds and of its products positive.
@@ -154,7 +154,9 @@ def drawn_mask(rng: random.Random, kind: str, batch: int, heads: int, queries: i
         document = cuts(longest)
         return every & (document[:queries, None] == document[:keys])
     if kind == "per row":
-        rows = [drawn_mask(rng, rng.choice(("causal", "documents", "prefix", "padding")), 1, 1, queries, keys) for _ in range(batch)]
+        rows = [
+            drawn_mask(rng, rng.choice(("causal", "documents", "prefix", "padding")), 1, 1, queries, keys) for _ in range(batch)
+        ]
         return np.concatenate(rows)
     if kind == "prefix":
         return every & ((key <= query) | (key < rng.randint(0, keys)))

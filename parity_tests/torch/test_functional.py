@@ -9,7 +9,8 @@ from ring_attn_core.reference.tolerance import relative_error
 
 from ..support.functional import DTYPES, assembled
 from ..support.selection import first
-from .functional import DRAWS, draw, originals, over_a_ring
+from .functional import originals, over_a_ring
+from .functional_calls import DRAWS, draw
 
 SOME, ALL = range(40), range(300)
 
@@ -80,7 +81,22 @@ FLASH = "return_attn_probs", "dropout_p", "window_size", "deterministic", "softc
 REFUSED_ALWAYS = {
     "flash_attn_func": FLASH,
     "flash_attn_varlen_func": (*FLASH, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "block_table"),
-    "scaled_dot_product_attention": ("differs between heads", "neither a band", "adds numbers", "dropout_p", "enable_gqa", "is_causal"),
-    "flex_attention": ("differs between heads", "neither a band", "score_mod", "traced", "kernel_options", "block_mask is for", "aux"),
+    "scaled_dot_product_attention": (
+        "differs between heads",
+        "neither a band",
+        "adds numbers",
+        "dropout_p",
+        "enable_gqa",
+        "is_causal",
+    ),
+    "flex_attention": (
+        "differs between heads",
+        "neither a band",
+        "score_mod",
+        "traced",
+        "kernel_options",
+        "block_mask is for",
+        "aux",
+    ),
 }
 """Words of the refusals that must be drawn."""

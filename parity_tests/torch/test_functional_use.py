@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import bias
 from torch.nn.attention import flex_attention as flex
 
 import ring_attn_torch
@@ -33,7 +34,7 @@ RING = ["group", "layout", "length", "kv_length"]
 ORIGINALS = {
     "flash_attn_func": FLASH[0].split(),
     "flash_attn_varlen_func": FLASH[1].split(),
-    "scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa".split(),
+    "scaled_dot_product_attention": ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"],
     "flex_attention": list(inspect.signature(flex.flex_attention).parameters),
 }
 
@@ -57,7 +58,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def test_scaled_dot_product_attention_compiles_whole():
     qkv = [x.transpose(1, 2).requires_grad_() for x in drawn(2, 13, 4, 8)]  # views that are not contiguous
-    compiled = torch.compile(partial(functional.scaled_dot_product_attention, is_causal=True), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        partial(functional.scaled_dot_product_attention, is_causal=True), fullgraph=True, backend="aot_eager"
+    )
     out = compiled(*qkv)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(*qkv, is_causal=True))
     for ours, theirs in zip(
@@ -72,7 +75,7 @@ def test_the_functions_of_flash_attn_compile_whole():
     qkv = drawn(1, 13, 4, 8)
     ends = torch.tensor([0, 5, 13], dtype=torch.int32)
     once = partial(functional.flash_attn_func, causal=True, window_size=(3, 0), softcap=2.0)
-    packed = lambda *qkv: functional.flash_attn_varlen_func(*(x[0] for x in qkv), ends, ends, 8, 8, causal=True)
+    packed = lambda q, k, v: functional.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 8, 8, causal=True)
     for call in (once, packed):
         torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*qkv), call(*qkv))
 
@@ -183,7 +186,7 @@ def test_flex_attention_returns_lse_as_torch_does():
     qkv = drawn(2, 2, 6, 4, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = flex.flex_attention(*qkv, return_aux=flex.AuxRequest(lse=True))
+        expected: Any = flex.flex_attention(qkv[0], qkv[1], qkv[2], return_aux=flex.AuxRequest(lse=True))
     got = functional.flex_attention(*qkv, return_aux=flex.AuxRequest(lse=True))
     torch.testing.assert_close(got[0], expected[0])
     torch.testing.assert_close(got[1].lse, expected[1].lse, check_dtype=False)
@@ -192,8 +195,8 @@ def test_flex_attention_returns_lse_as_torch_does():
 
 def test_slopes_that_torch_would_round_are_refused():
     slopes = torch.tensor([0.3, 0.7], dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="score_mod has slopes of torch.bfloat16"):
-        functional.flex_attention(*drawn(1, 2, 4, 4), functional.alibi(slopes))
+    with pytest.raises(ValueError, match=r"score_mod has slopes of torch\.bfloat16"):
+        functional.flex_attention(*drawn(1, 2, 4, 4), score_mod=functional.alibi(slopes))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,8 @@ def test_slopes_that_torch_would_round_are_refused():
         ({"attn_mask": torch.ones(1, 1, 4, 5)}, r"attn_mask must be whole, .* = \[1, 2, 4, 4\], got \[1, 1, 4, 5\]"),
         ({"attn_mask": torch.ones(4, 4, dtype=torch.int32)}, "attn_mask must be bool"),
         ({"attn_mask": [[True] * 4] * 4}, "attn_mask must be a tensor"),
-        ({"attn_mask": torch.nn.attention.bias.causal_lower_right(3, 4)}, "attn_mask is a CausalBias of 3 queries and 4 keys"),
+        ({"attn_mask": bias.causal_lower_right(3, 4)}, "attn_mask is a CausalBias of 3 queries and 4 keys"),
+        ({"attn_mask": torch.zeros(4, 4, requires_grad=True)}, "attn_mask requires a gradient"),
         ({"layout": "zigzagged"}, "unknown layout 'zigzagged'"),
         ({"length": 5}, "length=5 is more than"),
         ({"scale": "1"}, "scale must be"),
@@ -218,7 +222,7 @@ def test_arrays_of_other_dimensions_are_named(name):
     q, k, v = drawn(2, 4, 8)
     with pytest.raises(ValueError, match=r"(q|query) must be \[batch, .*\], got shape \[2, 4, 8\]"):
         getattr(functional, name)(q, k, v)
-    with pytest.raises(ValueError, match=r"(k|key) must be a dense torch.Tensor"):
+    with pytest.raises(ValueError, match=r"(k|key) must be a dense torch\.Tensor"):
         getattr(functional, name)(q[None], np.zeros(3), v[None])
 
 
@@ -252,7 +256,9 @@ def aligned_on_rank(group: Group, factor: float) -> np.ndarray:
     q, k, v = drawn(1, 21, 2, 8)
     k[:, 18:], v[:, 18:] = k[:, 18:] * factor, v[:, 18:] * factor
     own = lambda x: to_layout(x, "striped", ranks).chunk(ranks, 1)[rank]
-    out = functional.flash_attn_func(*map(own, (q[:, 12:], k, v)), causal=True, group=group, layout="striped", length=9, kv_length=21)
+    out = functional.flash_attn_func(
+        *map(own, (q[:, 12:], k, v)), causal=True, group=group, layout="striped", length=9, kv_length=21
+    )
     shards: list[Any] = [torch.empty_like(out) for _ in range(ranks)]
     torch.distributed.all_gather(shards, out, group)
     return from_layout(torch.cat(shards, 1), "striped", ranks, 9).numpy()

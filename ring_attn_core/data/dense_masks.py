@@ -27,6 +27,13 @@ BLOCK = 2**24
 """Pairs of a block of queries and all keys, computed at once."""
 
 
+NEITHER = (
+    "is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and one interval of "
+    "queries for each key: split it into such masks, and merge the results of ring_attention with return_lse=True"
+)
+"""The end of the error about a mask without parts."""
+
+
 class MaskParts(NamedTuple):
     """A mask as arguments of ``ring_attention`` in natural order: a query sees the keys that all of them permit."""
 
@@ -143,7 +150,7 @@ def _blocks(queries: int, pairs: int) -> Iterable[slice]:
 
 
 def _hull(visible: Any) -> Any:
-    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) if there are none."""
+    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) without any."""
     import numpy as np
 
     if not visible.shape[-1]:

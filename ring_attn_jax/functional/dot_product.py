@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.data.dense_masks import MaskParts, both, parts_of
+from ring_attn_core.data.dense_masks import NEITHER, MaskParts, both, parts_of
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import causal, full
@@ -34,7 +34,7 @@ def dot_product_attention(
     key: Float[Array, "*batch kv_local kv_heads head_dim"],
     value: Float[Array, "*batch kv_local kv_heads head_dim"],
     bias: Array | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    mask: Bool[Array, "*scores"] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -48,7 +48,9 @@ def dot_product_attention(
     length: int | None = None,
     kv_length: int | None = None,
 ) -> Any:
-    """Compute ``jax.nn.dot_product_attention`` over a ring, forward and backward; call it inside ``jax.shard_map``.
+    """Compute ``jax.nn.dot_product_attention`` over a ring, forward and backward.
+
+    Call it inside ``jax.shard_map`` over ``axis_name``.
 
     query, key, value: this rank's shards, ``[batch, tokens, heads, head_dim]`` or without the batch. ``is_causal``: query i sees
     the keys j <= i, also if the lengths differ. ``local_window_size``: (left, right), or one int for both sides.
@@ -70,8 +72,8 @@ def dot_product_attention(
     """
     if bias is not None:
         raise ValueError(
-            "bias would have to travel round the ring: pass a mask of True and False as mask=; biases by position are alibi_slopes "
-            "of ring_attention"
+            "bias would have to travel round the ring: pass a mask of True and False as mask=; biases by position are "
+            "alibi_slopes of ring_attention"
         )
     if implementation not in BACKENDS:
         raise ValueError(
@@ -147,9 +149,7 @@ class Shards(NamedTuple):
         """Return (out, lse) of this rank's queries, out in the dtype of q."""
         if self.axis_name is not None:
             lengths = {"length": self.lengths[0], "kv_length": self.lengths[1]}
-            return ring_attention(
-                *qkv, axis_name=self.axis_name, layout=self.layout, **lengths, **arguments, return_lse=True
-            )
+            return ring_attention(*qkv, axis_name=self.axis_name, layout=self.layout, **lengths, **arguments, return_lse=True)
         out, lse = attend_block(*qkv, **arguments)
         return out.astype(qkv[0].dtype), lse
 
@@ -206,10 +206,7 @@ def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, A
 
     parts = parts_of(np.broadcast_to(visible[:, 0], (rows, queries, keys)))
     if parts is None:
-        raise ValueError(
-            "mask is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and one "
-            "interval of queries for each key: pass such a mask, or several calls merged by their lse (attend_block, merge)"
-        )
+        raise ValueError(f"mask {NEITHER}")
     return parts, None
 
 
@@ -224,7 +221,7 @@ def _traced_parts(visible: jax.Array) -> tuple[MaskParts, jax.Array]:
 
 
 def _hull(visible: jax.Array) -> jax.Array:
-    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) if there are none."""
+    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) without any."""
     if not visible.shape[-1]:
         return jnp.zeros((*visible.shape[:-1], 2), jnp.int32)
     first, end = jnp.argmax(visible, -1), visible.shape[-1] - jnp.argmax(visible[..., ::-1], -1)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ring_attn_core.data.dense_masks import BLOCK, Hulls, MaskParts
+from ring_attn_core.data.dense_masks import BLOCK, NEITHER, Hulls, MaskParts
 from ring_attn_core.validation import in_words
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ Shape = tuple[int, int, int, int]
 """Batch, heads, queries and keys."""
 
 _known: WeakKeyDictionary[Any, tuple[Any, list[Any], MaskParts]] = WeakKeyDictionary()
-"""For each BlockMask: the state in which it was evaluated, the tensors that the state names by id, and the result."""
+"""For each BlockMask: the state in which it was evaluated, what the state names by id, and the result."""
 
 
 def parts_of(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskParts:
@@ -48,8 +48,8 @@ def parts_of(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskP
         )
     if max(queries, keys) > MOST_TOKENS:
         raise ValueError(
-            f"block_mask has {queries} x {keys} pairs to evaluate, and at most {MOST_TOKENS} tokens are: call ring_attention with "
-            "mask, extents (document_extents, prefix_extents) and key_extents (tree_extents)"
+            f"block_mask has {queries} x {keys} pairs to evaluate, and at most {MOST_TOKENS} tokens are: call "
+            "ring_attention with mask, extents (document_extents, prefix_extents) and key_extents (tree_extents)"
         )
     held: list[Any] = []
     try:
@@ -128,10 +128,7 @@ def _evaluated(block_mask: BlockMask, shape: Shape, device: torch.device) -> Mas
         hulls.add(start, seen[: 1 if alike else batch, 0].cpu().numpy())
     parts = (hulls or Hulls(1, queries, keys)).parts()
     if parts is None:
-        raise ValueError(
-            "block_mask is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query "
-            "and one interval of queries for each key: pass such a mask, or several calls merged by their lse (attend_block, merge)"
-        )
+        raise ValueError(f"block_mask {NEITHER}")
     return parts
 
 

@@ -100,7 +100,7 @@ def flash_attn_func(
     ``i + offset - left <= j <= i + offset + right``, where ``(left, right) = window_size``, a side of -1 is open, and ``causal``
     sets right to 0: the last query is aligned with the last key. A query that sees no key has out 0.
 
-    q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 is none. ``alibi_slopes``:
+    q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 leaves scores as they are. ``alibi_slopes``:
     float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the dropped set is not
     flash_attn's. ``deterministic``: accepted, gradients always repeat.
 
@@ -179,12 +179,12 @@ def flash_attn_varlen_func(
         )
         if ends[0].shape != ends[1].shape:
             raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k must have one entry for each document and a 0 in front, got {ends[0].shape[0]} and "
-                f"{ends[1].shape[0]} entries"
+                f"cu_seqlens_q and cu_seqlens_k must have one entry for each document and a 0 in front, got {ends[0].shape[0]} "
+                f"and {ends[1].shape[0]} entries"
             )
         same = cu_seqlens_q is cu_seqlens_k or (not torch.compiler.is_compiling() and torch.equal(*ends))
         score = options.score(q.shape[1], same, dropout_seed)
-        extents = shards.own(_extents(*ends, shards.lengths[0], options.sides), 0, q.device)
+        extents = shards.own(_extents(ends[0], ends[1], shards.lengths[0], options.sides), 0, q.device)
         band = _band(options.sides, 0) if same else full()  # a band tells the ring which hops it needs
         return (q[None], k[None], v[None]), {**shards.arguments, **score, "mask": band, "extents": extents}
 
@@ -219,7 +219,7 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
         raise ValueError(f"{name} must be 0 and then the end of each document, none before the last, got {values.tolist()[:9]}")
     if values[-1] > total:
         raise ValueError(
-            f"{name} ends at {values[-1]}, and the row has {total} tokens over all ranks: pass the cu_seqlens of the whole row, and "
+            f"{name} ends at {values[-1]}, and the row has {total} tokens over all ranks: pass cu_seqlens of the whole row, and "
             f"{'length' if of == 'q' else 'kv_length'}= if it is padded"
         )
     if not is_integer(longest) or (steps > longest).any():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.data.dense_masks import MaskParts, parts_of
+from ring_attn_core.data.dense_masks import NEITHER, parts_of
 from ring_attn_core.masks import causal, full
 from ring_attn_core.validation import in_words
 
@@ -94,24 +94,25 @@ def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Argumen
     visible = _visible(attn_mask, (q.shape[0], q.shape[2], queries, keys))
     parts = parts_of(visible.cpu().numpy())
     if parts is None:
-        raise ValueError(
-            "attn_mask is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and "
-            "one interval of queries for each key: pass such a mask, or several calls merged by their lse (attend_block, merge)"
-        )
-    return shards.mask(MaskParts(*parts), q.shape[0], q.device)
+        raise ValueError(f"attn_mask {NEITHER}")
+    return shards.mask(parts, q.shape[0], q.device)
 
 
 def _visible(attn_mask: Any, shape: tuple[int, int, int, int]) -> Tensor:
     """Return bool [1 or batch, queries, keys], True where ``attn_mask`` permits attention. ``shape``: what it broadcasts to."""
     if not isinstance(attn_mask, Tensor):
         raise ValueError(f"attn_mask must be a tensor, got {in_words(attn_mask)}")
+    if attn_mask.requires_grad:
+        raise ValueError("attn_mask requires a gradient, and masks here are constants: pass attn_mask.detach()")
     if torch.compiler.is_compiling():
-        raise ValueError("torch.compile hides what attn_mask holds: pass is_causal=True, or call ring_attention with mask, extents")
+        raise ValueError(
+            "torch.compile hides what attn_mask holds: pass is_causal=True, or call ring_attention with mask, extents"
+        )
     sizes = (*[1] * (4 - attn_mask.ndim), *attn_mask.shape)
     if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         raise ValueError(
-            f"attn_mask must be whole, in natural order, and broadcast against [batch, heads, length, kv_length] = {list(shape)}, "
-            f"got {list(attn_mask.shape)}: pass length= and kv_length= if the shards are padded"
+            f"attn_mask must be whole, in natural order, and broadcast against [batch, heads, length, kv_length] = "
+            f"{list(shape)}, got {list(attn_mask.shape)}: pass length= and kv_length= if the shards are padded"
         )
     if attn_mask.dtype == torch.bool:
         visible = attn_mask
@@ -119,8 +120,8 @@ def _visible(attn_mask: Any, shape: tuple[int, int, int, int]) -> Tensor:
         visible = attn_mask == 0
         if not (visible | (attn_mask == float("-inf"))).all():
             raise ValueError(
-                "attn_mask adds numbers other than 0 and -inf to the scores, which would have to travel round the ring: biases by "
-                "position are alibi_slopes of ring_attention"
+                "attn_mask adds numbers other than 0 and -inf to the scores, which would have to travel round the ring: biases "
+                "by position are alibi_slopes of ring_attention"
             )
     else:
         raise ValueError(f"attn_mask must be bool, True where attention is permitted, or hold 0 and -inf, got {attn_mask.dtype}")

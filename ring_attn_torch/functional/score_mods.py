@@ -71,7 +71,7 @@ INSTEAD = (
 )
 
 
-def _traced(score_mod: ScoreMod, device: torch.device) -> tuple[Any, list[Any]]:
+def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
     """Return the graph of ``score_mod`` as nested tuples, which are equal if the computations are, and its constants."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

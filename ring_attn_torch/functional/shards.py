@@ -74,7 +74,7 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], query: Any, ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on what ``prepare`` returns; if it raises, raise its error on all ranks, before anything is sent."""
+    """Call ``ring_attention`` on what ``prepare`` returns. If it raises, all ranks raise its error, before anything is sent."""
     try:
         (q, k, v), arguments = prepare()
     except Exception as error:
