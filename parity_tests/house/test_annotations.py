@@ -57,6 +57,23 @@ def test_summary_attention_takes_what_its_signature_says():
         call(*in_torch(), torch.ones(1, 2, 7), block=2, window=1)
 
 
+@pytest.mark.parametrize("name", ["flash_attn_func", "scaled_dot_product_attention"])
+def test_functions_under_known_names_take_what_their_signatures_say(name):
+    call = checked(getattr(ring_attn_torch.functional, name), torch.Tensor)
+    into = (lambda x: x) if name.startswith("flash") else (lambda x: x.transpose(1, 2))
+    assert call(*map(into, in_torch(kv_heads=4))).numel() == 6 * 4 * 5
+    with pytest.raises(TypeCheckError):
+        call(*map(into, in_torch(kv_heads=4, k_dim=7)))
+
+
+def test_jaxs_function_under_its_known_name_takes_what_its_signature_says():
+    call = checked(ring_attn_jax.functional.dot_product_attention, jax.Array)
+    q, k, _ = in_jax()
+    assert call(q, k, k, axis_name=None, mask=jnp.ones((6, 6), bool)).shape == (1, 6, 4, 8)
+    with pytest.raises(TypeCheckError):
+        call(q, k[..., :7], k, axis_name=None)
+
+
 @pytest.mark.parametrize(("call", "arrays"), [("ring_attention", "qkv"), ("summary_attention", ("q", "k", "v", "pool"))])
 def test_both_signatures_name_the_same_shapes(call, arrays):
     ours, theirs = (inspect.get_annotations(getattr(p, call)) for p in (ring_attn_jax, ring_attn_torch))

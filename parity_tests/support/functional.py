@@ -191,4 +191,6 @@ def assembled(shards: list[Array], layout: str, length: int) -> Array:
     for rank, shard in enumerate(shards):
         at = [p for run in LAYOUTS[layout if ranks > 1 else "contiguous"](rank, ranks, local) for p in run.positions()]
         whole[:, at] = shard
+    padding = whole[:, length:]
+    assert ((padding == 0) | np.isneginf(padding)).all(), "padding is neither 0 nor, of lse, -inf"
     return whole[:, :length]

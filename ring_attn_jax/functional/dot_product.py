@@ -95,7 +95,7 @@ def dot_product_attention(
     arguments = {name: whole_batch(x) for name, x in (arguments | {"key_mask": shards.own(parts.key_mask, 1)}).items()}
     out, lse = shards.attend((q, k, v), {**arguments, "mask": band, "scale": scale, "backend": BACKENDS[implementation]})
     if fits is not None:
-        out = out * jnp.where(jnp.asarray(shards.own(fits, 0)), 1, jnp.nan).astype(out.dtype)[..., None, None]
+        out = out * jnp.where(jnp.asarray(shards.own(~fits, 0)), jnp.nan, 1).astype(out.dtype)[..., None, None]
     out, lse = (x[0] if unbatched else x for x in (out, lse))
     return (out, lax.stop_gradient(lse.astype(key.dtype))) if return_residual else out
 

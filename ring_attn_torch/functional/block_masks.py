@@ -26,7 +26,7 @@ _known: WeakKeyDictionary[Any, tuple[Any, list[Any], MaskParts]] = WeakKeyDictio
 """For each BlockMask: the state in which it was evaluated, what the state names by id, and the result."""
 
 
-def parts_of(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskParts:
+def parts_of(block_mask: BlockMask, shape: Shape) -> MaskParts:
     """Return the parts of ``block_mask`` over whole sequences; ``shape``: batch, heads, length and kv_length of the call.
 
     Raise ValueError if it is not a BlockMask of these lengths, is traced, too long, contradicts itself or has no parts.
@@ -55,10 +55,10 @@ def parts_of(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskP
     try:
         state = shape, _state(block_mask.mask_mod, held)
     except _Unknown:
-        return _evaluated(block_mask, shape, device)
+        return _evaluated(block_mask, shape)
     if block_mask in _known and _known[block_mask][0] == state:
         return _known[block_mask][2]
-    parts = _evaluated(block_mask, shape, device)
+    parts = _evaluated(block_mask, shape)
     _known[block_mask] = state, held, parts
     return parts
 
@@ -99,10 +99,11 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _evaluated(block_mask: BlockMask, shape: Shape, device: torch.device) -> MaskParts:
+def _evaluated(block_mask: BlockMask, shape: Shape) -> MaskParts:
     """Evaluate the mask_mod at every pair, in blocks of queries, and return its parts."""
     from torch.nn.attention.flex_attention import create_mask
 
+    device = block_mask.kv_num_blocks.device
     batch, heads, queries, keys = shape
     partial, full = (_listed(block_mask, kind).expand(batch, heads, -1, -1) for kind in ("kv", "full_kv"))
     tall, wide = block_mask.BLOCK_SIZE

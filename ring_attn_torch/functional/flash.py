@@ -100,9 +100,9 @@ def flash_attn_func(
     ``i + offset - left <= j <= i + offset + right``, where ``(left, right) = window_size``, a side of -1 is open, and ``causal``
     sets right to 0: the last query is aligned with the last key. A query that sees no key has out 0.
 
-    q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 leaves scores as they are. ``alibi_slopes``:
-    float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the dropped set is not
-    flash_attn's. ``deterministic``: accepted, gradients always repeat.
+    q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 leaves scores as they are.
+    ``alibi_slopes``: float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the
+    dropped set is not flash_attn's. ``deterministic``: accepted, gradients always repeat.
 
     ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
 

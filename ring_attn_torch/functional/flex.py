@@ -67,7 +67,7 @@ def flex_attention(
         shards = shards_of(q, k, ring)
         mask: Arguments = {"mask": full()}
         if block_mask is not None:
-            parts = parts_of(block_mask, (q.shape[0], q.shape[2], *shards.lengths), q.device)
+            parts = parts_of(block_mask, (q.shape[0], q.shape[2], *shards.lengths))
             mask = shards.mask(parts, q.shape[0], q.device)
         score = {"scale": scale, **arguments_of(score_mod, q.device)}
         return (q, k, v), {**shards.arguments, **mask, **score, "return_lse": True}
