@@ -143,20 +143,20 @@ def test_a_traced_mask_with_a_hole_gives_nan_where_it_is():
 def test_it_works_where_nothing_is_promoted():
     """On a mesh of Explicit axes, with a traced mask and traced lengths, forward and backward."""
     mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
-    lengths, mask = jnp.array([5, 8], jnp.int32), jnp.tri(8, dtype=bool)[None, None]
-    inside = lambda q, k, v, mask, lengths: functional.dot_product_attention(
-        q, k, v, mask=mask, query_seq_lengths=lengths, key_value_seq_lengths=lengths, local_window_size=(3, 1)
+    queries, keys, mask = jnp.array([5, 8], jnp.int32), jnp.array([3, 8], jnp.int32), jnp.tri(8, dtype=bool)[None, None]
+    inside = lambda q, k, v, mask, queries, keys: functional.dot_product_attention(
+        q, k, v, mask=mask, query_seq_lengths=queries, key_value_seq_lengths=keys, local_window_size=(3, 1)
     )
-    specs = SEQ, SEQ, SEQ, REPLICATED, REPLICATED
+    specs = SEQ, SEQ, SEQ, REPLICATED, REPLICATED, REPLICATED
     program = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=SEQ)
     summed = lambda out: (jnp.sum(out, dtype=jnp.float32), out)
     place = lambda x: jax.device_put(to_layout(x, "zigzag", 2), NamedSharding(mesh, SEQ))
     gradient = jax.jit(
-        jax.grad(lambda q, k, v: summed(program(q, k, v, mask, lengths)), (0, 1, 2), has_aux=True), compiler_options=QUICK
+        jax.grad(lambda q, k, v: summed(program(q, k, v, mask, queries, keys)), (0, 1, 2), has_aux=True), compiler_options=QUICK
     )
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         gradients, out = gradient(*map(place, arrays(dtype="bfloat16")))
-    theirs = partial(jax.nn.dot_product_attention, is_causal=True, key_value_seq_lengths=lengths, query_seq_lengths=lengths)
+    theirs = partial(jax.nn.dot_product_attention, is_causal=True, key_value_seq_lengths=keys, query_seq_lengths=queries)
     expected = theirs(*(x.astype(jnp.float32) for x in arrays(dtype="bfloat16")), local_window_size=(3, 1))
     np.testing.assert_allclose(np.float32(from_layout(out, "zigzag", 2, 8)), expected, atol=0.03)
     assert all(np.isfinite(np.float32(x)).all() and np.any(x) for x in gradients)
