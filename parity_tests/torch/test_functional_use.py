@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -143,17 +144,15 @@ def test_a_mask_mod_is_evaluated_once_until_something_that_it_reads_changes():
 
 
 class Window:
-    """A mask_mod with a state that nothing can watch."""
+    """A state that nothing can watch."""
 
     size = 1
 
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx).abs() <= self.size
 
-
-def test_a_mask_mod_that_is_an_object_is_evaluated_anew():
-    qkv, window = drawn(1, 2, 6, 4), Window()
-    block_mask = flex.create_block_mask(lambda b, h, i, j: window(b, h, i, j), None, None, 6, 6, "cpu")
+@pytest.mark.parametrize("window", [Window(), Window, ModuleType("settings")], ids=["object", "class", "module"])
+def test_a_mask_mod_that_reads_an_object_is_evaluated_anew(window):
+    qkv, window.size = drawn(1, 2, 6, 4), 1
+    block_mask = flex.create_block_mask(lambda b, h, i, j: (i - j).abs() <= window.size, None, None, 6, 6, "cpu")
     before = functional.flex_attention(*qkv, block_mask=block_mask)
     window.size = 2
     assert not torch.equal(functional.flex_attention(*qkv, block_mask=block_mask), before)

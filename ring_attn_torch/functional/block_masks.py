@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MOST_TOKENS = 32768
 """The most queries and keys of a mask that is evaluated at every pair."""
 
+CONSTANT = ("builtins", "torch", "math", "operator")
+"""The packages whose attributes do not change."""
+
 Shape = tuple[int, int, int, int]
 """Batch, heads, queries and keys."""
 
@@ -86,9 +89,15 @@ def _state(x: Any, held: list[Any]) -> Any:
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
         read = [x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__]
         return id(x.__code__), _state([*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *read], held)
-    if isinstance(x, ModuleType | BuiltinFunctionType | type):
+    if isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT:
         return id(x)
     raise _Unknown
+
+
+def _origin(x: Any) -> str:
+    """Return the name of the package that a module, a class or a built-in function belongs to."""
+    name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or "builtins"
+    return name.partition(".")[0]
 
 
 def _names(code: CodeType) -> Iterator[str]:
