@@ -16,7 +16,7 @@ from ring_attn_core.masks import full
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.validation import in_words
 
-from ..api import ring_attention
+from ..call.signature import ring_attention
 from ..ring.agreement import refuse
 from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
 
