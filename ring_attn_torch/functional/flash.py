@@ -120,7 +120,7 @@ def flash_attn_func(
         score = options.score(q.shape[2], queries == keys, dropout_seed)
         return (q, k, v), {**shards.arguments, **score, "mask": _band(options.sides, keys - queries)}
 
-    return attend(prepare, q, ring)
+    return attend(prepare, ring)
 
 
 def flash_attn_varlen_func(
@@ -188,7 +188,7 @@ def flash_attn_varlen_func(
         band = _band(options.sides, 0) if same else full()  # a band tells the ring which hops it needs
         return (q[None], k[None], v[None]), {**shards.arguments, **score, "mask": band, "extents": extents}
 
-    return attend(prepare, q, ring)[0]
+    return attend(prepare, ring)[0]
 
 
 def _refuse_probabilities(return_attn_probs: bool) -> None:

@@ -73,7 +73,7 @@ def flex_attention(
         score = {"scale": scale, **arguments_of(score_mod, q.device)}
         return (q, k, v), {**shards.arguments, **mask, **score, "return_lse": True}
 
-    out, lse = (x.transpose(1, 2) for x in attend(prepare, query, ring))
+    out, lse = (x.transpose(1, 2) for x in attend(prepare, ring))
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 

@@ -62,7 +62,7 @@ def scaled_dot_product_attention(
         mask = _mask(attn_mask, is_causal, shards, q)
         return (q, k, v), {**shards.arguments, **mask, "scale": scale, **dropout_of(dropout_p, dropout_seed)}
 
-    return attend(prepare, query, ring).transpose(1, 2)
+    return attend(prepare, ring).transpose(1, 2)
 
 
 def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:

@@ -17,7 +17,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.validation import in_words
 
 from ..call.signature import ring_attention
-from ..ring.agreement import refuse
+from ..ring.agreement import same_error
 from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -73,13 +73,10 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
     return Shards(rank_in(group), ranks, layout, (q.shape[1], k.shape[1]), (plan.length, plan.kv_length))
 
 
-def attend(prepare: Callable[[], tuple[Qkv, Arguments]], query: Any, ring: RingArguments) -> Any:
+def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
     """Call ``ring_attention`` on what ``prepare`` returns. If it raises, all ranks raise its error, before anything is sent."""
-    try:
+    with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
-    except Exception as error:
-        refuse(error, group_of(group_name(ring.group)), query.device.type if isinstance(query, Tensor) else "cpu")
-        raise  # unreachable, but type checkers do not know that refuse raises
     return ring_attention(q, k, v, group=ring.group, **arguments)
 
 
