@@ -133,8 +133,8 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
 class WideConfig:
     """Tiles of the Hopper backward in two passes, and the numbers of stages in shared memory.
 
-    dq has ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys, ``k_stages`` tiles of k and ``v_stages`` of v in
-    flight. dk and dv have tiles of ``dkv_block_q`` queries, ``q_stages`` of q and of dout in flight. ``q_in_registers``,
+    Those of dq have ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys; ``k_stages`` of k and ``v_stages`` of v are
+    in flight. Those of dk and dv have ``dkv_block_q`` queries, ``q_stages`` of q and of dout in flight. ``q_in_registers``,
     ``kv_in_registers``: products of dq take q and dout from registers, those of dk and dv take k and v.
     """
 

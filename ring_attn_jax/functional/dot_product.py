@@ -16,9 +16,9 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Band
 from ring_attn_core.validation import in_words, is_integer
 
-from ..call.signature import ring_attention
 from ..axes import ring_size
 from ..block import attend_block
+from ..call.signature import ring_attention
 from ..data.extents import on_host
 
 if TYPE_CHECKING:

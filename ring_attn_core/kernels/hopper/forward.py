@@ -190,7 +190,7 @@ def hopper_forward(
         out = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
     key_mask, some_hidden, not_finite, extents = None, None, None, None
     if extents_ptr is not None:
-        not_finite = allocate_numbers(STAGES)
+        not_finite = allocate_numbers(2 * STAGES)
         extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if key_mask_BT is not None:
         key_mask = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -300,7 +300,6 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
         q = in_registers(q, S_LAYOUT, 0)
     wait_for_keys(shared, step, end, STAGES)
     products = multiply_keys(q, shared, step % STAGES, sizes)
-    some_nan = values_not_finite(step % STAGES, shared, args)
     s = scores_under_key_mask(products, q, 0, step % STAGES, shared, args, sizes)
     release(K_FREE + step % STAGES, sizes.GROUPS)
     # Not earlier: bar.arrive does not wait for loads in flight, but the instructions that use them do.
@@ -311,7 +310,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     weights, m, _ = softmax_step(s, m, run, n0, i, args, work, sizes, True)
     l = row_sum(weights)
     wait_for_keys(shared, step + 1, end, STAGES)
-    p = probabilities(weights, some_nan, step, run, n0, i, shared, args, work, sizes, True, GROUP)
+    p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, True, GROUP)
     queries = WarpgroupQueries(q, i, end)
     progress = WarpgroupState(step + 1, acc, p, m, l)
     for number in gl.static_range(sizes.K_RUNS):  # unrolled: in a loop over runs ptxas would copy p at every step
@@ -373,7 +372,6 @@ def visit_keys(
     stage = step % STAGES
     products = multiply_keys(q, shared, stage, sizes)
     acc = multiply_values(acc, p, shared, step - 1, sizes)
-    some_nan = values_not_finite(stage, shared, args)
     s = scores_under_key_mask(products, q, 1, stage, shared, args, sizes)
     release(K_FREE + stage, sizes.GROUPS)
     if args.key_mask is not None:  # already complete; the wait ends a basic block, or ptxas releases the keys after the softmax
@@ -384,7 +382,7 @@ def visit_keys(
     wait_for_keys(shared, step + 1, end, STAGES)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(V_FREE + (step - 1) % STAGES, sizes.GROUPS)
-    p = probabilities(weights, some_nan, step, run, n0, i, shared, args, work, sizes, MASKED, GROUP)
+    p = probabilities(weights, step, run, n0, i, shared, args, work, sizes, MASKED, GROUP)
     return WarpgroupState(step + 1, acc * column(decay, accumulator(sizes.BLOCK_E)), p, m, l)
 
 
@@ -401,15 +399,6 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
     meet()
     mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
     return warpgroup_mma(p, matrix(shared.v.index(stage)), acc, is_async=True)
-
-
-@gluon.jit
-def values_not_finite(stage, shared, args):
-    """Return whether the values of a stage's keys may hold NaN or infinity; read it before the keys are released."""
-    some = True
-    if args.not_finite is not None:
-        some = read_number(shared.not_finite, stage) != 0
-    return some
 
 
 @gluon.jit

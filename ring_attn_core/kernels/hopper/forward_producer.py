@@ -98,7 +98,8 @@ def take(args):
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl.constexpr = 1):
     """Load the keys of a step by TMA, their key mask, and the flag that the values, or else the keys, are not all finite.
 
-    Mask and flag are read before the stage is free, to hide their latency.
+    Mask and flag are read before the stage is free, to hide their latency. The flag has twice as many places as there are stages:
+    consumers read it after they have released the keys, and have done so once those of two steps later are released.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
@@ -116,7 +117,7 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl
     if step >= sizes.STAGES:
         acquire(K_FREE + stage, sizes.GROUPS)
     if args.not_finite is not None:
-        write_number(shared.not_finite, stage, some_nan.to(gl.int32))
+        write_number(shared.not_finite, step % (2 * sizes.STAGES), some_nan.to(gl.int32))
         if args.key_mask is None:
             sync_warp()
     if args.key_mask is not None:

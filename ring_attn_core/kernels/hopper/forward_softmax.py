@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..portable.rows import keys_seen, load_row
-from .barriers import VALUES_CLEAN, among_consumers, sync
+from .barriers import VALUES_CLEAN, among_consumers, read_number, sync
 from .dropout import kept_of_tile
 from .instructions import packed_half, special_tanh
 from .register_layouts import accumulator, matrix, rows_by_lines
@@ -129,12 +129,10 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 
 @gluon.jit
-def probabilities(
-    weights, some_nan, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
     """Return the weights in 16 bits as the first factor of the product with the step's values, with dropout applied.
 
-    If ``some_nan``, the values that no query sees may hold NaN, and become 0.
+    Values that no query sees become 0 if they may hold NaN.
     """
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
@@ -146,6 +144,9 @@ def probabilities(
     half = packed_half(weights, shared.q.main.dtype)
     if MASKED and sizes.CLEAN > 0:
         stage = step % sizes.STAGES
+        some_nan = True
+        if args.not_finite is not None:
+            some_nan = read_number(shared.not_finite, step % (2 * sizes.STAGES)) != 0
         if some_nan:
             mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
             hide_unseen(matrix(shared.v.index(stage)), run, n0, args, work, sizes, GROUP)

@@ -8,9 +8,6 @@ TAIL is the number of columns in the tail, 0 if there is only the main part. Eac
 which waits count.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -15,9 +15,6 @@ Tiles      BLOCK_Q, BLOCK_K, STAGES and IN_REGISTERS, whether products take k an
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -15,9 +15,6 @@ State      FIRST: dq starts at 0, else at dq_in f32, which dq may overwrite in p
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -204,7 +201,7 @@ def hopper_wide_dq(
         out = allocate_parts(sources.q, GROUPS, 64, BLOCK_D, TAIL_D)
     key_mask, some_hidden, not_finite, extents = None, None, None, None
     if extents_ptr is not None:
-        not_finite = allocate_numbers(STAGES)
+        not_finite = allocate_numbers(2 * STAGES)
     if extents_ptr is not None and IN_REGISTERS:  # beside tiles of 256 columns there is no room
         extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if key_mask_BT is not None:
@@ -249,7 +246,7 @@ def hopper_wide_dq(
 class WarpgroupQueries(NamedTuple):
     """The 64 queries of a warpgroup, with local indices ``i``.
 
-    With IN_REGISTERS all are in registers; else lse in base 2 and delta are placeholders and lie in shared memory, like q and dout.
+    With IN_REGISTERS all are in registers; else q and dout lie in shared memory, and lse in base 2 and delta are placeholders.
     """
 
     q: Any
@@ -369,7 +366,7 @@ def visit_keys(
     release(V_FREE + v_stage, sizes.GROUPS)
     some_nan = True
     if MASKED and args.not_finite is not None:
-        some_nan = read_number(shared.not_finite, stage) != 0
+        some_nan = read_number(shared.not_finite, step % (2 * sizes.STAGES)) != 0
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
         keep = kept_of_tile(

@@ -11,9 +11,6 @@ Program    one (tile, run of the others, batch row); of ``not_finite`` one (span
 Units      local indices of tiles in their run
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import triton
