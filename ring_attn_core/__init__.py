@@ -3,7 +3,8 @@
 from .layouts import LAYOUTS
 from .masks import MASKS, causal, full, sliding_window
 from .plan.ring import RingPlan
+from .plan.ulysses import Ulysses
 from .runs import Band, Run
 
 __version__ = "0.1.0"
-__all__ = ["LAYOUTS", "MASKS", "Band", "RingPlan", "Run", "causal", "full", "sliding_window"]
+__all__ = ["LAYOUTS", "MASKS", "Band", "RingPlan", "Run", "Ulysses", "causal", "full", "sliding_window"]

@@ -232,7 +232,7 @@ def test_runs_that_do_not_fit_their_block_are_refused(runs: Any, message: str):
         check_runs(*runs, (1, 4, 1, 8), (1, 3, 1, 8))
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", None, ""])
+@pytest.mark.parametrize("strategy", ["telepathy", None, ""])
 def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any):
     with pytest.raises(ValueError, match=f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}"):
         check_strategy(strategy)

@@ -68,7 +68,8 @@ def program(case: Case, quick: bool) -> Callable:
     """Of arrays in layout order: out, lse, dq, dk, dv and, where there are sinks, dsinks; compiled once for every case."""
 
     def attention(q, k, v, sinks, features):
-        return ring_attention(q, k, v, **options(case.plan), **case.scalars, **features, sinks=sinks, return_lse=True)
+        call = options(case.plan) | case.scalars | features | {"strategy": case.strategy}
+        return ring_attention(q, k, v, **call, sinks=sinks, return_lse=True)
 
     def results(q, k, v, dout, dlse, features):
         sinks = features.get("sinks")

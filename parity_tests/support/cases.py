@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+from ring_attn_core import Band, RingPlan, Ulysses, causal, full, sliding_window
 from ring_attn_core.dropout import kept
 from ring_attn_core.layouts import LAYOUTS, padded_local, slots
 from ring_attn_core.reference.oracle import Attention, exact, plain, rounding, visible
@@ -62,6 +62,7 @@ class Case:
     poison: bool = False
     data: int = 0
     key_extents: str | None = None
+    strategy: str | Ulysses = "auto"
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

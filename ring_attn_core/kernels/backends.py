@@ -249,7 +249,7 @@ def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
     from . import steps
 
     of = {"forward": steps.of_forward, "backward": steps.of_backward}[name]
-    return list(of(call, len(problem.plan.shifts)))
+    return list(of(call, len(problem.steps.shifts)))
 
 
 def _left_to_portable(problem: Problem) -> frozenset[str]:

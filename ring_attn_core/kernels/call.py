@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..dropout import rescale, threshold
+from ..plan.ulysses import HeadShares
 from ..problem.problem import Problem
 from ..records import hashed_once
 from .launch import Argument, Array, Scalar
@@ -18,11 +19,10 @@ BEYOND = 2**30
 @hashed_once
 @dataclass(frozen=True)
 class RingCall:
-    """The parameters that all launches of one ring share. Shapes are those of one rank's shards.
+    """The parameters that all launches of one ring share; ``given`` names the optional arrays.
 
-    ``given``: names of the optional arrays.
-
-    ``packed``: k and v are one array [b t g d+e], else two. ``aligned``: one dropout counter serves eight probabilities.
+    Shapes are those of a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array
+    [b t g d+e], with gradients in float32; else two. ``aligned``: one dropout counter serves eight probabilities.
     ``clean``: some keys may be unused, and these may hold NaN. ``capability``: compute capability of the GPU, such as 90.
     ``tma``: the launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes
     ("forward", "backward") listed in ``portable``. ``tiles_asked``: tiles that replace those of ``choose_tiles``, for comparison.
@@ -94,16 +94,17 @@ class RingCall:
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
     """Return the parameters that the launches of a problem share. ``anywhere``: its runs may start at any position."""
-    plan, (b, s, h, d), (_, t, g, _) = problem.plan, problem.q_shape, problem.k_shape
+    plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
+    shares = plan.shares or HeadShares(h, g, 1)
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
     return RingCall(
         batch=b,
-        seq_local=s,
-        kv_local=t,
-        heads=h,
-        kv_heads=g,
+        seq_local=s * plan.q_shards,
+        kv_local=t * plan.k_shards,
+        heads=shares.q_local,
+        kv_heads=shares.k_local,
         head_dim=d,
         v_dim=problem.v_shape[-1],
         q_runs=len(plan.q_runs[0]),
@@ -113,7 +114,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         softcap=problem.options.softcap,
         dropout_rate=problem.options.dropout_rate,
         given=frozenset(names),
-        packed=bool(plan.hops),
+        packed=plan.travels,
         aligned=plan.by_counter and not anywhere,
         clean=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
         tf32=backend == "triton_tf32",

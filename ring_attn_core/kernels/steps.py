@@ -33,13 +33,13 @@ def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
     for first, last in _ends(steps):
         if in_one_pass(call):
             yield from lists(call, "backward")
-            yield hopper.backward(call, first, first and last)
+            yield hopper.backward(call, first, not call.packed)
             yield hopper.dq(call)
         else:
             yield from lists(call, "dq")
             yield from lists(call, "dkv")
             yield dq(call, first, last)
-            yield dkv(call, first, first and last)
+            yield dkv(call, first, not call.packed)
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:

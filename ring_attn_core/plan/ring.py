@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import layouts
 from ..dropout import SPAN
 from ..masks import check_mask, with_numbers
 from ..runs import Band, Row, Run, row
 from ..validation import hold_numbers, number_in_words
+from .ulysses import HeadShares
 
 
 def check_steps(steps: Any) -> None:
@@ -49,6 +50,9 @@ class RingPlan:
     length: int = None  # type: ignore[assignment]
     kv_length: int = None  # type: ignore[assignment]
     steps: tuple[int, ...] | None = None
+    q_shards: ClassVar[int] = 1
+    k_shards: ClassVar[int] = 1
+    shares: ClassVar[HeadShares | None] = None
 
     def __post_init__(self) -> None:
         check_mask(self.mask)
@@ -207,6 +211,11 @@ class RingPlan:
     def hops(self) -> tuple[int, ...]:
         """Return the number of ranks that k/v advance between consecutive steps; one fewer than there are steps."""
         return tuple(b - a for a, b in zip(self.shifts, self.shifts[1:], strict=False))
+
+    @property
+    def travels(self) -> bool:
+        """Return whether some rank needs the keys of another."""
+        return bool(self.hops)
 
     @property
     def home(self) -> int:

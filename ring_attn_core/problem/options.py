@@ -13,7 +13,7 @@ from ..records import hashed_once
 from ..runs import Band
 from ..validation import hold_numbers, in_words, number_in_words
 from .checks import check_dropout_rate, check_scale, check_softcap
-from .strategies import check_strategy
+from .strategies import Strategy, check_strategy, read_strategy
 
 NO_COUNT = 2**62
 """The count that stands for None. Token counts and the sides of masks stay below it, so that their sums fit int64."""
@@ -37,7 +37,7 @@ class Options:
     softcap: float | None = None
     dropout_rate: float = 0.0
     dropout_offset: tuple[int, int] = (0, 0)
-    strategy: str = "auto"
+    strategy: Strategy = "auto"
     backend: str = "auto"
     deterministic: bool = False
     steps: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ class Options:
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)
-        return f"({self.layout!r}, {of_numbers}, {self.strategy!r}, {self.backend!r}, {self.deterministic}, {steps})"
+        return f"({self.layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
@@ -99,7 +99,7 @@ class Options:
             softcap=softcap,
             dropout_rate=dropout_rate,
             dropout_offset=(counts[4], counts[5]),
-            strategy=strategy,
+            strategy=read_strategy(strategy),
             backend=backend,
             deterministic=deterministic,
             steps=None if steps is None else tuple(steps),

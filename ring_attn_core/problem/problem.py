@@ -10,6 +10,7 @@ from ..plan.ring import RingPlan
 from ..records import hashed_once
 from .checks import DTYPES, OptionalArray, check_array
 from .options import Options
+from .strategies import check_fit, chosen, plan_of_steps
 
 
 @hashed_once
@@ -44,6 +45,16 @@ class Problem:
         tokens = self.q_shape[1], self.k_shape[1]
         return RingPlan(options.layout, options.mask, self.ranks, *tokens, **lengths, steps=options.steps)
 
+    @cached_property
+    def steps(self) -> RingPlan:
+        """Return the plan of the steps, on the shards that the strategy joins: ``plan`` if it joins none."""
+        return plan_of_steps(self.options.strategy, self.plan, self.q_shape[2], self.k_shape[2])
+
+    @property
+    def strategy(self) -> str:
+        """Return the name of the strategy that runs this problem."""
+        return chosen(self.options.strategy, self.plan)
+
     @property
     def scale(self) -> float:
         """Return the factor of q . k: the option ``scale``, by default ``head_dim ** -0.5``."""
@@ -60,6 +71,7 @@ class Problem:
             raise ValueError(
                 f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
+        check_fit(self.options.strategy, self.ranks, self.q_shape[2])
         return self.plan
 
     @property
@@ -72,7 +84,7 @@ class Problem:
         own = asdict(self)
         options: dict[str, Any] = own.pop("options")
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
-        return own | options | lengths | {"scale": self.scale}
+        return own | options | lengths | {"scale": self.scale, "strategy": str(self.options.strategy)}
 
     def _check_shapes(self) -> None:
         q, k, v = self.q_shape, self.k_shape, self.v_shape

@@ -35,8 +35,13 @@ def pack(
     bits = None
     if key_mask is not None:
         arrays = [jnp.where(key_mask[..., None, None], x, 0) for x in arrays]
-        bits = jnp.packbits(key_mask, axis=1, bitorder="little")
+        bits = bits_of(key_mask)
     return Keys(arrays[0], bits, arrays[1] if apart else None, None if key_extents is None else clipped(key_extents))
+
+
+def bits_of(key_mask: jax.Array) -> jax.Array:
+    """Return a key mask, bool [b t], as the bits of ``Keys``."""
+    return jnp.packbits(key_mask, axis=1, bitorder="little")
 
 
 def clipped(extents: jax.Array) -> jax.Array:
@@ -47,6 +52,22 @@ def clipped(extents: jax.Array) -> jax.Array:
 
 def unpack(keys: Keys) -> jax.Array | None:
     """Return the key mask, bool [b t], or None if every key may be attended."""
-    if keys.bits is None:
-        return None
-    return jnp.unpackbits(keys.bits, axis=1, count=keys.kv.shape[1], bitorder="little").astype(bool)
+    return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
+
+
+def joined(parts: Keys, tokens: int) -> Keys:
+    """Return the keys of several shards of ``tokens`` tokens side by side; ``parts`` holds arrays [shards, ...]."""
+    bits = parts.bits
+    if bits is not None:
+        masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
+        bits = side_by_side(bits) if masks is None else bits_of(jnp.concatenate(masks, 1))
+    return Keys(side_by_side(parts.kv), bits, None, None if parts.extents is None else side_by_side(parts.extents))
+
+
+def side_by_side(x: jax.Array) -> jax.Array:
+    """Return arrays [shards b n ...] as one, [b shards*n ...]."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])
+
+
+def _mask_of(bits: jax.Array, tokens: int) -> jax.Array:
+    return jnp.unpackbits(bits, axis=1, count=tokens, bitorder="little").astype(bool)

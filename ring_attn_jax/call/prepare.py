@@ -12,7 +12,6 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.problem.strategies import chosen
 from ring_attn_core.releases import warn_if_untried
 
 from ..attend.backend import Backend
@@ -65,10 +64,12 @@ class CompiledCall(NamedTuple):
     score: Score
     backend: Backend
     strategy: str
+    steps: RingPlan
+    """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
         """Return k, v, the key mask and the key extents as they travel."""
-        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.hops)
+        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
@@ -82,7 +83,7 @@ class CompiledCall(NamedTuple):
 
     def ring(self, axis_name: str) -> Ring:
         """Return the ring over that mesh axis."""
-        return Ring(self.plan, axis_name, self.strategy)
+        return Ring(self.steps, axis_name, self.strategy)
 
 
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
@@ -95,4 +96,4 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     cap = None if options.softcap is None else float(options.softcap)
     call = runnable(problem, anywhere)
     backend = Blockwise() if call is None else Kernels(call, problem.blanks or anywhere)
-    return CompiledCall(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, chosen(options.strategy))
+    return CompiledCall(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, problem.strategy, problem.steps)

@@ -21,10 +21,13 @@ def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend
     ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: the float32 (out, lse) to continue from, if the queries
     have already seen other keys and the sinks.
     """
-    for step in STRATEGIES[ring.strategy](keys, ring):
+    strategy = STRATEGIES[ring.strategy]
+    (q, *seen), keys, score = strategy.spread((q, *(total or ())), keys, score, ring)
+    total = (seen[0], seen[1]) if seen else None
+    for step in strategy.circulate(keys, ring):
         total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
     assert total is not None
-    return total
+    return strategy.collect(total, ring)
 
 
 def backward(
@@ -36,10 +39,12 @@ def backward(
     own shards, in float32, or in q's dtype if no other rank adds to them. The gradient of the sinks is the part from this rank's
     queries, or None without sinks.
     """
+    strategy = STRATEGIES[ring.strategy]
+    (q, out, lse, dout, dlse), keys, score = strategy.spread((q, *total, *dtotal), keys, score, ring)
     of_q = dq = None
-    for step in STRATEGIES[ring.strategy](keys, ring):
-        of_q = backend.cotangents(q, keys, step.rows, score, total, dtotal) if of_q is None else of_q
+    for step in strategy.circulate(keys, ring):
+        of_q = backend.cotangents(q, keys, step.rows, score, (out, lse), (dout, dlse)) if of_q is None else of_q
         dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
         step.send_home(dkv)
     assert of_q is not None and dq is not None
-    return dq, step.home(), of_q.sinks
+    return strategy.collect_gradients(dq, step.home(), of_q, ring)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -9,7 +10,8 @@ import jax
 from ring_attn_core.plan.ring import RingPlan
 
 from ..attend.keys import Keys
-from ..attend.state import Gradients
+from ..attend.score import Score
+from ..attend.state import BackwardInputs, Gradients, State
 
 T = TypeVar("T")
 
@@ -48,4 +50,28 @@ class Step(Protocol):
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed over all ranks; call it after the last step."""
+        ...
+
+
+class Strategy(Protocol):
+    """A way for keys to travel. It may also move queries before the first step, and results back after the last."""
+
+    def spread(
+        self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
+    ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
+        """Return the arrays that this rank computes on. ``queries``: arrays [b s h ...]; ``ring.plan`` is that of the steps."""
+        ...
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a ``Step`` for each shard of keys that this rank sees."""
+        ...
+
+    def collect(self, total: State, ring: Ring) -> State:
+        """Return (out, lse) of this rank's own queries: the inverse of ``spread``."""
+        ...
+
+    def collect_gradients(
+        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[jax.Array, Gradients, jax.Array | None]:
+        """Return the gradients of this rank's own q, keys and sinks: the adjoint of ``spread``."""
         ...

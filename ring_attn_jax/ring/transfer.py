@@ -1,14 +1,47 @@
-"""Transfers between the ranks of a ring: one ppermute."""
+"""Transfers between the ranks of a ring: to one rank, between all ranks of a group, or from every rank to all."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import jax
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 T = TypeVar("T")
+Groups = list[list[int]] | None
+"""The ranks of each group; None if one group has all."""
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
     """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward; return that of the rank ``hop`` before this one."""
     return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in range(ranks)])
+
+
+def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> jax.Array:
+    """Send a part of dimension ``split`` to each rank of the group; what arrives stands side by side on dimension ``join``."""
+    call = lambda x: lax.all_to_all(x, axis, split, join, tiled=True, axis_index_groups=groups)
+    return _mapped(call, lambda x: exchange(x, split + 1, join + 1, axis, groups), x, groups)
+
+
+def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -> jax.Array:
+    """Send ``x`` to every rank of the group; those of all its ranks arrive on the new dimension ``stack``, in their order."""
+    call = lambda x: lax.all_gather(x, axis, axis=stack, axis_index_groups=groups)
+    return _mapped(call, lambda x: all_gather(x, axis, groups, stack + 1), x, groups)
+
+
+def _mapped(
+    call: Callable[[jax.Array], jax.Array], batched: Callable[[jax.Array], jax.Array], x: jax.Array, groups: Groups
+) -> Any:
+    """Return ``call(x)``, which ``jax.vmap`` turns into ``batched``: JAX has no rule of its own for collectives of groups."""
+    if groups is None:
+        return call(x)
+    call = custom_vmap(call)
+    call.def_vmap(lambda size, mapped, x: (batched(x), True))  # type: ignore[attr-defined]
+    return call(x)
+
+
+def groups_of(size: int, ranks: int) -> Groups:
+    """Return the groups of ``size`` consecutive ranks; None if one group has all."""
+    return None if size == ranks else [list(range(first, first + size)) for first in range(0, ranks, size)]

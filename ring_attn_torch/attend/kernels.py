@@ -75,7 +75,7 @@ class Kernels:
         """See ``Backend.attend_backward``."""
         if not steps.in_one_pass(self.call):
             dq = self.attend_dq(of_q, keys, rows, score, dq, last)
-            return dq, self.attend_dkv(of_q, keys, rows, score, arrived(), last)
+            return dq, self.attend_dkv(of_q, keys, rows, score, arrived())
         before = arrived()
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(self.call), device=of_q.q.device) if dq is None else dq
@@ -84,7 +84,7 @@ class Kernels:
         if before is not None:
             arrays["dkv_in"] = before
         _add_lists(arrays, steps.lists(self.call, "backward"))
-        dq, *dkv = launch(hopper.backward(self.call, before is None, before is None and last), arrays)
+        dq, *dkv = launch(hopper.backward(self.call, before is None, not self.call.packed), arrays)
         if last:
             (dq,) = launch(hopper.dq(self.call), {"sums": dq})
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
@@ -98,9 +98,7 @@ class Kernels:
         (dq,) = launch(steps.dq(self.call, dq is None, last), arrays)
         return dq
 
-    def attend_dkv(
-        self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None, last: bool
-    ) -> Gradients:
+    def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None) -> Gradients:
         """Return ``arrived`` (None: nothing yet) plus the dkv of these keys from this rank's queries, packed as the keys are."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
@@ -108,7 +106,7 @@ class Kernels:
         if arrived is not None:
             arrays["dkv_in"] = arrived
         _add_lists(arrays, steps.lists(self.call, "dkv"))
-        dkv = launch(steps.dkv(self.call, arrived is None, arrived is None and last), arrays)
+        dkv = launch(steps.dkv(self.call, arrived is None, not self.call.packed), arrays)
         return dkv[0] if len(dkv) == 1 else dkv
 
 

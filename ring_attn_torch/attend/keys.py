@@ -34,10 +34,15 @@ def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tens
     bits = None
     if key_mask is not None:
         arrays = [zeroed(x, ~key_mask[..., None, None]) for x in arrays]
-        whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
-        whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
-        bits = (whole << _bit(whole)).sum(-1).to(torch.uint8)
+        bits = bits_of(key_mask)
     return Keys(arrays[0], bits, arrays[1] if apart else None, None if key_extents is None else clipped(key_extents))
+
+
+def bits_of(key_mask: Tensor) -> Tensor:
+    """Return a key mask, bool [b t], as the bits of ``Keys``."""
+    whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
+    whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
+    return (whole << _bit(whole)).sum(-1).to(torch.uint8)
 
 
 def clipped(extents: Tensor) -> Tensor:
@@ -57,10 +62,26 @@ def zeroed(x: Tensor, where: Tensor) -> Tensor:
 
 def unpack(keys: Keys) -> Tensor | None:
     """Return the key mask, bool [b t], or None if every key may be attended."""
-    if keys.bits is None:
-        return None
-    bits = keys.bits[..., None] >> _bit(keys.bits) & 1
-    return bits.flatten(1)[:, : keys.kv.shape[1]].bool()
+    return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
+
+
+def joined(parts: Keys, tokens: int) -> Keys:
+    """Return the keys of several shards of ``tokens`` tokens side by side; ``parts`` holds arrays [shards, ...]."""
+    bits = parts.bits
+    if bits is not None:
+        masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
+        bits = side_by_side(bits) if masks is None else bits_of(torch.cat(masks, 1))
+    return Keys(side_by_side(parts.kv), bits, None, None if parts.extents is None else side_by_side(parts.extents))
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Return arrays [shards b n ...] as one, [b shards*n ...]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _mask_of(bits: Tensor, tokens: int) -> Tensor:
+    each = bits[..., None] >> _bit(bits) & 1
+    return each.flatten(1)[:, :tokens].bool()
 
 
 def _bit(x: Tensor) -> Tensor:

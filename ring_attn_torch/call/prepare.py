@@ -18,7 +18,6 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.problem.strategies import chosen
 from ring_attn_core.releases import warn_if_untried
 
 from ..attend.backend import Backend
@@ -79,10 +78,12 @@ class CompiledCall(NamedTuple):
     score: Score
     backend: Backend
     strategy: str
+    steps: RingPlan
+    """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
         """Return k, v and the key mask as they travel."""
-        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.hops)
+        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score with the arrays that stay with the queries."""
@@ -91,7 +92,7 @@ class CompiledCall(NamedTuple):
 
     def ring(self, group: Group) -> Ring:
         """Return the ring of ``group``."""
-        return Ring(self.plan, group, self.strategy)
+        return Ring(self.steps, group, self.strategy)
 
 
 @lru_cache(maxsize=1024)
@@ -106,7 +107,7 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
     backend = _backend_of(problem, anywhere, PASSES[:1] if options.backend == "auto" else PASSES)
-    return CompiledCall(plan, score, backend, chosen(options.strategy))
+    return CompiledCall(plan, score, backend, problem.strategy, problem.steps)
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from ring_attn_core.plan.ring import RingPlan
 
 from ..attend.keys import Keys
-from ..attend.state import Gradients
+from ..attend.score import Score
+from ..attend.state import BackwardInputs, Gradients, State
 from ..attend.tiles import Rows
 from .groups import Group
 
@@ -50,4 +52,26 @@ class Step(Protocol):
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed over all ranks; call it after the last step."""
+        ...
+
+
+class Strategy(Protocol):
+    """A way for keys to travel. It may also move queries before the first step, and results back after the last."""
+
+    def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
+        """Return the arrays that this rank computes on. ``queries``: arrays [b s h ...]; ``ring.plan`` is that of the steps."""
+        ...
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a ``Step`` for each shard of keys that this rank sees."""
+        ...
+
+    def collect(self, total: State, ring: Ring) -> State:
+        """Return (out, lse) of this rank's own queries: the inverse of ``spread``."""
+        ...
+
+    def collect_gradients(
+        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[Tensor, Gradients, Tensor | None]:
+        """Return the gradients of this rank's own q, keys and sinks: the adjoint of ``spread``."""
         ...

@@ -1,11 +1,13 @@
-"""Transfers of arrays between the ranks of a ring, each one batched send and receive."""
+"""Transfers of arrays between the ranks of a ring: to one rank, between all ranks of a group, or from every rank to all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .groups import Group, rank_in, ranks_of
 
@@ -15,38 +17,52 @@ Arrays = tuple[Any, ...]
 class Transfer:
     """A transfer in flight. ``wait`` returns the arrays that arrive; from then on the memory of the sent ones may be reused.
 
-    ``hop``: the distance in ranks, used by the error of a failed transfer.
+    ``works``: its operations. ``awaited``: returns the ranks that it waits for, in words, if it fails.
     """
 
-    def __init__(self, arriving: Arrays, works: list[dist.Work], sent: Arrays, hop: int = 0, group: Group = None) -> None:
-        self._arriving, self._works, self._sent = arriving, works, sent
-        self._hop, self._group = hop, group
+    def __init__(self, arriving: Arrays, sent: Arrays, awaited: Callable[[], str] = str, group: Group = None) -> None:
+        self.works: list[Any] = []
+        self._arriving, self._sent = arriving, sent
+        self._awaited, self._group = awaited, group
 
     def wait(self) -> Any:
-        """Return the arrays that arrive. Raise RuntimeError, which names the neighbours, if a transfer fails."""
-        try:
-            for work in self._works:
+        """Return the arrays that arrive. Raise RuntimeError, which names the ranks it waited for, if a transfer fails."""
+        with self.watched():
+            for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            raise lost(error, self._hop, self._group) from error
         return self._arriving
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise the RuntimeError of a failed operation, in a ``with``, as one that names the ranks that it waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost(error, self._awaited(), self._group) from error
 
-def lost(error: RuntimeError, hop: int, group: Group) -> RuntimeError:
-    """Return the error of a failed transfer, which names the ranks this one waited for and the likely causes.
+
+def lost(error: RuntimeError, awaited: str, group: Group) -> RuntimeError:
+    """Return the error of a failed transfer, which names the ``awaited`` ranks and the likely causes.
 
     The ``error`` of gloo names at most an address, not a rank; its first line is quoted at the end.
     """
-    rank, ranks = rank_in(group), ranks_of(group)
-    to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
-    who = f"{_named(from_, group)}, which sends to it" + (
-        ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
-    )
     said = str(error).strip().partition("\n")[0]
     return RuntimeError(
-        f"rank {rank} lost the ring while it waited for {who}: one of them has died, stopped, or raised an error of its own. The "
-        f"rank whose log ends first, without this message, is where to look. ({said})"
+        f"rank {rank_in(group)} lost the ring while it waited for {awaited}: one of them has died, stopped, or raised an error "
+        f"of its own. The rank whose log ends first, without this message, is where to look. ({said})"
     )
+
+
+def _neighbours(to: int, from_: int, group: Group) -> str:
+    """Return the ranks that a hop waits for, in words."""
+    return f"{_named(from_, group)}, which sends to it" + (
+        ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
+    )
+
+
+def _others(ranks: Sequence[int], group: Group) -> str:
+    """Return the ranks that an exchange waits for, in words."""
+    return f"{', '.join(_named(rank, group) for rank in ranks if rank != rank_in(group))}, with which it exchanges arrays"
 
 
 def _named(rank: int, group: Group) -> str:
@@ -61,15 +77,54 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
     All arrays that are not None go in one batch. A hop of 0 sends nothing.
     """
     if hop == 0:
-        return Transfer(arrays, [], arrays)
+        return Transfer(arrays, arrays)
     rank, ranks = rank_in(group), ranks_of(group)
     to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
-    sent = tuple(x if x is None else x.contiguous() for x in arrays)
-    arriving = tuple(x if x is None else torch.empty_like(x) for x in sent)
+    sent, arriving = _both(arrays, lambda x: x.shape)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
-    try:
-        works = dist.batch_isend_irecv(operations)
-    except RuntimeError as error:  # gloo detects a lost connection here
-        raise lost(error, hop, group) from error
-    return Transfer(arriving, works, sent, hop, group)
+    return _started(operations, Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group))
+
+
+def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
+    """Send ``x[i]`` of each array ``x`` [n ...] to rank ``first + i``, and receive an equal part from it, which arrives at i.
+
+    The n ranks from ``first`` on are a group, whose members all make the same call. A rank's own part is copied.
+    """
+    rank, sent, arriving = rank_in(group), *_both(arrays, lambda x: x.shape)
+    pairs = [(x, there) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
+    ranks = range(first, first + max((len(x) for x, _ in pairs), default=0))
+    operations = []
+    for i, peer in enumerate(ranks):
+        if peer == rank:
+            for x, there in pairs:
+                there[i].copy_(x[i])
+        else:
+            operations += [dist.P2POp(dist.isend, x[i], group=group, group_peer=peer) for x, _ in pairs]
+            operations += [dist.P2POp(dist.irecv, there[i], group=group, group_peer=peer) for _, there in pairs]
+    return _started(operations, Transfer(arriving, sent, lambda: _others(ranks, group), group))
+
+
+def all_gather(arrays: Arrays, group: Group) -> Transfer:
+    """Send each array to every rank; the arrays of all ranks arrive as [ranks ...], in the order of the ranks."""
+    ranks = ranks_of(group)
+    sent, arriving = _both(arrays, lambda x: (ranks, *x.shape))
+    transfer = Transfer(arriving, sent, lambda: _others(range(ranks), group), group)
+    with transfer.watched():
+        for x, there in zip(sent, arriving, strict=True):
+            if x is not None and x.numel():
+                transfer.works.append(dist.all_gather_into_tensor(there.flatten(0, 1), x, group=group, async_op=True))
+    return transfer
+
+
+def _both(arrays: Arrays, shape: Callable[[Tensor], tuple[int, ...]]) -> tuple[Arrays, Arrays]:
+    """Return the arrays to send, contiguous, and new ones of ``shape`` for those that arrive; None stays None."""
+    sent = tuple(x if x is None else x.contiguous() for x in arrays)
+    return sent, tuple(x if x is None else x.new_empty(shape(x)) for x in sent)
+
+
+def _started(operations: list[dist.P2POp], transfer: Transfer) -> Transfer:
+    """Start the ``operations`` in one batch, and return their ``transfer``."""
+    with transfer.watched():  # gloo detects a lost connection here
+        transfer.works += dist.batch_isend_irecv(operations) if operations else []
+    return transfer

@@ -1,8 +1,11 @@
-"""The strategies by which keys travel: ``strategy(keys, ring)`` yields a ``Step`` for every shard of keys that this rank sees.
+"""The strategies by which keys travel, by name.
 
-``ring/step.py`` defines ``Step``; CONTRIBUTING.md describes how to add a strategy.
+``ring/step.py`` defines ``Strategy`` and ``Step``; CONTRIBUTING.md describes how to add a strategy.
 """
 
-from .ring import circulate
+from ..step import Strategy
+from .gather import Gather
+from .ring import OneWay
+from .ulysses import HeadExchange
 
-STRATEGIES = {"ring": circulate}
+STRATEGIES: dict[str, Strategy] = {"ring": OneWay(), "gather": Gather(), "ulysses": HeadExchange()}

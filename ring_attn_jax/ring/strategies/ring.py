@@ -16,19 +16,39 @@ from jax import lax
 from ring_attn_core.runs import row
 
 from ...attend.keys import Keys
-from ...attend.state import Gradients
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients, State
 from ..step import Ring, T
 from ..transfer import send
 
 
-def circulate(keys: Keys, ring: Ring) -> Iterator[Hop]:
-    """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
-    hops = (*ring.plan.hops, 0)
-    travelling = None
-    for shift, hop in zip(ring.plan.shifts, hops, strict=True):
-        step = Hop(keys, travelling, ring, shift, hop)
-        yield step
-        keys, travelling = step.next_keys, step.travelling
+class OneWay:
+    """The strategy "ring". Nothing but keys travels."""
+
+    def spread(
+        self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
+    ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
+        """See ``Strategy.spread``."""
+        return queries, keys, score
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Hop]:
+        """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
+        hops = (*ring.plan.hops, 0)
+        travelling = None
+        for shift, hop in zip(ring.plan.shifts, hops, strict=True):
+            step = Hop(keys, travelling, ring, shift, hop)
+            yield step
+            keys, travelling = step.next_keys, step.travelling
+
+    def collect(self, total: State, ring: Ring) -> State:
+        """See ``Strategy.collect``."""
+        return total
+
+    def collect_gradients(
+        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[jax.Array, Gradients, jax.Array | None]:
+        """See ``Strategy.collect_gradients``."""
+        return dq, dkv, of_q.sinks
 
 
 class Hop:

@@ -11,24 +11,42 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ...attend.keys import Keys
-from ...attend.state import Gradients
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients, State
 from ...attend.tiles import Rows
 from ..groups import rank_in
 from ..step import Ring, Step, T
 from ..transfer import Transfer, send
 
 
-def circulate(keys: Keys, ring: Ring) -> Iterator[Step]:
-    """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
-    if not ring.plan.hops:
-        yield LocalStep(keys, rows(ring, 0))
-        return
-    hops = (*ring.plan.hops, 0)
-    travelling = None
-    for shift, hop in zip(ring.plan.shifts, hops, strict=True):
-        step = Hop(keys, travelling, ring, shift, hop)
-        yield step
-        keys, travelling = step.next_keys, step.travelling
+class OneWay:
+    """The strategy "ring". Nothing but keys travels."""
+
+    def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
+        """See ``Strategy.spread``."""
+        return queries, keys, score
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
+        if not ring.plan.hops:
+            yield LocalStep(keys, rows(ring, 0))
+            return
+        hops = (*ring.plan.hops, 0)
+        travelling = None
+        for shift, hop in zip(ring.plan.shifts, hops, strict=True):
+            step = Hop(keys, travelling, ring, shift, hop)
+            yield step
+            keys, travelling = step.next_keys, step.travelling
+
+    def collect(self, total: State, ring: Ring) -> State:
+        """See ``Strategy.collect``."""
+        return total
+
+    def collect_gradients(
+        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[Tensor, Gradients, Tensor | None]:
+        """See ``Strategy.collect_gradients``."""
+        return dq, dkv, of_q.sinks
 
 
 class LocalStep:

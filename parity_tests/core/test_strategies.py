@@ -1,0 +1,124 @@
+"""Strategies in the core: the plans of joined shards against brute force, the heads of a group, records and refusals."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ring_attn_core import LAYOUTS, RingPlan, Ulysses, full, sliding_window
+from ring_attn_core.kernels.call import call_of
+from ring_attn_core.plan.joined import JoinedPlan
+from ring_attn_core.plan.ulysses import HeadShares
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.strategies import STRATEGIES, check_strategy, name_of, read_strategy
+from ring_attn_core.problem.traffic import Traffic, traffic
+
+from ..support.cases import Case
+from ..support.strategies import problem_of
+from .test_plan import MASKS, plans, visible
+
+
+def joined(plan: RingPlan, q_shards: int, k_shards: int) -> JoinedPlan:
+    own = {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
+    return JoinedPlan(**own, q_shards=q_shards, k_shards=k_shards)
+
+
+def computed(plan: JoinedPlan) -> np.ndarray:
+    """How often each pair of positions is computed, by the first rank of each group of queries, read off the rows."""
+    count = np.zeros((plan.seq_local * plan.ranks, plan.kv_local * plan.ranks), int)
+    for shift in plan.shifts:
+        for rank in range(0, plan.ranks, plan.q_shards):
+            for row in (row for rows in plan.rows(rank, shift) for row in rows):
+                lag = np.arange(row.q_len)[:, None] - np.arange(row.k_len)
+                where = np.ix_(row.q_start + row.stride * np.arange(row.q_len), row.k_start + row.stride * np.arange(row.k_len))
+                count[where] += (row.lo <= lag) & (lag <= row.hi)
+    return count
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(2, (1, 2)), (4, (2, 2)), (4, (1, 4)), (6, (3, 3)), (8, (2, 2)), (8, (8, 8))])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_visible_pair_of_joined_shards_is_computed_exactly_once(layout, mask, ranks, shards):
+    for plan in plans(layout, mask, ranks):
+        expected = np.zeros((plan.seq_local * ranks, plan.kv_local * ranks), int)
+        expected[: plan.length, : plan.kv_length] = visible(plan)
+        np.testing.assert_array_equal(computed(joined(plan, *shards)), expected, err_msg=str(plan))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_joined_runs_point_at_the_tokens_of_their_ranks(layout):
+    plan = RingPlan(layout, full(), ranks=4, seq_local=6, length=21)
+    both = joined(plan, 2, 2)
+    for rank in range(4):
+        first = rank // 2 * 2
+        side_by_side = [*plan.positions(first), *plan.positions(first + 1)]
+        for base, length, start, stride in both.q_runs[rank]:
+            assert side_by_side[base : base + length] == list(range(start, start + stride * length, stride))
+    assert both.q_runs == both.k_runs
+
+
+def test_shifts_of_joined_shards_reach_every_step_that_a_caller_sets():
+    plan = RingPlan("contiguous", full(), 8, 8, steps=(0, 3))
+    shifts = joined(plan, 2, 2).shifts
+    for rank in range(8):
+        groups = {(rank // 2 * 2 - shift) % 8 // 2 for shift in shifts}
+        assert {(rank - step) % 8 // 2 for step in plan.shifts} <= groups
+    assert shifts == (0, 2, 4)
+    assert joined(plan, 1, 8).shifts == (0,)
+
+
+def test_a_window_pays_for_the_groups_that_it_reaches():
+    plan = RingPlan("contiguous", sliding_window(3), ranks=8, seq_local=8)
+    assert joined(plan, 2, 2).shifts == (0, 2)
+    assert joined(plan, 8, 8).shifts == (0,)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 12])
+def test_every_query_head_reads_its_own_key_head(kv_heads, ranks):
+    shares = HeadShares(12, kv_heads, ranks)
+    sent = np.repeat(np.arange(kv_heads), shares.copies).reshape(ranks, shares.k_local)
+    heads = np.arange(12).reshape(ranks, shares.q_local)
+    for rank in range(ranks):
+        read = sent[rank][np.arange(shares.q_local) // (shares.q_local // shares.k_local)]
+        np.testing.assert_array_equal(read, heads[rank] // (12 // kv_heads))
+    assert shares.copies == 1 or kv_heads % ranks
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, Ulysses(ranks=4)])
+def test_options_with_a_strategy_are_read_back_from_their_text(strategy):
+    options = Options(strategy=strategy)
+    assert Options.read(options.text, options.counts) == options
+    assert read_strategy(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, "2", None, True])
+def test_a_group_of_no_number_of_ranks_is_refused(ranks: Any):
+    with pytest.raises(ValueError, match=r"Ulysses\(ranks=...\) is the number of ranks in a group, at least 1, got"):
+        Ulysses(ranks=ranks)
+    assert Ulysses(ranks=np.int64(3)) == Ulysses(ranks=3)
+    check_strategy(Ulysses(ranks=3))
+
+
+def test_the_kernels_get_the_sizes_of_joined_shards():
+    problem = problem_of(Case(heads=8, kv_heads=2, length=64), "torch")
+    with_strategy = lambda strategy: replace(problem, options=replace(problem.options, strategy=strategy))
+    call = call_of(with_strategy(Ulysses(ranks=2)), "triton")
+    assert (call.seq_local, call.kv_local, call.heads, call.kv_heads, call.q_runs, call.k_runs) == (32, 32, 4, 1, 4, 4)
+    call = call_of(with_strategy("gather"), "triton")
+    assert (call.seq_local, call.kv_local, call.heads, call.kv_heads, call.q_runs, call.k_runs) == (16, 64, 8, 2, 2, 8)
+    assert call.packed
+
+
+def test_auto_is_the_ring_and_nothing_travels_where_no_rank_needs_keys():
+    assert name_of("auto") == "ring"
+    for strategy in ("gather", "ulysses", Ulysses(ranks=2)):
+        problem = problem_of(Case("contiguous", sliding_window(0), strategy=strategy), "jax")
+        assert problem.strategy == "ring"
+        assert traffic(problem) == (Traffic(0, 0), Traffic(0, 0))
+        assert problem.steps is problem.plan

@@ -1,0 +1,162 @@
+"""The strategies of JAX: exact under check_vma, the same bits at every run, and what they send."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from ring_attn_core import Ulysses, full, sliding_window
+from ring_attn_core.problem.traffic import traffic
+from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
+
+from ..support.cases import Case, check, check_future_unseen, check_same
+from ..support.selection import first
+from ..support.strategies import COMBINED, EACH, PAIRS, SHARED, STRATEGIES, problem_of
+from .ring import mesh_of, program, run, run_once, whole
+
+ONE_EACH = EACH[::4] + [case for case in EACH if case not in EACH[::4]]
+TRAVELS = [
+    *ONE_EACH,
+    *SHARED,
+    *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
+    *(Case("contiguous", strategy=strategy, mask=sliding_window(0)) for strategy in STRATEGIES.values()),
+]
+
+
+@pytest.mark.parametrize("case", first(PAIRS, 4), ids=str)
+def test_every_strategy_is_exact_with_every_feature(case):
+    check(case, run_once(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", COMBINED, ids=str)
+def test_any_two_features_together_are_exact_under_every_strategy(case):
+    check(case, run_once(case))
+
+
+@pytest.mark.parametrize("case", first(ONE_EACH, 3), ids=str)
+def test_every_feature_at_once_is_exact_and_hides_nan(case):
+    clean = run(case)
+    check(case, clean)
+    check_same(run(replace(case, poison=True)), clean)
+
+
+@pytest.mark.parametrize("case", first(SHARED, 2), ids=str)
+def test_key_heads_that_ranks_share_are_exact(case):
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("strategy", first(STRATEGIES.values()), ids=STRATEGIES)
+def test_future_tokens_change_nothing_on_any_rank(strategy):
+    case = Case("striped", strategy=strategy)
+    check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)
+
+
+@pytest.mark.parametrize("case", TRAVELS, ids=str)
+def test_bytes_are_the_plans(case):
+    """Of the traced program: a permute sends its operand, an all-to-all and an all-gather what is not the rank's own."""
+    q, k, v, dout, dlse, *features = whole(case)
+    arrays = [jax.ShapeDtypeStruct(x.shape, case.dtype) for x in (q, k, v, dout)]
+    arguments = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in zip(case.features, features, strict=True)}
+    dlse = jax.ShapeDtypeStruct(dlse.shape, dlse.dtype)
+    traced = program.__wrapped__(case, True).trace(*arrays, dlse, arguments).jaxpr
+    forward, backward = traffic(problem_of(case, "jax"))
+    assert sum(sent(traced.jaxpr, case.ranks)) == forward.bytes + backward.bytes
+
+
+def sent(jaxpr: Any, ranks: int) -> Iterator[int]:
+    """The bytes that a rank sends in each collective of a traced program, those inside its functions too."""
+    for equation in jaxpr.eqns:
+        of: Any = equation.invars[0].aval if equation.invars else None
+        groups = equation.params.get("axis_index_groups")
+        size = len(groups[0]) if groups else ranks
+        if equation.primitive.name == "ppermute":
+            yield prod(of.shape) * of.dtype.itemsize
+        elif equation.primitive.name == "all_to_all":
+            yield prod(of.shape) * of.dtype.itemsize * (size - 1) // size
+        elif equation.primitive.name == "all_gather":
+            yield prod(of.shape) * of.dtype.itemsize * (size - 1)
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from sent(inner, ranks)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_ten_runs_give_the_same_bits(strategy):
+    case = Case(strategy=strategy, kv_heads=1, sinks=True)
+    results = [run.__wrapped__(case) for _ in range(10)]
+    for again in results[1:]:
+        check_same(again, results[0])
+
+
+def arrays(heads: int = 8, kv_heads: int = 2, tokens: int = 16) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal((2, tokens, h, 8)), jnp.float32) for h in (heads, kv_heads, kv_heads)]
+
+
+def gradients(attention: Any) -> Any:
+    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v))), (0, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), first([(AxisType.Auto, "ulysses"), (AxisType.Explicit, "gather"), (AxisType.Explicit, "ulysses")])
+)
+def test_a_data_seq_tensor_mesh_equals_one_device(kind, strategy):
+    """Keys of one head are replicated over tensor: their gradients are summed over it too."""
+    inputs = arrays(kv_heads=1)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(kind,) * 3)
+    ring = partial(sharded_ring_attention, mesh=mesh, batch_axes="data", head_axis="tensor", strategy=strategy)
+    mine = gradients(ring)(*(np.asarray(to_layout(np.asarray(x), "zigzag", 2)) for x in inputs))
+    truth = gradients(partial(sharded_ring_attention, mesh=mesh_of(1)))(*inputs)
+    for a, b in zip(mine, truth, strict=True):
+        assert relative_error(np.asarray(from_layout(np.asarray(a), "zigzag", 2, 16)), np.asarray(b)) <= 1e-6
+
+
+def test_groups_wait_for_each_step_before_the_next_hop():
+    """A ring of four groups of two has as many barriers and permutes as one of four ranks, and no other collective."""
+    ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout="striped", strategy=Ulysses(ranks=2))
+    text = gradients(ring).lower(*arrays()).as_text()
+    assert len(re.findall("stablehlo.optimization_barrier", text)) == 2 * 3
+    assert len(re.findall('"stablehlo.collective_permute"', text)) == 3 + 3 + 4
+    assert "all_gather" not in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "message"),
+    [
+        ("ulysses", 8, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
+        (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
+    ],
+)
+def test_a_strategy_that_cannot_run_a_call_is_refused(strategy, ranks, message):
+    with pytest.raises(ValueError, match=message + ".*auto"):
+        sharded_ring_attention(*arrays(heads=4, tokens=24 if ranks == 3 else 16), mesh=mesh_of(ranks), strategy=strategy)
+
+
+def test_vmap_maps_every_strategy():
+    inputs = [jnp.stack([x, 2 * x]) for x in arrays(heads=4)]
+    for strategy in STRATEGIES.values():
+        ring = partial(sharded_ring_attention, mesh=mesh_of(4), mask=full(), strategy=strategy)
+        mapped = jax.jit(jax.vmap(ring))(*inputs)
+        np.testing.assert_allclose(mapped[1], ring(*(x[1] for x in inputs)), rtol=0, atol=2e-6)
+
+
+def test_one_rank_computes_as_ever():
+    mesh, inputs = mesh_of(1), arrays(heads=4)
+    expected = sharded_ring_attention(*inputs, mesh=mesh)
+    for strategy in ("gather", "ulysses", Ulysses(ranks=1)):
+        np.testing.assert_array_equal(sharded_ring_attention(*inputs, mesh=mesh, strategy=strategy), expected)

@@ -1,0 +1,64 @@
+"""Cases of every strategy: each with every value of every axis of combinations.py, and with heads that it can deal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ring_attn_core import Ulysses
+from ring_attn_core.problem.checks import OptionalArray
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
+
+from .cases import Case
+from .combinations import AXES, COMBINATIONS, EVERYTHING, covering
+
+STRATEGIES: dict[str, str | Ulysses] = {"gather": "gather", "ulysses": "ulysses", "in pairs": Ulysses(ranks=2)}
+"""The strategies besides the ring, which all other tests run, by a name for tests."""
+
+
+def fitted(case: Case) -> Case:
+    """Return ``case`` with as many ranks and query heads as its strategy can deal."""
+    if isinstance(case.strategy, Ulysses):
+        case = replace(case, ranks=-(-case.ranks // case.strategy.ranks) * case.strategy.ranks)
+    size = {"ulysses": case.ranks}.get(str(case.strategy), getattr(case.strategy, "ranks", 1))
+    return case if case.heads % size == 0 else replace(case, heads=case.heads * size)
+
+
+def _of(row: dict[str, str]) -> Case:
+    axes: dict[str, dict[str, dict[str, Any]]] = AXES | {
+        "strategy": {name: {"strategy": strategy} for name, strategy in STRATEGIES.items()}
+    }
+    return fitted(Case(**{name: value for axis in axes for name, value in axes[axis][row[axis]].items()}))
+
+
+PAIRS = [_of(row) for row in covering(AXES | {"strategy": STRATEGIES})]
+"""Every strategy with every value of every axis, and every pair of these values under some strategy."""
+
+COMBINED = [fitted(replace(case, strategy=strategy)) for strategy in STRATEGIES.values() for case in COMBINATIONS]
+"""Every pair of features under every strategy."""
+
+EACH = [fitted(replace(case, strategy=strategy)) for strategy in STRATEGIES.values() for case in EVERYTHING[::-1]]
+"""Every feature at once, under every strategy."""
+
+SHARED = [
+    Case(strategy="ulysses", kv_heads=1),
+    Case("striped", strategy="ulysses", ranks=2, heads=6, kv_heads=3, sinks=True, dtype="bfloat16"),
+    Case("contiguous", strategy="ulysses", ranks=3, heads=12, kv_heads=2, alibi=True, dropout_rate=0.3),
+    Case(strategy=Ulysses(ranks=2), ranks=4, heads=2, kv_heads=1, dtype="bfloat16"),
+    Case("contiguous", strategy=Ulysses(ranks=4), ranks=8, heads=8, kv_heads=2, key_mask="random", length=61),
+]
+"""Key heads that are shared by ranks, or that do not divide them."""
+
+
+def problem_of(case: Case, framework: str) -> Problem:
+    """Return the problem of one rank of ``case``, without its numbers: for what a plan says."""
+    plan = case.plan
+    q = case.batch, plan.seq_local, case.heads, case.head_dim
+    k = case.batch, plan.kv_local, case.kv_heads, case.head_dim
+    local = {"extents": (*q[:2], 2), "key_extents": (*k[:2], 2), "key_mask": k[:2]}
+    arrays = tuple(OptionalArray(name, local.get(name, x.shape), str(x.dtype)) for name, x in case.features.items())
+    options = Options(layout=plan.layout, mask=plan.mask, length=plan.length, kv_length=plan.kv_length, strategy=case.strategy)
+    return Problem(
+        q, k, (*k[:3], case.v_dim), (case.dtype, case.dtype, case.dtype), "cpu", plan.ranks, options, arrays, framework=framework
+    )

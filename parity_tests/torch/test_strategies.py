@@ -1,0 +1,182 @@
+"""The strategies of PyTorch: exact, the same bits at every run, and what they send, on gloo."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attn_core import Ulysses, causal, full, sliding_window
+from ring_attn_core.problem.traffic import Traffic, traffic
+from ring_attn_torch import ring_attention
+from ring_attn_torch.ring import transfer
+
+from ..support.cases import Case, check, check_future_unseen, check_same
+from ..support.selection import first
+from ..support.spawn import PerRank
+from ..support.strategies import COMBINED, EACH, PAIRS, SHARED, STRATEGIES, problem_of
+from .ring import on_rank, options, run
+
+TRAVELS = [
+    *EACH,
+    *SHARED,
+    *(Case("contiguous", strategy=strategy, mask=full(), dtype="bfloat16") for strategy in STRATEGIES.values()),
+    *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
+    *(Case("contiguous", strategy=strategy, mask=sliding_window(0)) for strategy in STRATEGIES.values()),
+]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_every_strategy_is_exact_with_every_feature(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", COMBINED, ids=str)
+def test_any_two_features_together_are_exact_under_every_strategy(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_every_feature_at_once_is_exact_and_hides_nan(gloo, case):
+    clean = run(gloo, case)
+    check(case, clean)
+    check_same(run(gloo, replace(case, poison=True)), clean)
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_key_heads_that_ranks_share_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_future_tokens_change_nothing_on_any_rank(gloo, strategy):
+    case = Case("striped", strategy=strategy)
+    check_future_unseen(run(gloo, case), run(gloo, case.with_other_future(20)), 20, case.length)
+
+
+@pytest.mark.parametrize("case", TRAVELS, ids=str)
+def test_messages_and_bytes_are_the_plans(gloo, case):
+    expected = traffic(problem_of(case, "torch"))
+    for counted in gloo(case.ranks, count, case, *(PerRank(*x) for x in case.inputs())):
+        assert counted == expected
+
+
+def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
+    """The messages and bytes that this rank hands to torch.distributed in a forward and in a backward."""
+    sent: list[Traffic] = []
+    batch, gather = dist.batch_isend_irecv, dist.all_gather_into_tensor
+    size = lambda x: x.numel() * x.element_size()
+
+    def batched(operations: list[Any]) -> Any:
+        sends = [x for x in operations if x.op is dist.isend]
+        sent.append(Traffic(len({x.group_peer for x in sends}), sum(size(x.tensor) for x in sends)))
+        return batch(operations)
+
+    def gathered(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool) -> Any:
+        others = dist.get_world_size(group) - 1
+        sent.append(Traffic(others, others * size(x)))
+        return gather(out, x, group=group, async_op=async_op)
+
+    total = lambda: sum(sent, Traffic(0, 0))
+    with patch.object(dist, "batch_isend_irecv", batched), patch.object(dist, "all_gather_into_tensor", gathered):
+        dtype, names = getattr(torch, case.dtype), [*case.features]
+        q, k, v = (torch.from_numpy(x).to(dtype).requires_grad_() for x in shards[:3])
+        features = dict(zip(names, map(torch.from_numpy, shards[5:]), strict=True))
+        arguments = options(case.plan) | case.scalars | features | {"strategy": case.strategy}
+        out, lse = ring_attention(q, k, v, group=group, **arguments, return_lse=True)
+        forward = total()
+        sent.clear()
+        torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+    return forward, total()
+
+
+@pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
+def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy):
+    case = Case(strategy=strategy, sinks=True, kv_heads=1)
+    expected = run(gloo, case)
+    for number in range(10):
+        check_same(run(gloo, case, partial(delayed, number)), expected)
+
+
+def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
+    """``on_rank``, with a random delay before every transfer."""
+    draw = random.Random(1000 * seed + dist.get_rank(group))
+    batch, gather = dist.batch_isend_irecv, dist.all_gather_into_tensor
+
+    def late(function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            time.sleep(draw.uniform(0, 0.01))
+            return function(*arguments, **keywords)
+
+        return call
+
+    with patch.object(dist, "batch_isend_irecv", late(batch)), patch.object(dist, "all_gather_into_tensor", late(gather)):
+        return on_rank(group, case, *shards)
+
+
+REFUSED = [
+    ("ulysses", 3, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 3 ranks"),
+    (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
+    (Ulysses(ranks=8), 8, r"strategy=Ulysses\(ranks=8\) cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
+    ("telepathy", 2, "unknown strategy 'telepathy'"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "message"), REFUSED)
+def test_a_strategy_that_cannot_run_a_call_is_refused_alike_on_every_rank(gloo, strategy, ranks, message):
+    case = Case(strategy=strategy, ranks=ranks)
+    errors = gloo.outcomes(ranks, refused, case, *(PerRank(*x) for x in case.inputs()))
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(ValueError, match=message + ".*auto"):
+        raise errors[0]
+
+
+def refused(group: Any, case: Case, *shards: Any) -> None:
+    with patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("sent")):
+        on_rank(group, case, *shards)
+
+
+def test_ranks_with_other_strategies_are_told_so(gloo):
+    case = Case(ranks=2)
+    cases = PerRank(replace(case, strategy="gather"), replace(case, strategy=Ulysses(ranks=2)))
+    errors = gloo.outcomes(2, refused, cases, *(PerRank(*x) for x in case.inputs()))
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert "disagree on strategy: 'gather' on rank 0, 'Ulysses(ranks=2)' on rank 1" in str(error)
+
+
+@pytest.mark.parametrize("strategy", first(STRATEGIES.values()), ids=STRATEGIES)
+def test_a_compiled_call_takes_the_strategy(gloo, strategy):
+    case = Case(strategy=strategy, sinks=True)
+    inputs = [PerRank(*x) for x in case.inputs()]
+    for compiled, eager in zip(gloo(4, under_compile, case, *inputs), gloo(4, on_rank, case, *inputs), strict=True):
+        for a, b in zip(compiled, eager, strict=True):
+            assert (a == b).all()
+
+
+def under_compile(group: Any, case: Case, *shards: Any) -> Any:
+    torch._dynamo.reset()
+    compiled = torch.compile(ring_attention, backend="aot_eager", fullgraph=True)
+    with patch("parity_tests.torch.ring.ring_attention", compiled):
+        return on_rank(group, case, *shards)
+
+
+def test_a_lost_rank_is_named_with_the_others_of_its_group():
+    error = transfer.lost(RuntimeError("closed"), transfer._others([0, 1, 2], None), None)
+    assert "rank 0 lost the ring while it waited for rank 1, rank 2, with which it exchanges arrays" in str(error)
+
+
+def test_one_rank_computes_as_ever():
+    q = torch.randn(1, 6, 4, 8)
+    for strategy in ("gather", "ulysses", Ulysses(ranks=1)):
+        assert torch.equal(ring_attention(q, q, q, strategy=strategy), ring_attention(q, q, q, mask=causal()))

@@ -1,0 +1,55 @@
+"""The plan of a ring whose ranks compute on the shards of several ranks side by side: of queries, of keys, or of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .ring import RingPlan
+from .ulysses import HeadShares
+
+Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class JoinedPlan(RingPlan):
+    """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in their order.
+
+    ``q_shards``, ``k_shards``: number of ranks in a group of queries and of keys; both divide ``ranks``. The runs of all ranks of
+    a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions are those of single shards.
+    ``shares``: the heads that each rank of a group computes; None: all.
+    """
+
+    q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
+    k_shards: int = 1  # type: ignore[misc]
+    shares: HeadShares | None = None  # type: ignore[misc]
+
+    @cached_property
+    def q_runs(self) -> Runs:
+        """Return ``[ranks][runs]`` as in ``RingPlan``, with the offset in the joined shards."""
+        return _joined(super().q_runs, self.q_shards, self.seq_local)
+
+    @cached_property
+    def k_runs(self) -> Runs:
+        return _joined(super().k_runs, self.k_shards, self.kv_local)
+
+    @property
+    def travels(self) -> bool:
+        """Return True: at least the keys of the group travel."""
+        return True
+
+    @cached_property
+    def shifts(self) -> tuple[int, ...]:
+        """Return the shifts, multiples of ``k_shards``, at which some group of queries may see keys."""
+        if self.steps is None:
+            shifts = range(self.k_shards, self.ranks, self.k_shards)
+            return (0, *(s for s in shifts if any(self.area(rank, s) for rank in range(0, self.ranks, self.q_shards))))
+        of_places = {-(-(shift - place) // self.k_shards) for shift in self.steps for place in range(self.k_shards)}
+        return tuple(sorted({shift * self.k_shards % self.ranks for shift in of_places}))
+
+
+def _joined(runs: Runs, shards: int, local: int) -> Runs:
+    """Return for each rank the runs of its group of ``shards`` ranks, whose shards of ``local`` tokens stand side by side."""
+    groups = [runs[first : first + shards] for first in range(0, len(runs), shards)]
+    joined = [tuple((i * local + base, *run) for i, each in enumerate(group) for base, *run in each) for group in groups]
+    return tuple(joined[rank // shards] for rank in range(len(runs)))  # type: ignore[arg-type]

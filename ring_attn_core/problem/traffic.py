@@ -1,0 +1,106 @@
+"""The messages and bytes that one rank sends in a call, by strategy: arithmetic on the plan, which the tests count after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .problem import Problem
+
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of a number of each dtype."""
+
+
+class Traffic(NamedTuple):
+    """Messages and bytes that one rank sends, the same on every rank.
+
+    A message is what goes to one rank at one time; an all-gather of an array is one message to each other rank.
+    """
+
+    messages: int
+    bytes: int
+
+    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+    def times(self, count: int) -> Traffic:
+        """Return the traffic of ``count`` equal transfers."""
+        return Traffic(self.messages * count, self.bytes * count)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The bytes of the arrays of a problem. ``shards``: number of shards of keys that stand side by side."""
+
+    problem: Problem
+    heads: int
+    kv_heads: int
+    shards: int = 1
+
+    @property
+    def item(self) -> int:
+        return ITEM[self.problem.dtypes[0]]
+
+    @property
+    def wide(self) -> int:
+        """Return the bytes of a number in the accumulation dtype."""
+        return max(4, self.item)
+
+    @property
+    def kv(self) -> int:
+        """Return the number of elements of k and v."""
+        (b, t, _, d), e = self.problem.k_shape, self.problem.v_shape[-1]
+        return b * t * self.shards * self.kv_heads * (d + e)
+
+    @property
+    def queries(self) -> int:
+        """Return the number of pairs of a query and a head."""
+        return self.problem.q_shape[0] * self.problem.q_shape[1] * self.heads
+
+    @property
+    def of_keys(self) -> int:
+        """Return the bytes of the key mask and the key extents."""
+        b, t = self.problem.k_shape[:2]
+        names = {array.name for array in self.problem.arrays}
+        return b * -(-t * self.shards // 8) * ("key_mask" in names) + b * t * self.shards * 8 * ("key_extents" in names)
+
+    @property
+    def of_queries(self) -> int:
+        """Return the bytes of the extents."""
+        return self.problem.q_shape[0] * self.problem.q_shape[1] * 8 * any(x.name == "extents" for x in self.problem.arrays)
+
+
+def traffic(problem: Problem) -> tuple[Traffic, Traffic]:
+    """Return what one rank sends in the forward and in the backward of ``problem``."""
+    return {"ring": _ring, "gather": _gather, "ulysses": _ulysses}[problem.strategy](problem)
+
+
+def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
+    """Return the traffic of the hops between steps, of shards that may be joined."""
+    plan = problem.steps
+    shares = plan.shares
+    kv_heads = problem.k_shape[2] if shares is None else shares.k_local
+    sizes = Sizes(problem, 0, kv_heads, plan.k_shards)
+    keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(len(plan.hops))
+    return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(len(plan.hops) + (plan.home > 0))
+
+
+def _gather(problem: Problem) -> tuple[Traffic, Traffic]:
+    sizes, others = Sizes(problem, 0, problem.k_shape[2]), problem.ranks - 1
+    arrays = 1 + sum(array.name in ("key_mask", "key_extents") for array in problem.arrays)
+    keys = Traffic(arrays, sizes.kv * sizes.item + sizes.of_keys).times(others)
+    return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(others)
+
+
+def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
+    shares, d, e = problem.steps.shares, problem.q_shape[-1], problem.v_shape[-1]
+    assert shares is not None
+    sizes = Sizes(problem, shares.q_local, shares.k_local)
+    keys = sizes.kv * sizes.item + sizes.of_keys + sizes.of_queries
+    q, out, number = sizes.queries * d * sizes.item, sizes.queries * e * sizes.item, sizes.queries * sizes.wide
+    dkv = sizes.kv * (sizes.item if shares.copies == 1 else sizes.wide)
+    there, back = Traffic(1, keys + q), Traffic(1, out + number)
+    there_again, gradients = Traffic(1, keys + q + 2 * out + 2 * number), Traffic(1, q + dkv)
+    forward, backward = _ring(problem)
+    others = shares.ranks - 1
+    return (there + back).times(others) + forward, (there_again + gradients).times(others) + backward

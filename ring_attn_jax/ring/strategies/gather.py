@@ -1,0 +1,48 @@
+"""The strategy "gather": all keys up front by one all-gather, computed on in one step.
+
+In the backward the keys are gathered again. Each rank gets the gradients of its own keys from all ranks in float32 and adds them
+in the order of the ranks. A rank holds the keys of all ranks, and in the backward their gradients from its own queries too.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+
+from ...attend.keys import Keys, joined
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients
+from ..step import Ring
+from ..transfer import all_gather, exchange
+from .ring import OneWay
+
+
+class Gather(OneWay):
+    """The strategy "gather"."""
+
+    def spread(
+        self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
+    ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
+        """See ``Strategy.spread``."""
+        parts = jax.tree.map(lambda x: all_gather(x, ring.axis), keys)
+        return queries, joined(parts, keys.kv.shape[1]), score
+
+    def collect_gradients(
+        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[jax.Array, Gradients, jax.Array | None]:
+        """See ``Strategy.collect_gradients``."""
+        assert not isinstance(dkv, tuple), "what travels is packed"
+        parts = exchange(by_rank(dkv, ring.plan.ranks), 0, 0, ring.axis, None)
+        return dq, summed(parts), of_q.sinks
+
+
+def by_rank(x: jax.Array, ranks: int) -> jax.Array:
+    """Return the shards of x [b ranks*n ...] that stand side by side, as [ranks b n ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], ranks, x.shape[1] // ranks, *x.shape[2:]), 1, 0)
+
+
+def summed(parts: jax.Array) -> jax.Array:
+    """Return the sum of ``parts`` [n ...], added one after the other: their order decides the bits."""
+    return reduce(jnp.add, jnp.unstack(parts))

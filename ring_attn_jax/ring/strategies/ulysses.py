@@ -1,0 +1,94 @@
+"""The strategy "ulysses": the ranks of a group exchange heads for tokens, and keys go round the ring of groups.
+
+    before     each rank: the tokens of its shard, all heads
+    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadShares``)
+    after      out, lse and the gradients go back the same way
+
+Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
+out, lse and their cotangents are spread. Extents, key mask and key extents go to all ranks of a group; sinks, slopes and
+dropout's head are those of the share. The gradients of a key head that several ranks have computed on are added in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.plan.ulysses import HeadShares
+
+from ...attend.keys import Keys, clipped, joined, side_by_side
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients, State
+from ..step import Ring
+from ..transfer import all_gather, exchange, groups_of
+from .gather import by_rank, summed
+from .ring import OneWay
+
+
+class HeadExchange(OneWay):
+    """The strategy "ulysses"; ``ring.plan.shares`` says which heads each rank of a group computes."""
+
+    def spread(
+        self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
+    ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
+        """See ``Strategy.spread``."""
+        shares, place = _share_of(ring)
+        groups = groups_of(shares.ranks, ring.plan.ranks)
+        extents = None if score.extents is None else clipped(score.extents)
+        to_all = keys.bits, keys.extents, extents
+        bits, key_extents, extents = (None if x is None else all_gather(x, ring.axis, groups) for x in to_all)
+        kv = keys.kv if shares.copies == 1 else jnp.repeat(keys.kv, shares.copies, 2)
+        kv, *inside = (exchange(x, 2, 1, ring.axis, groups) for x in (kv, *queries))
+        rest = joined(Keys(by_rank(kv, shares.ranks), bits, None, key_extents), keys.kv.shape[1])
+        return tuple(inside), rest, _shared(score, extents, shares, place)
+
+    def collect(self, total: State, ring: Ring) -> State:
+        """See ``Strategy.collect``."""
+        out, lse = _collected(total, ring)
+        return out, lse
+
+    def collect_gradients(
+        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[jax.Array, Gradients, jax.Array | None]:
+        """See ``Strategy.collect_gradients``. Gradients to which no rank adds anything more are sent in q's dtype."""
+        assert not isinstance(dkv, tuple), "what travels is packed"
+        (shares, place), dtype = _share_of(ring), of_q.q.dtype
+        dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if shares.copies == 1 else dkv), ring)
+        if shares.copies > 1:
+            b, t, heads, width = dkv.shape
+            dkv = summed(jnp.moveaxis(dkv.reshape(b, t, heads // shares.copies, shares.copies, width), 3, 0))
+        dsinks = of_q.sinks
+        if dsinks is not None:  # of the heads of this rank, and 0 for all others
+            mine = jnp.arange(shares.heads) // shares.q_local == place
+            dsinks = jnp.where(mine, jnp.tile(dsinks, shares.ranks), 0)
+        return dq, dkv, dsinks
+
+
+def _share_of(ring: Ring) -> tuple[HeadShares, jax.Array]:
+    """Return the shares of the heads, and this rank's place in its group."""
+    shares = ring.plan.shares
+    assert shares is not None
+    return shares, lax.axis_index(ring.axis) % shares.ranks
+
+
+def _shared(score: Score, extents: jax.Array | None, shares: HeadShares, place: jax.Array) -> Score:
+    """Return the score of this rank's share of the heads, with the extents of the group's queries [ranks b s 2]."""
+    first = place * shares.q_local
+    of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, shares.q_local)
+    seed = score.dropout_seed
+    return replace(
+        score,
+        extents=None if extents is None else side_by_side(extents),
+        sinks=of_heads(score.sinks),
+        alibi_slopes=of_heads(score.alibi_slopes),
+        dropout_seed=None if seed is None else seed._replace(head=seed.head + first.astype(jnp.uint32)),
+    )
+
+
+def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
+    """Return the arrays [b ranks*n heads/ranks ...] of the group's tokens as [b n heads ...] of this rank's own tokens."""
+    shares, _ = _share_of(ring)
+    return [exchange(x, 1, 2, ring.axis, groups_of(shares.ranks, ring.plan.ranks)) for x in arrays]

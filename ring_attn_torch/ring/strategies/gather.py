@@ -1,0 +1,44 @@
+"""The strategy "gather": all keys up front by one all-gather, computed on in one step.
+
+In the backward the keys are gathered again. Each rank gets the gradients of its own keys from all ranks in float32 and adds them
+in the order of the ranks. A rank holds the keys of all ranks, and in the backward their gradients from its own queries too.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from torch import Tensor
+
+from ...attend.keys import Keys, joined
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients
+from ..step import Ring
+from ..transfer import all_gather, exchange
+from .ring import OneWay
+
+
+class Gather(OneWay):
+    """The strategy "gather"."""
+
+    def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
+        """See ``Strategy.spread``."""
+        return queries, joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1]), score
+
+    def collect_gradients(
+        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[Tensor, Gradients, Tensor | None]:
+        """See ``Strategy.collect_gradients``."""
+        assert isinstance(dkv, Tensor), "what travels is packed"
+        (parts,) = exchange((by_rank(dkv, ring.plan.ranks),), 0, ring.group).wait()
+        return dq, summed(parts), of_q.sinks
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """Return the shards of x [b ranks*n ...] that stand side by side, as [ranks b n ...]."""
+    return x.unflatten(1, (ranks, -1)).movedim(1, 0)
+
+
+def summed(parts: Tensor) -> Tensor:
+    """Return the sum of ``parts`` [n ...], added one after the other: their order decides the bits."""
+    return reduce(Tensor.add_, parts[1:], parts[0])

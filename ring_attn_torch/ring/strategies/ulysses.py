@@ -1,0 +1,92 @@
+"""The strategy "ulysses": the ranks of a group exchange heads for tokens, and keys go round the ring of groups.
+
+    before     each rank: the tokens of its shard, all heads
+    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadShares``)
+    after      out, lse and the gradients go back the same way
+
+Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
+out, lse and their cotangents are spread. Extents, key mask and key extents go to all ranks of a group; sinks, slopes and
+dropout's head are those of the share. The gradients of a key head that several ranks have computed on are added in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.plan.ulysses import HeadShares
+
+from ...attend.keys import Keys, clipped, joined, side_by_side
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients, State
+from ..groups import rank_in
+from ..step import Ring
+from ..transfer import exchange
+from .gather import by_rank, summed
+from .ring import OneWay
+
+
+class HeadExchange(OneWay):
+    """The strategy "ulysses"; ``ring.plan.shares`` says which heads each rank of a group computes."""
+
+    def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
+        """See ``Strategy.spread``."""
+        shares, place = _share_of(ring)
+        extents = None if score.extents is None else clipped(score.extents)
+        to_all = [None if x is None else x.expand(shares.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
+        kv = keys.kv if shares.copies == 1 else keys.kv.repeat_interleave(shares.copies, 2)
+        by_head = [x.unflatten(2, (shares.ranks, -1)).movedim(2, 0) for x in (kv, *queries)]
+        arrived = exchange((*by_head, *to_all), rank_in(ring.group) - place, ring.group).wait()
+        kv, *inside, bits, key_extents, extents = arrived
+        keys = joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1])
+        return tuple(map(side_by_side, inside)), keys, _shared(score, extents, shares, place)
+
+    def collect(self, total: State, ring: Ring) -> State:
+        """See ``Strategy.collect``."""
+        out, lse = _collected(total, ring)
+        return out, lse
+
+    def collect_gradients(
+        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[Tensor, Gradients, Tensor | None]:
+        """See ``Strategy.collect_gradients``. Gradients to which no rank adds anything more are sent in q's dtype."""
+        assert isinstance(dkv, Tensor), "what travels is packed"
+        (shares, place), dtype = _share_of(ring), of_q.q.dtype
+        dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if shares.copies == 1 else dkv), ring)
+        if shares.copies > 1:
+            dkv = summed(dkv.unflatten(2, (-1, shares.copies)).movedim(3, 0).contiguous())
+        dsinks = of_q.sinks
+        if dsinks is not None:  # of the heads of this rank, and 0 for all others
+            dsinks = torch.nn.functional.pad(dsinks, (place * shares.q_local, (shares.ranks - place - 1) * shares.q_local))
+        return dq, dkv, dsinks
+
+
+def _share_of(ring: Ring) -> tuple[HeadShares, int]:
+    """Return the shares of the heads, and this rank's place in its group."""
+    shares = ring.plan.shares
+    assert shares is not None
+    return shares, rank_in(ring.group) % shares.ranks
+
+
+def _shared(score: Score, extents: Tensor | None, shares: HeadShares, place: int) -> Score:
+    """Return the score of this rank's share of the heads, with the extents of the group's queries [ranks b s 2]."""
+    first = place * shares.q_local
+    of_heads = lambda x: None if x is None else x[first : first + shares.q_local]
+    seed = score.dropout_seed
+    if seed is not None:
+        seed = seed.clone()
+        seed[3] += first
+    return score._replace(
+        extents=None if extents is None else side_by_side(extents),
+        sinks=of_heads(score.sinks),
+        alibi_slopes=of_heads(score.alibi_slopes),
+        dropout_seed=seed,
+    )
+
+
+def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> list[Tensor]:
+    """Return the arrays [b ranks*n heads/ranks ...] of the group's tokens as [b n heads ...] of this rank's own tokens."""
+    shares, place = _share_of(ring)
+    sent = tuple(by_rank(x, shares.ranks) for x in arrays)
+    arrived = exchange(sent, rank_in(ring.group) - place, ring.group).wait()
+    return [x.movedim(0, 2).flatten(2, 3) for x in arrived]
