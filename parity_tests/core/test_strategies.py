@@ -115,6 +115,16 @@ def test_the_kernels_get_the_sizes_of_joined_shards():
     assert call.packed
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_two_ways_reach_every_shift_once_by_the_shorter_way(mask, ranks):
+    for plan in plans("contiguous", mask, ranks):
+        near, far = plan.ways
+        assert sorted((0, *near, *far)) == list(plan.shifts)
+        assert [min(s, ranks - s) for s in near] == list(near) == sorted(near)
+        assert [min(s, ranks - s) for s in far] == sorted(ranks - s for s in far)
+
+
 def test_auto_is_the_ring_and_nothing_travels_where_no_rank_needs_keys():
     assert name_of("auto") == "ring"
     for strategy in ("gather", "ulysses", Ulysses(ranks=2)):

@@ -135,6 +135,21 @@ def test_groups_wait_for_each_step_before_the_next_hop():
     assert "all_gather" not in text
 
 
+def test_both_ways_wait_for_each_step_before_the_next_hop():
+    """Each barrier ties a step to the keys of the next one, and all hops but the first of a way send what comes out of it."""
+    ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout="striped", strategy="two_way")
+    text = gradients(ring).lower(*arrays()).as_text()
+    permutes = re.findall(r'(%\w+) = "stablehlo.collective_permute"\((%\w+)', text)
+    ties = {made: re.findall(r"%\w+", of) for made, of in re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier (.*) :", text)}
+    assert len(permutes) == 7 + 7 + 7
+    assert len(ties) == 2 * 7
+    results = [made for made, _ in permutes]
+    for operands in ties.values():
+        assert sum(operand in results for operand in operands) == 1
+        assert len(operands) > 1
+    assert len([operand for _, operand in permutes if operand in ties]) >= 2 * (7 - 2)
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "message"),
     [

@@ -13,7 +13,12 @@ from ring_attn_core.problem.problem import Problem
 from .cases import Case
 from .combinations import AXES, COMBINATIONS, EVERYTHING, covering
 
-STRATEGIES: dict[str, str | Ulysses] = {"gather": "gather", "ulysses": "ulysses", "in pairs": Ulysses(ranks=2)}
+STRATEGIES: dict[str, str | Ulysses] = {
+    "two_way": "two_way",
+    "gather": "gather",
+    "ulysses": "ulysses",
+    "in pairs": Ulysses(ranks=2),
+}
 """The strategies besides the ring, which all other tests run, by a name for tests."""
 
 

@@ -213,6 +213,12 @@ class RingPlan:
         return tuple(b - a for a, b in zip(self.shifts, self.shifts[1:], strict=False))
 
     @property
+    def ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shifts of the two ways round, the shorter one for each rank, and the nearest rank of each way first."""
+        near = tuple(shift for shift in self.shifts[1:] if 2 * shift <= self.ranks)
+        return near, self.shifts[: len(near) : -1]
+
+    @property
     def travels(self) -> bool:
         """Return whether some rank needs the keys of another."""
         return bool(self.hops)

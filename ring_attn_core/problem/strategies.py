@@ -13,7 +13,7 @@ from ..plan.joined import JoinedPlan
 from ..plan.ring import RingPlan
 from ..plan.ulysses import HeadShares, Ulysses
 
-STRATEGIES = ("auto", "ring", "gather", "ulysses")
+STRATEGIES = ("auto", "ring", "two_way", "gather", "ulysses")
 
 
 Strategy = str | Ulysses

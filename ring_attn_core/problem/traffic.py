@@ -72,7 +72,7 @@ class Sizes:
 
 def traffic(problem: Problem) -> tuple[Traffic, Traffic]:
     """Return what one rank sends in the forward and in the backward of ``problem``."""
-    return {"ring": _ring, "gather": _gather, "ulysses": _ulysses}[problem.strategy](problem)
+    return {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses}[problem.strategy](problem)
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
@@ -83,6 +83,13 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
     sizes = Sizes(problem, 0, kv_heads, plan.k_shards)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(len(plan.hops))
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(len(plan.hops) + (plan.home > 0))
+
+
+def _two_way(problem: Problem) -> tuple[Traffic, Traffic]:
+    """Return the traffic of a ring whose gradients of a rank's own keys from its own queries stay at home."""
+    sizes, hops = Sizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
+    keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)
+    return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)
 
 
 def _gather(problem: Problem) -> tuple[Traffic, Traffic]:

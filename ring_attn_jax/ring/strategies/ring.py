@@ -58,9 +58,9 @@ class Hop:
         self.keys = keys
         self.last = shift == ring.plan.shifts[-1]
         self.rows = rows(ring, shift)
-        self.next_keys = keys if self.last else send(keys, hop, ring.axis, ring.plan.ranks)
+        self.next_keys = send(keys, hop, ring.axis, ring.plan.ranks) if hop else keys
         self.travelling = travelling
-        self._onward = ring.plan.home if self.last else hop
+        self._onward = hop or -shift % ring.plan.ranks
         self._axis, self._ranks = ring.axis, ring.plan.ranks
 
     def settle(self, state: T) -> T:
@@ -83,7 +83,7 @@ class Hop:
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed over all ranks that saw them."""
-        assert self.last and self.travelling is not None
+        assert self.travelling is not None
         return self.travelling
 
 

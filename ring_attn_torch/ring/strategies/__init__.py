@@ -6,6 +6,7 @@
 from ..step import Strategy
 from .gather import Gather
 from .ring import OneWay
+from .two_way import TwoWay
 from .ulysses import HeadExchange
 
-STRATEGIES: dict[str, Strategy] = {"ring": OneWay(), "gather": Gather(), "ulysses": HeadExchange()}
+STRATEGIES: dict[str, Strategy] = {"ring": OneWay(), "two_way": TwoWay(), "gather": Gather(), "ulysses": HeadExchange()}

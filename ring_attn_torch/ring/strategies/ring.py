@@ -83,9 +83,9 @@ class Hop:
         self.keys = keys
         self.last = shift == ring.plan.shifts[-1]
         self.rows = rows(ring, shift)
-        self._next = None if self.last else send(keys, hop, ring.group)
+        self._next = send(keys, hop, ring.group) if hop else None
         self.travelling = travelling
-        self._onward = ring.plan.home if self.last else hop
+        self._onward = hop or -shift % ring.plan.ranks
         self._group = ring.group
 
     @property
@@ -107,7 +107,7 @@ class Hop:
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed over all ranks that saw them."""
-        assert self.last and self.travelling is not None
+        assert self.travelling is not None
         (arrived,) = self.travelling.wait()
         return arrived
 

@@ -1,0 +1,83 @@
+"""The strategy "two_way": keys go both ways round the ring at once, each to the ranks that are nearer that way.
+
+    one way      0 -> 1 -> 2 -> 3 -> 4 -> 5 -> 6 -> 7        seven hops one after the other
+    two ways     0 -> 1 -> 2 -> 3 -> 4    and    0 -> 7 -> 6 -> 5    at most four, and both directions of a link are in use
+
+The steps take turns, the nearest rank of each way first, so a transfer has the time of two steps. The gradients of keys travel
+with them and go home from the last rank of their way. A rank adds its own part, that of the first way and that of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from itertools import chain, pairwise, zip_longest
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...attend.keys import Keys
+from ...attend.state import Gradients
+from ..step import Ring, Step, T
+from .ring import Hop, OneWay
+
+
+class TwoWay(OneWay):
+    """The strategy "two_way"."""
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a step for this rank's own keys, and for those that arrive on each way in turn."""
+        if not ring.plan.hops:
+            yield from super().circulate(keys, ring)
+            return
+        ways = [Way(keys, shifts, ring) for shifts in ring.plan.ways if shifts]
+        step = own = Visit(keys, None, ring, 0, 0)
+        for way in in_turn(ways):
+            step.following = way.step
+            yield step
+            step = way.visit()
+        step.last, step.parts = True, [own, *(way.step for way in ways)]
+        yield step
+
+
+class Way:
+    """Keys that travel one way, to the ranks ``shifts`` after their owner. ``step``: the latest visit."""
+
+    def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
+        self.visits, self._ring = len(shifts), ring
+        self._legs = zip(shifts, (*(b - a for a, b in pairwise(shifts)), 0), strict=True)
+        self.step = Visit(keys, None, ring, 0, shifts[0])  # starts the first transfer
+
+    def visit(self) -> Visit:
+        """Wait for the next keys, and return the step on them."""
+        self.step = Visit(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
+        return self.step
+
+
+class Visit(Hop):
+    """A ``Step`` of one way. ``parts``: for the last step, those that hold the gradients of this rank's own keys.
+
+    ``following``: the step whose ``next_keys`` the next step computes on; None for the last one.
+    """
+
+    def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
+        super().__init__(keys, travelling, ring, shift, hop)
+        self.last, self.parts = False, list[Hop]()
+        self.following: Visit | None = None
+
+    def settle(self, state: T) -> T:
+        """Return ``state``, tied to the keys of the next step as in ``Hop.settle``."""
+        if self.following is not None:
+            state, self.following.next_keys = lax.optimization_barrier((state, self.following.next_keys))
+        return state
+
+    def home(self) -> Gradients:
+        """Return the gradients of this rank's own keys, summed in the order of the ways."""
+        own, *others = (Hop.home(part) for part in self.parts)
+        return reduce(jnp.add, others, own)  # type: ignore[arg-type]
+
+
+def in_turn(ways: list[Way]) -> Iterator[Way]:
+    """Yield each way once for each of its visits, in turn."""
+    turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
+    return (way for way in turns if way is not None)
