@@ -52,6 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 WITH = {
     "parity_tests/test_parity.py": "parity_tests/jax/test_ring.py",
+    "parity_tests/test_strategies_parity.py": "parity_tests/jax/test_strategies.py",
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
     "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
     "parity_tests/test_generate_parity.py": "parity_tests/jax/test_generate.py",

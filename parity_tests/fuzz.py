@@ -25,6 +25,7 @@ from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
 from .support.cases import DTYPES, Case, check, computed_bound
 from .support.features import EXTENTS, KEY_EXTENTS, KEY_MASKS
+from .support.strategies import STRATEGIES, fitted
 
 LONGEST = 70
 DRAWS = 8
@@ -36,12 +37,12 @@ SLOW_IS_FINE: Any = list(HealthCheck)
 
 @st.composite
 def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
-    """Ring sizes 1 to 8, sequences shorter than the ring, no tokens, no batch, odd sizes, cross-attention, every feature."""
+    """Ring sizes 1 to 8, sequences shorter than the ring, no tokens, no batch, odd sizes, cross-attention, all features."""
     integers, maybe = st.integers, lambda strategy: st.none() | strategy
     offset, side = integers(-LONGEST, LONGEST), integers(0, LONGEST)
     bands = st.one_of(st.just(full()), st.builds(causal, offset), st.builds(sliding_window, side, side, offset))
     kv_heads = draw(integers(1, 3))
-    return Case(
+    case = Case(
         layout=draw(st.sampled_from(list(LAYOUTS))),
         mask=draw(bands),
         ranks=min(draw(integers(1, 8)), draw(integers(1, 8))),  # small rings more often: JAX compiles every step
@@ -65,7 +66,9 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         dropout_rate=draw(st.just(0.0) | st.floats(0.05, 0.9)),
         seed=draw(integers(-(2**63), 2**63 - 1)),
         poison=draw(st.booleans()),
+        strategy=draw(st.sampled_from(("auto", "auto", "auto", *STRATEGIES.values()))),
     )
+    return fitted(case)
 
 
 def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from ring_attn_core import Ulysses
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.reference.oracle import Attention
@@ -29,6 +30,7 @@ from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, ch
 from ..support.combinations import COMBINATIONS, EVERYTHING, TREES
 from ..support.selection import first
 from ..support.spawn import Ranks
+from ..support.strategies import EACH
 from . import ring
 
 pytest.importorskip("triton")
@@ -39,6 +41,15 @@ SMALL = {
     "dq": TileConfig(16, 16, 1, 1, tma=True),
     "dkv": TileConfig(16, 32, 1, 1, tma=True),
 }
+
+
+STRATEGIC = [
+    Case(strategy="gather", ranks=3, length=48, batch=1, dtype="float16", key_mask="random"),
+    Case(strategy="ulysses", ranks=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
+    Case(strategy=Ulysses(ranks=2), heads=2, length=48, batch=1, extents="documents", alibi=True),
+    Case(strategy="two_way", ranks=3, heads=2, length=48, batch=1, dtype="float16"),
+    *(replace(case, ranks=2) for case in EACH),
+]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +133,12 @@ def test_every_feature_at_once_is_exact(interpreter, case):
 @pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100], most=3), ids=str)
 def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
+
+
+@pytest.mark.parametrize("case", first(STRATEGIC, 4), ids=str)
+def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
+    """Gradients of keys that travel are in float32, in one step too."""
+    check(case, run(interpreter, replace(case, poison=True)))
 
 
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(16, 16), (48, 16), (192, 128), (5, 40)])

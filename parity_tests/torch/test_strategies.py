@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from ring_attn_core import Ulysses, causal, full, sliding_window
 from ring_attn_core.problem.traffic import Traffic, traffic
-from ring_attn_torch import ring_attention
+from ring_attn_torch import RingAttention, dilated_attention, positions, ring_attention, summary_attention
 from ring_attn_torch.ring import transfer
 
 from ..support.cases import Case, check, check_future_unseen, check_same
@@ -180,3 +181,28 @@ def test_one_rank_computes_as_ever():
     q = torch.randn(1, 6, 4, 8)
     for strategy in ("gather", "ulysses", Ulysses(ranks=1)):
         assert torch.equal(ring_attention(q, q, q, strategy=strategy), ring_attention(q, q, q, mask=causal()))
+
+
+def variants(group: Any, strategy: Any) -> list[Any]:
+    """What calls composed of ring attentions give under a strategy, and the error of one that it cannot run."""
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank(group))
+    q, k, v = (torch.randn(1, 8, heads, 8, generator=draw) for heads in (8, 4, 4))
+    ring: Any = {"group": group, "strategy": strategy}
+    layer = RingAttention(32, 4, kv_heads=2, head_dim=8, group=group, strategy=strategy)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
+        x = torch.randn(1, 8, 32, generator=draw)
+        results = [
+            dilated_attention(q, k, v, segments=(16, 32), dilations=(1, 2), **ring),
+            summary_attention(q, k, v, torch.ones(1, 4, 8), block=4, window=6, **ring),
+            layer(x, torch.tensor(positions("zigzag", 4, 32, torch.distributed.get_rank(group)))),
+        ]
+    return [x.numpy() for x in results]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_layers_and_variants_are_the_same_under_every_strategy(gloo, strategy):
+    for mine, theirs in zip(gloo(4, variants, strategy), gloo(4, variants, "ring"), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)

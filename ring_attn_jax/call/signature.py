@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
+from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
@@ -39,7 +40,7 @@ def ring_attention(
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     length: int | None = None,
     kv_length: int | None = None,
-    strategy: str = "auto",
+    strategy: str | Ulysses = "auto",
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -81,8 +82,9 @@ def ring_attention(
         length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
             None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
-            "triton_tf32" multiplies float32 in tf32. strategy: "auto" or "ring". deterministic: gradients repeat to the bit, as
-            they do with each of these backends anyway.
+            "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
+        strategy: the way in which keys travel (docs/strategies.md): "auto", which is "ring", or "two_way", "gather", "ulysses",
+            Ulysses(ranks=n).
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``

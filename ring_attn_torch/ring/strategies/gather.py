@@ -36,7 +36,7 @@ class Gather(OneWay):
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:
     """Return the shards of x [b ranks*n ...] that stand side by side, as [ranks b n ...]."""
-    return x.unflatten(1, (ranks, -1)).movedim(1, 0)
+    return x.unflatten(1, (ranks, x.shape[1] // ranks)).movedim(1, 0)
 
 
 def summed(parts: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ with them and go home from the last rank of their way. A rank adds its own part,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import chain, pairwise, zip_longest
 
@@ -58,7 +58,8 @@ class Visit(Hop):
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         super().__init__(keys, travelling, ring, shift, hop)
-        self.last, self.parts = False, list[Hop]()
+        self.last = False
+        self.parts: Sequence[Hop] = ()
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed in the order of the ways."""

