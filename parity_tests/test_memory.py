@@ -43,3 +43,14 @@ def test_the_forward_ring_needs_no_more_memory_with_more_ranks(set_aside):
     assert of_eight - of_four <= 0.05 * shard_bytes(SEQ_LOCAL)
     # With jax 0.12 a third step needs one shard more, for what arrives while another leaves: with two ranks nothing is passed on.
     assert of_four - of_two <= 1.05 * shard_bytes(SEQ_LOCAL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_two_ways_need_no_more_memory_with_more_ranks():
+    """From four ranks on: with two there is one way only."""
+    pytest.importorskip("jax")
+    of_four, of_eight = temp_bytes((4, 8), SEQ_LOCAL, in_order=True, strategy="two_way")
+    assert of_eight["forward"] - of_four["forward"] <= 0.05 * shard_bytes(SEQ_LOCAL)
+    # With four ranks one way ends after one hop, so nothing arrives on it while another shard leaves.
+    assert of_eight["both"] - of_four["both"] <= 1.05 * shard_bytes(SEQ_LOCAL)

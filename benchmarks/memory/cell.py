@@ -25,7 +25,9 @@ def peak_ratio(framework: str, tokens: int, mask: str = "causal") -> float:
     return peak / (8 * tokens * HEADS * DIM * 4)
 
 
-def temp_bytes(ranks: Sequence[int], seq_local: int, mask: str = "causal", in_order: bool = False) -> list[dict[str, int]]:
+def temp_bytes(
+    ranks: Sequence[int], seq_local: int, mask: str = "causal", in_order: bool = False, strategy: str = "auto"
+) -> list[dict[str, int]]:
     """Return XLA's temporary memory per rank of the JAX ring, {"forward": bytes, "both": bytes} for each number of ranks.
 
     ``seq_local``: tokens per rank. ``in_order``: schedule for little memory instead of concurrency, XLA's default on a CPU.
@@ -33,7 +35,7 @@ def temp_bytes(ranks: Sequence[int], seq_local: int, mask: str = "causal", in_or
     flags = f"--xla_force_host_platform_device_count={max(ranks)}"
     if in_order:
         flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    task = {"what": "compiled", "ranks": ranks, "seq_local": seq_local, "mask": mask}
+    task = {"what": "compiled", "ranks": ranks, "seq_local": seq_local, "mask": mask, "strategy": strategy}
     return run_fresh(__name__, task, environment={"XLA_FLAGS": flags})[0]
 
 
@@ -75,12 +77,12 @@ def jax_peak(tokens: int, mask: str) -> int:
     return memory.peak()
 
 
-def compiled_bytes(ranks: int, seq_local: int, mask: str) -> dict[str, int]:
-    forward, both = (compiled.memory_analysis().temp_size_in_bytes for compiled in _ring(ranks, seq_local * ranks, mask))
+def compiled_bytes(ranks: int, seq_local: int, mask: str, strategy: str) -> dict[str, int]:
+    forward, both = (each.memory_analysis().temp_size_in_bytes for each in _ring(ranks, seq_local * ranks, mask, strategy))
     return {"forward": forward, "both": both}
 
 
-def _ring(ranks: int, tokens: int, mask: str) -> tuple[Any, Any]:
+def _ring(ranks: int, tokens: int, mask: str, strategy: str = "auto") -> tuple[Any, Any]:
     """Compile the JAX ring over ``ranks`` devices: the forward, and forward with backward for a given cotangent."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -92,7 +94,7 @@ def _ring(ranks: int, tokens: int, mask: str) -> tuple[Any, Any]:
     shape = jax.ShapeDtypeStruct((1, tokens, HEADS, DIM), "float32", sharding=sharding)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return ring_attn_jax.sharded_ring_attention(q, k, v, mesh=mesh, mask=masks.parse(mask))
+        return ring_attn_jax.sharded_ring_attention(q, k, v, mesh=mesh, mask=masks.parse(mask), strategy=strategy)
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
         out, vjp = jax.vjp(forward, q, k, v)
@@ -105,7 +107,7 @@ def _ring(ranks: int, tokens: int, mask: str) -> tuple[Any, Any]:
 def main() -> None:
     task = argument()
     if task["what"] == "compiled":
-        answer([compiled_bytes(ranks, task["seq_local"], task["mask"]) for ranks in task["ranks"]])
+        answer([compiled_bytes(ranks, task["seq_local"], task["mask"], task["strategy"]) for ranks in task["ranks"]])
     else:
         answer({"torch": torch_peak, "jax": jax_peak}[task["what"]](task["tokens"], task["mask"]))
 
