@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_attn_core import Band, causal, full, sliding_window
+from ring_attn_core import Band, Ulysses, causal, full, sliding_window
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.runs import Row
@@ -34,6 +34,10 @@ CASES = [
     Case("striped", Band(3), 4, scale=0.7),
     Case("contiguous", Band(-5), 3, kv_length=50),
     Case("zigzag", causal(), 8, length=90, heads=4, kv_heads=4, poison=True),
+    Case("zigzag", causal(), 3, length=61, dtype="bfloat16", strategy="gather"),
+    Case("striped", causal(), 4, kv_heads=1, sinks=True, strategy="ulysses"),
+    Case("contiguous", full(), 4, kv_length=29, dtype="float16", strategy=Ulysses(ranks=2)),
+    Case("zigzag", causal(), 4, length=61, strategy="two_way"),
 ]
 
 
@@ -101,7 +105,8 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray, backend: str = "flash")
     q, k, v, dout = (torch.from_numpy(x).to(getattr(torch, case.dtype)) for x in shards[:4])
     features: dict[str, Any] = dict(zip(case.features, (torch.from_numpy(x) for x in shards[5:]), strict=True))
     leaves = [x.requires_grad_() for x in (q, k, v, features.get("sinks")) if x is not None]
-    arguments = {**ring.options(case.plan), **case.scalars, **features, "group": group, "backend": backend}
+    how = {"group": group, "backend": backend, "strategy": case.strategy}
+    arguments = {**ring.options(case.plan), **case.scalars, **features, **how}
     out = ring_attention(q, k, v, **arguments)
     gradients = torch.autograd.grad(out, leaves, dout)
     with torch.no_grad():
