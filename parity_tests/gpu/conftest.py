@@ -21,3 +21,19 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]
     yield limit
     monkeypatch.undo()
     steps.forward.cache_clear()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """passes(2): the Hopper backward takes two passes, whatever the table of tile_sizes says."""
+    cached = steps.in_one_pass, steps.extent_bounds, steps.lists
+
+    def force(count: int) -> None:
+        monkeypatch.setattr(steps, "hopper_passes", lambda *_: count)
+        for made in cached:
+            made.cache_clear()
+
+    yield force
+    monkeypatch.undo()
+    for made in cached:
+        made.cache_clear()

@@ -39,10 +39,11 @@ ENDS = [
 """A key mask that hides keys of the first and of the last tiles, none in between; the last two have tiles in two spans of it."""
 CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid()), *ENDS] if case.dtype != "float64"]
 
+WIDTHS = (64, 64), (128, 128), (96, 96), (128, 128), (192, 128), (256, 256)
 HOPPER = [
-    replace(case, dtype=dtype, head_dim=dim, v_dim=min(dim, 128), key_extents=None)
-    for case, dim, dtype in zip(
-        [*LONG, *EVERYTHING, *SPECIAL], (64, 128, 96, 128, 192) * 99, ("bfloat16", "float16", "bfloat16") * 99, strict=False
+    replace(case, dtype=dtype, head_dim=head_dim, v_dim=v_dim, key_extents=None)
+    for case, (head_dim, v_dim), dtype in zip(
+        [*LONG, *EVERYTHING, *SPECIAL], WIDTHS * 99, ("bfloat16", "float16", "bfloat16") * 99, strict=False
     )
 ] + [case for case in [*WIDE, *ENDS] if case.dtype != "float32" and case.head_dim % 8 == 0]
 """What Hopper's own kernels take, and with it every feature."""
@@ -57,9 +58,12 @@ JUDGED = [
 
 
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
-def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property, programs):
-    """What it records makes the table of benchmarks/bits."""
+def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property, programs, passes):
+    """What it records makes the table of benchmarks/bits. Hopper's backward takes two passes where the case has an odd length."""
     from .emulate import on_jax, on_torch
+
+    if case.length % 2 and case.head_dim > 64:
+        passes(2)
 
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
