@@ -26,7 +26,7 @@ CAUSAL = causal()
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of a problem, its mask, and its features as (name, value) pairs (see ``arguments``)."""
+    """The shape of a problem, its mask, and its features as (name, value) pairs (``arguments``). ``v_dim``: ``dim`` if None."""
 
     batch: int = 1
     heads: int = 16
@@ -35,23 +35,34 @@ class Case:
     dim: int = 128
     mask: Band = CAUSAL
     features: tuple[tuple[str, Any], ...] = ()
+    v_dim: int | None = None
 
     @property
-    def flops(self) -> float:
-        """Return the operations of a forward over the visible pairs, 4 per pair, head and dim; a backward counts 2.5 times."""
-        return 4.0 * self.batch * self.heads * self.dim * self.mask.area(self.tokens, self.tokens)
+    def widths(self) -> tuple[int, int]:
+        """Return the head dimensions of q and k, and of v."""
+        return self.dim, self.dim if self.v_dim is None else self.v_dim
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """Return the operations of a forward and a backward over the visible pairs: of two and of five products per head."""
+        d, e = self.widths
+        length = dict(self.features).get("documents", self.tokens)
+        pairs = self.batch * self.heads * self.mask.area(length, length) * self.tokens / length
+        return 2.0 * pairs * (d + e), 2.0 * pairs * (3 * d + 2 * e)
 
     def __str__(self) -> str:
         mask = "causal" if self.mask == causal() else "full" if self.mask == Band() else str(self.mask)
-        text = f"{self.batch} x {self.tokens:,}, {self.heads}/{self.kv_heads} heads of {self.dim}, {mask}"
-        return text + "".join(f", {name}" for name, _ in self.features)
+        of_v = "" if self.v_dim is None else f" and values of {self.v_dim}"
+        text = f"{self.batch} x {self.tokens:,}, {self.heads}/{self.kv_heads} heads of {self.dim}{of_v}, {mask}"
+        return text + "".join(f", {name}" + f" of {value:,}" * (name == "documents") for name, value in self.features)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Draw q, k, v and the cotangent of out, [b s h d] in bfloat16, random normal."""
         generator = torch.Generator("cuda").manual_seed(0)
-        shape = lambda heads: (self.batch, self.tokens, heads, self.dim)
-        make = lambda heads: torch.randn(shape(heads), device="cuda", generator=generator).bfloat16()
-        return make(self.heads), make(self.kv_heads), make(self.kv_heads), make(self.heads)
+        d, e = self.widths
+        shape = lambda heads, width: (self.batch, self.tokens, heads, width)
+        make = lambda *of: torch.randn(shape(*of), device="cuda", generator=generator).bfloat16()
+        return make(self.heads, d), make(self.kv_heads, d), make(self.kv_heads, e), make(self.heads, e)
 
     def arguments(self) -> dict[str, Any]:
         """Return the features as arguments of ring_attention."""
@@ -161,7 +172,7 @@ def truth(case: Case) -> list[torch.Tensor]:
     hidden = torch.zeros_like(lag, dtype=torch.bool)
     for bound, beyond in ((case.mask.lo, torch.lt), (case.mask.hi, torch.gt)):
         hidden |= beyond(lag, bound) if bound is not None else False
-    out, dq, dk, dv = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    out, dq, dk, dv = torch.zeros_like(dout), torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for head in range(case.heads):
         of_kv = head // group
         leaves = [x.clone().requires_grad_() for x in (q[:, :, head], k[:, :, of_kv], v[:, :, of_kv])]

@@ -14,7 +14,6 @@ from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
-from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_torch.attend.launch import launch
 
@@ -35,6 +34,18 @@ CASES = [
     Case(batch=4, tokens=4096),
 ]
 LENGTHS = [Case(batch=max(16384 // n, 1), tokens=n) for n in (1024, 2048, 4096, 8192, 16384, 32768)]
+HEADS = [
+    Case(heads=16, kv_heads=8, dim=256),
+    Case(heads=8, kv_heads=1, dim=256),
+    Case(dim=192, v_dim=128),
+    Case(batch=4, tokens=4096, heads=32, kv_heads=8),
+    Case(batch=8, tokens=2048, heads=32, kv_heads=8),
+    Case(batch=16, tokens=1024, heads=32, kv_heads=8),
+    Case(batch=4, tokens=4096, heads=64, kv_heads=8),
+    Case(batch=4, tokens=4096, heads=32, kv_heads=8, dim=64),
+]
+DOCUMENTS = 256, 512, 1024, 2048, 4096
+"""Lengths of documents in a row of 16,384 tokens."""
 FEATURES = [
     Case(features=features)
     for features in (
@@ -56,7 +67,7 @@ WORST = 6e-3
 
 def check(name: str, case: Case) -> float:
     """Return the largest relative error of out and gradients at 1,024 tokens. Raise ValueError if it exceeds ``WORST``."""
-    short = Case(1, case.heads, case.kv_heads, 1024, case.dim, case.mask)
+    short = replace(case, batch=1, tokens=1024, features=())
     named = zip(("out", "dq", "dk", "dv"), CANDIDATES[name](short)[0](), truth(short), strict=True)
     errors = {part: ((x.double() - y).norm() / y.norm()).item() for part, x, y in named}
     if not max(errors.values()) <= WORST:
@@ -78,7 +89,7 @@ def measure(case: Case, names: Iterable[str], rounds: int) -> list[dict[str, Any
     for index, passes in enumerate(PASSES):
         times = take_turns({name: works[1 + index] for name, works in made.items()}, rounds)
         for name, second in times.items():
-            tflops = case.flops * (1, 2.5)[index] / second / 1e12
+            tflops = case.flops[index] / second / 1e12
             cells[name][passes] = {"ms": round(second * 1e3, 4), "tflops": round(tflops, 1)}
     return list(cells.values())
 
@@ -106,6 +117,21 @@ def features(rounds: int) -> list[dict[str, Any]]:
         for index, passes in enumerate(PASSES):
             times = take_turns({name: work[1 + index] for name, work in works.items()}, rounds)
             cell[passes] = round(times[str(case)] / times[str(Case())], 3)
+        cells.append(cell)
+    return cells
+
+
+def documents(rounds: int) -> list[dict[str, Any]]:
+    """Return the rates of documents by extents, of the same tokens as a batch, and of that batch by cuDNN, measured in turns."""
+    cells = []
+    for length in DOCUMENTS:
+        row = Case(heads=64, kv_heads=8, features=(("documents", length),))
+        batch = replace(row, batch=row.tokens // length, tokens=length, features=())
+        works = {"extents": ours_in_torch(row), "batch": ours_in_torch(batch), "cuDNN": CANDIDATES["cuDNN"](batch)}
+        cell: dict[str, Any] = {"case": str(row)}
+        for index, passes in enumerate(PASSES):
+            times = take_turns({name: work[1 + index] for name, work in works.items()}, rounds)
+            cell[passes] = {name: round(row.flops[index] / second / 1e12, 1) for name, second in times.items()}
         cells.append(cell)
     return cells
 
@@ -154,7 +180,7 @@ def _forward(call: RingCall, inputs: dict[str, torch.Tensor]) -> Any:
 def _backward(call: RingCall, inputs: dict[str, torch.Tensor]) -> Any:
     if steps.in_one_pass(call):
         return launch(hopper.backward(call, False, False), inputs)
-    return launch(portable.dq(call, False, False), inputs), launch(portable.dkv(call, False, False), inputs)
+    return launch(steps.dq(call, False, False), inputs), launch(steps.dkv(call, False, False), inputs)
 
 
 def million(rounds: int) -> dict[str, Any]:
@@ -163,7 +189,7 @@ def million(rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {"case": str(MILLION[1])}
     for index, passes in enumerate(PASSES):
         times = {tokens: min(seconds(work[1 + index], 1) for _ in range(2)) for tokens, work in works.items()}
-        rates = {case.tokens: case.flops * (1, 2.5)[index] / times[case.tokens] / 1e12 for case in MILLION}
+        rates = {case.tokens: case.flops[index] / times[case.tokens] / 1e12 for case in MILLION}
         result[passes] = {"tflops": round(rates[MILLION[1].tokens], 1), "of_131072": round(rates[2**20] / rates[2**17], 3)}
     return result | {"gibibytes": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
 
@@ -189,7 +215,15 @@ def _tiles_of_row(case: Case, first: int, block: int = 128) -> int:
     return (first + block - 1) // block - least // block + 1
 
 
-MEASURED = {"cases": CASES, "lengths": LENGTHS}
+MEASURED = {"cases": CASES, "lengths": LENGTHS, "heads": HEADS}
 """Parts that time each candidate on these cases."""
-OTHERS = {"device": device, "features": features, "state": state, "window": window, "hop": hop, "million": million}
+OTHERS = {
+    "device": device,
+    "documents": documents,
+    "features": features,
+    "state": state,
+    "window": window,
+    "hop": hop,
+    "million": million,
+}
 """Parts with measurements of their own."""
