@@ -66,7 +66,7 @@ def test_every_device_holds_its_part_of_rows_and_tokens():
     from ring_attn_jax.layers.auto_shard import Rows
 
     ids = jnp.asarray(token_ids()[0])
-    shard = Rows.of(ids, None, model.layout, model.where).shard(ids)  # type: ignore[arg-type]
+    shard = Rows.of(ids, None, model.ring).shard(ids)  # type: ignore[arg-type]
     assert shard.sharding.shard_shape(shard.shape) == (1, 10)
 
 

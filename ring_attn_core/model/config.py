@@ -16,21 +16,16 @@ from .masks import layer_masks
 from .published import Published
 from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
+CAUSAL = causal()
+
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """The config of a RingAttention, under the names of its arguments.
+class AttentionFields:
+    """The fields that the config of an attention layer and that of a model share."""
 
-    If ``kv_heads`` is None, it becomes ``heads``; ``head_dim`` becomes ``dim / heads``, and ``rotary`` becomes
-    ``Rotary(rotary_base)``, or stays None without a base. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do not
-    fit or a number is outside its range.
-    """
-
-    dim: int
-    heads: int
-    kv_heads: int = None  # type: ignore[assignment]  # filled in below, an int from then on
+    kv_heads: int = None  # type: ignore[assignment]  # filled in by a config, an int from then on
     head_dim: int = None  # type: ignore[assignment]
-    mask: Band = field(default_factory=causal)
+    mask: Band = CAUSAL
     rotary_base: float | None = 10000.0
     rotary: Rotary | None = None
     qk_norm: bool = False
@@ -42,6 +37,24 @@ class AttentionConfig:
     alibi: bool = False
     dropout_rate: float = 0.0
     param_dtype: str = "float32"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values by name, as the constructor of the layer or model takes them."""
+        return {x.name: getattr(self, x.name) for x in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(AttentionFields):
+    """The config of a RingAttention, under the names of its arguments.
+
+    If ``kv_heads`` is None, it becomes ``heads``; ``head_dim`` becomes ``dim / heads``, and ``rotary`` becomes
+    ``Rotary(rotary_base)``, or stays None without a base. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do not
+    fit or a number is outside its range.
+    """
+
+    dim: int
+    heads: int
 
     def __post_init__(self) -> None:
         hold_numbers(self, ("dim", "heads", "kv_heads", "head_dim", "rotary_base", "eps", "softcap", "dropout_rate"))
@@ -58,14 +71,19 @@ class AttentionConfig:
         for name, value in filled.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The values by name, as RingAttention takes them."""
-        return {x.name: getattr(self, x.name) for x in fields(self)}
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig(AttentionConfig):
+    """The config of dilated or summary attention, which lack some features of RingAttention."""
+
+    o_bias: bool = field(default=False, init=False)
+    sinks: bool = field(default=False, init=False)
+    alibi: bool = field(default=False, init=False)
+    dropout_rate: float = field(default=0.0, init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(AttentionFields):
     """The config of a RingTransformer, under the names of its arguments; the same in both frameworks and in JSON.
 
     If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are those of :class:`AttentionConfig`. ``windows`` and
@@ -78,25 +96,11 @@ class TransformerConfig:
     dim: int
     depth: int
     heads: int
-    kv_heads: int = None  # type: ignore[assignment]  # filled in below, an int from then on
-    head_dim: int = None  # type: ignore[assignment]
-    hidden: int = None  # type: ignore[assignment]
-    mask: Band = field(default_factory=causal)
+    hidden: int = None  # type: ignore[assignment]  # filled in below, an int from then on
     windows: Sequence[int | None] | None = None
-    rotary_base: float | None = 10000.0
-    rotary: Rotary | None = None
     rotaries: Sequence[Rotary | float | None] | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
     mlp_bias: bool = False
-    eps: float = 1e-6
-    softcap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
-    dropout_rate: float = 0.0
     tied: bool = True
-    param_dtype: str = "float32"
     compute_dtype: str | None = None
     mlp_chunk: int | None = None
     published: Published | None = field(default=None, compare=False)
@@ -143,11 +147,6 @@ class TransformerConfig:
     def _attention(self, mask: Band, rotary: Rotary | None) -> AttentionConfig:
         shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
         return AttentionConfig(**shared | {"mask": mask, "rotary": rotary, "rotary_base": rotary and rotary.base})
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The values by name, as RingTransformer takes them."""
-        return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def to_json(self) -> str:
         """Return the config as JSON: an object with the fields above; nested records have a ``type``."""

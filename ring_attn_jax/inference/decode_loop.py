@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.model.generation import Generation
 
-from ..sharded import ShardedAxes
 from .cache import KVCache
 from .forward import decoded, inside_shard_map, last_hidden, logits_of
 from .sampling import drawn
@@ -40,15 +39,13 @@ class PlacedModel(NamedTuple):
 
         graph, state = nnx.split(model)
         leaves, tree = jax.tree.flatten(state)
-        if isinstance(model.where, ShardedAxes):
-            mesh, axis_name = model.where.mesh, model.where.axis_name
-            if not isinstance(mesh, Mesh):
-                raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
-        else:
-            axis_name = model.where
+        mesh, axis_name = model.ring.mesh, model.ring.axis_name
+        if mesh is None:
             mesh = _alone(axis_name, next(iter(leaves[0].devices())))
+        elif not isinstance(mesh, Mesh):
+            raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
         weights = jax.device_put(tuple(leaves), NamedSharding(mesh, SAME))
-        return cls(mesh, axis_name, programs(graph, tree, mesh, axis_name), weights)
+        return cls(mesh, axis_name, programs(graph, tree, mesh), weights)
 
     def put(self, x: Any) -> Any:
         """Return the arrays of a tree, replicated on all devices."""
@@ -73,12 +70,12 @@ class Programs(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def programs(graph: Any, tree: Any, mesh: Mesh, axis_name: str) -> Programs:
+def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
     """Return the programs of a model, cached, so that another call of the same sizes compiles nothing."""
     from flax import nnx
 
     def model_of(weights: Sequence[jax.Array]) -> Any:
-        return inside_shard_map(nnx.merge(graph, jax.tree.unflatten(tree, weights)), axis_name)
+        return inside_shard_map(nnx.merge(graph, jax.tree.unflatten(tree, weights)))
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:

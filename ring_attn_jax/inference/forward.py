@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,16 +14,13 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
-from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
 from ring_attn_core.validation import is_integer
 
-from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..data.extents import on_host
 from ..data.layout import to_layout
-from ..sharded import ShardedAxes
 from .cache import KVCache
 from .decode import tree_attention_decode
 from .prefill import prefill
@@ -95,25 +93,24 @@ def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tupl
     """Call ``function(model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
     from flax import nnx
 
-    if not isinstance(model.where, ShardedAxes):
+    if model.ring.mesh is None:
         return function(model, cache, new)
     graph, state = nnx.split(model)
-    where, same = model.where, PartitionSpec()
+    same = PartitionSpec()
 
     def inside(state: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
-        return function(inside_shard_map(nnx.merge(graph, state), where.axis_name), cache, new)
+        return function(inside_shard_map(nnx.merge(graph, state)), cache, new)
 
     specs = same, cache.specs, same
-    ring = jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=(same, cache.specs))
+    ring = jax.shard_map(inside, mesh=model.ring.mesh, in_specs=specs, out_specs=(same, cache.specs))
     return ring(state, cache, new)
 
 
-def inside_shard_map(model: Any, axis_name: str) -> Any:
+def inside_shard_map(model: Any) -> Any:
     """Turn a model with a mesh into one without, whose layers take a rank's shards; changes the model."""
-    model.where = axis_name
+    model.ring = replace(model.ring, mesh=None)
     for block in model.blocks:
-        block.attention.where = axis_name
-        block.mlp.where = None
+        block.attention.ring, block.mlp.where = model.ring, None
     return model
 
 
@@ -136,7 +133,7 @@ def decoded(model: Any, cache: KVCache, new: tuple[jax.Array, jax.Array | None])
 
 def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool) -> tuple[jax.Array, KVCache]:
     """Return the last block's output for the last token of each request, [batch, dim], 0 without one; call inside shard_map."""
-    options, axis = model.blocks[0].attention.options, cache.axis_name
+    options, axis = model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(options.layout, ranks, ids.shape[1])
     lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # tokens beyond are padding
@@ -162,9 +159,8 @@ def _through(model: Any, ids: jax.Array, step: DecodeStep, attend: Attend) -> ja
     x = x.astype(model.compute_dtype or weight.dtype)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
-        q, k, v = attention.projected(block.attention_norm(x), step.positions)
-        out = attend(q, k, v, layer, _features(attention, q))
-        x = x + attention.o(out.reshape(*x.shape[:2], -1))
+        over_cache = lambda q, k, v: attend(q, k, v, layer, _features(attention, q))  # noqa: B023
+        x = x + attention.attended(over_cache, block.attention_norm(x), step.positions)
         x = x + block.mlp(block.mlp_norm(x))
     return x
 
@@ -175,8 +171,8 @@ def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
     return {
         "window": config.mask.hi,
         "softcap": config.softcap,
-        "sinks": None if attention.sinks is None else attention.sinks[...],
-        "alibi_slopes": jnp.asarray(alibi_slopes(config.heads), accumulation_dtype(q.dtype)) if config.alibi else None,
+        "sinks": attention.local_sinks,
+        "alibi_slopes": attention.slopes(q),
         "backend": attention.options.backend,
     }
 
@@ -205,9 +201,9 @@ def check_model(model: Any, traced: bool = False) -> None:
             "generate looks at tokens on the host and compiles its own step, and here it is traced: call it outside of jit. "
             "Inside of jit there are decode_step and prefill_prompts"
         )
-    if isinstance(model.where, ShardedAxes) and model.where.head_axis is not None:
+    if model.ring.mesh is not None and model.ring.head_axis is not None:
         raise ValueError(
-            f"head_axis={model.where.head_axis!r} splits heads over devices (tensor parallelism), and generation computes with "
+            f"head_axis={model.ring.head_axis!r} splits heads over devices (tensor parallelism), and generation computes with "
             "whole weights on every device: make the model without it, with save_weights and load_weights"
         )
     for path, p in weights:
@@ -223,10 +219,9 @@ def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model, traced=True)
     checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
-    where = model.where
+    axis, where = model.ring.axis_name, model.ring.sharded
     instead = "make it and the cache with mesh=, of one device where there is but one"
-    whole = isinstance(where, ShardedAxes)
-    axis, ranks = (where.axis_name, where.ranks) if whole else (where, ring_size(where, "a model without a mesh", instead))
+    ranks = ring_size(axis, "a model without a mesh", instead) if where is None else where.ranks
     if (axis, ranks) != (cache.axis_name, cache.spec.ranks):
         raise ValueError(
             f"the model's ring is {ranks} ranks along {axis!r}, and the cache's {cache.spec.ranks} along {cache.axis_name!r}: "

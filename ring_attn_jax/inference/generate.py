@@ -27,7 +27,7 @@ def generated(
             raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
     _agree(asked)
     placed = PlacedModel.of(model)
-    layout, ranks = model.blocks[0].attention.options.layout, placed.mesh.shape[placed.axis_name]
+    layout, ranks = model.ring.layout, placed.mesh.shape[placed.axis_name]
     shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(asked)]
     sizes, where = asked.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
     cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, **where)

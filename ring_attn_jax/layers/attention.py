@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
-from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.problem.options import Options
-from ring_attn_core.runs import Band
+from ring_attn_core.model.constructor import takes
 
 from ..attend.dropout import draw_of
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..sharded import ShardedAxes, sharded
-from .parts import dtype_name
+from ..sharded import sharded
 from .projections import Projections
+from .ring import LayerArguments, Ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingAttentionArguments(LayerArguments, Ring, AttentionConfig):
+    """The arguments of RingAttention."""
 
 
 class RingAttention(Projections):
@@ -53,59 +52,11 @@ class RingAttention(Projections):
     outside its range.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        layout: str = "zigzag",
-        mask: Band = causal(),
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        sinks: bool = False,
-        alibi: bool = False,
-        dropout_rate: float = 0.0,
-        param_dtype: Any = "float32",
-        axis_name: str = "seq",
-        mesh: Mesh | None = None,
-        batch_axes: str | Sequence[str] = (),
-        head_axis: str | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        rngs: nnx.Rngs,
-    ) -> None:
-        config = AttentionConfig(
-            dim=dim,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            mask=mask,
-            rotary_base=rotary_base,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            eps=eps,
-            softcap=softcap,
-            sinks=sinks,
-            alibi=alibi,
-            dropout_rate=dropout_rate,
-            param_dtype=dtype_name(param_dtype),
-        )
-        options = Options(
-            layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
-        )
-        where = axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
-        super().__init__(config, options, where, rngs)
-        self.sinks = nnx.Param(jnp.zeros(heads, accumulation_dtype(jnp.dtype(config.param_dtype)))) if sinks else None
+    @takes(RingAttentionArguments)
+    def __init__(self, arguments: RingAttentionArguments) -> None:
+        super().__init__(arguments, arguments.rngs)
+        kept = accumulation_dtype(jnp.dtype(self.config.param_dtype))
+        self.sinks = nnx.Param(jnp.zeros(self.config.heads, kept)) if self.config.sinks else None
 
     def __call__(
         self,
@@ -139,19 +90,26 @@ class RingAttention(Projections):
         for name, given in (("context_positions", context_positions), ("context_length", context_length)):
             if given is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
-        q, k, v = self.projected(x, positions, context, context_positions)
-        rate = 0.0 if dropout_seed is None else self.config.dropout_rate
-        draw = draw_of(dropout_seed, dropout_offset) if rate else None
-        slopes = jnp.asarray(alibi_slopes(self.config.heads), accumulation_dtype(q.dtype)) if self.config.alibi else None
-        arrays = Arrays(extents, key_mask, None if self.sinks is None else self.sinks[...], slopes, draw, key_extents)
-        kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
-        options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
-        if isinstance(self.where, ShardedAxes):
-            out = sharded(q, k, v, arrays, options, self.where)
-        else:
-            out, _ = attention(q, k, v, arrays, options, self.where)
-        return self.o(out.reshape(*x.shape[:2], -1))
 
-    def _held(self, tokens: int) -> int:
-        """Return the global length of an array of ``tokens``: with a mesh the array is global, else it is one rank's shard."""
-        return tokens if isinstance(self.where, ShardedAxes) else tokens * ring_size(self.where)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            rate = 0.0 if dropout_seed is None else self.config.dropout_rate
+            draw = draw_of(dropout_seed, dropout_offset) if rate else None
+            kv_length = context_length
+            if context is not None and context_length is None:
+                kv_length = k.shape[1] * (ring_size(self.ring.axis_name) if self.ring.mesh is None else 1)
+            options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
+            arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), draw, key_extents)
+            if (where := self.ring.sharded) is not None:
+                return sharded(q, k, v, arrays, options, where)
+            return attention(q, k, v, arrays, options, self.ring.axis_name)[0]
+
+        return self.attended(attend, x, positions, context, context_positions)
+
+    @property
+    def local_sinks(self) -> jax.Array | None:
+        """The sinks, or None."""
+        return None if self.sinks is None else self.sinks[...]
+
+    def slopes(self, q: jax.Array) -> jax.Array | None:
+        """Return the ALiBi slopes [heads], in float64 if q is float64, else in float32; or None."""
+        return jnp.asarray(alibi_slopes(self.config.heads), accumulation_dtype(q.dtype)) if self.config.alibi else None

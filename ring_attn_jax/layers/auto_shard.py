@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..data.layout import from_layout, to_layout
 from ..sharded import ShardedAxes, on_explicit_axes
+from .ring import Ring
 
 
 class Rows(NamedTuple):
@@ -22,13 +23,15 @@ class Rows(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, ids: jax.Array, mask: jax.Array | None, layout: str, where: ShardedAxes) -> Rows:
-        """Return the record. Raise ValueError if the arrays do not fit."""
+    def of(cls, ids: jax.Array, mask: jax.Array | None, ring: Ring) -> Rows:
+        """Return the record of a ring with a mesh. Raise ValueError if the arrays do not fit."""
         check_whole(ids, mask)
+        where = ring.sharded
+        assert where is not None
         members = math.prod(where.mesh.shape[axis] for axis in where.batch_axes)
         if ids.shape[0] % members:
             raise ValueError(f"ids have {ids.shape[0]} rows, which {members} members of the mesh cannot share equally: add rows")
-        return cls(layout, where, ids.shape[1])
+        return cls(ring.layout, where, ids.shape[1])
 
     def shard(self, x: jax.Array) -> jax.Array:
         """Shard [batch, length] in natural order into [batch, tokens] in layout order, padded, on the devices of the mesh."""

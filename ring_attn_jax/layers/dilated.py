@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh
 
-from ring_attn_core.masks import causal
-from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.problem.options import Options
-from ring_attn_core.runs import Band
+from ring_attn_core.model.config import SparseConfig
+from ring_attn_core.model.constructor import takes
 from ring_attn_core.variants.dilated import Patterns
 
-from ..sharded import ShardedAxes
 from ..variants.dilated import dilated_attention
 from ..variants.sharded_dilated import sharded_dilated_attention
-from .parts import dtype_name
 from .projections import Projections
+from .ring import ContiguousRing, LayerArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilatedArguments(LayerArguments, ContiguousRing, SparseConfig):
+    """The arguments of DilatedRingAttention."""
+
+    segments: Sequence[int]
+    dilations: Sequence[int]
+    mixing: str = "softmax"
 
 
 class DilatedRingAttention(Projections):
@@ -37,54 +41,10 @@ class DilatedRingAttention(Projections):
     outside its range.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        segments: Sequence[int],
-        dilations: Sequence[int],
-        mixing: str = "softmax",
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        mask: Band = causal(),
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        param_dtype: Any = "float32",
-        axis_name: str = "seq",
-        mesh: Mesh | None = None,
-        batch_axes: str | Sequence[str] = (),
-        head_axis: str | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        rngs: nnx.Rngs,
-    ) -> None:
-        config = AttentionConfig(
-            dim=dim,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            mask=mask,
-            rotary_base=rotary_base,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            eps=eps,
-            softcap=softcap,
-            param_dtype=dtype_name(param_dtype),
-        )
-        patterns = Patterns(segments, dilations, mixing).checked(heads)
-        options = Options(
-            layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
-        )
-        where = axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
-        super().__init__(config, options, where, rngs)
-        self.patterns = patterns
+    @takes(DilatedArguments)
+    def __init__(self, arguments: DilatedArguments) -> None:
+        super().__init__(arguments, arguments.rngs)
+        self.patterns = Patterns(arguments.segments, arguments.dilations, arguments.mixing).checked(self.config.heads)
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
@@ -97,7 +57,6 @@ class DilatedRingAttention(Projections):
 
         Raise ValueError if the shape of x does not fit, or dilated_attention refuses an argument.
         """
-        q, k, v = self.projected(x, positions)
         options = self.options
         arguments: dict[str, Any] = {
             **self.patterns._asdict(),
@@ -109,8 +68,10 @@ class DilatedRingAttention(Projections):
             "backend": options.backend,
             "deterministic": options.deterministic,
         }
-        if isinstance(self.where, ShardedAxes):
-            out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())
-        else:
-            out = dilated_attention(q, k, v, axis_name=self.where, **arguments)
-        return self.o(out.reshape(*x.shape[:2], -1))
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            if (where := self.ring.sharded) is not None:
+                return sharded_dilated_attention(q, k, v, **arguments, **where._asdict())
+            return dilated_attention(q, k, v, axis_name=self.ring.axis_name, **arguments)
+
+        return self.attended(attend, x, positions)

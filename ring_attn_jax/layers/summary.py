@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
-from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.problem.options import Options
+from ring_attn_core.masks import causal
+from ring_attn_core.model.config import SparseConfig
+from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 
-from ..sharded import ShardedAxes
 from ..variants.summary import SummaryInputs, attention_with_summaries, sharded
-from .parts import dtype_name
 from .projections import Projections
+from .ring import ContiguousRing, LayerArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryArguments(LayerArguments, ContiguousRing, SparseConfig):
+    """The arguments of SummaryAttention."""
+
+    block: int
+    summaries: int = 1
+    window: int
+    pooling: str = "attention"
+    mask: Band = field(default_factory=causal, init=False)
 
 
 class SummaryAttention(Projections):
@@ -35,62 +43,13 @@ class SummaryAttention(Projections):
     outside its range.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        block: int,
-        summaries: int = 1,
-        window: int,
-        pooling: str = "attention",
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        param_dtype: Any = "float32",
-        axis_name: str = "seq",
-        mesh: Mesh | None = None,
-        batch_axes: str | Sequence[str] = (),
-        head_axis: str | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        rngs: nnx.Rngs,
-    ) -> None:
-        config = AttentionConfig(
-            dim=dim,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            rotary_base=rotary_base,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            eps=eps,
-            softcap=softcap,
-            param_dtype=dtype_name(param_dtype),
-        )
-        of_summaries = SummaryOptions(
-            block=block,
-            summaries=summaries,
-            window=window,
-            pooling=pooling,
-            softcap=softcap,
-            strategy=strategy,
-            backend=backend,
-            deterministic=deterministic,
-        )
-        where = axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
-        super().__init__(config, Options(layout="contiguous", softcap=softcap), where, rngs)
-        self.of_summaries = of_summaries
-        make = nnx.initializers.zeros if summaries == 1 else nnx.initializers.normal(1.0)
-        draw = lambda: make(rngs.params(), (summaries, config.kv_heads, config.head_dim), jnp.dtype(config.param_dtype))
-        self.pool = nnx.Param(draw()) if pooling == "attention" else None
+    @takes(SummaryArguments)
+    def __init__(self, arguments: SummaryArguments) -> None:
+        super().__init__(arguments, arguments.rngs)
+        self.summary = summary = part(SummaryOptions, arguments)
+        config, make = self.config, nnx.initializers.zeros if summary.summaries == 1 else nnx.initializers.normal(1.0)
+        shape, dtype = (summary.summaries, config.kv_heads, config.head_dim), jnp.dtype(config.param_dtype)
+        self.pool = nnx.Param(make(arguments.rngs.params(), shape, dtype)) if summary.pooling == "attention" else None
 
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
@@ -102,11 +61,13 @@ class SummaryAttention(Projections):
 
         Raise ValueError if the shape of x does not fit, or summary_attention refuses an argument.
         """
-        q, k, v = self.projected(x, positions)
-        inputs = SummaryInputs(q, k, v, None if self.pool is None else self.pool[...], key_mask)
-        options = replace(self.of_summaries, length=length)
-        if isinstance(self.where, ShardedAxes):
-            out = sharded(inputs, options, self.where)
-        else:
-            out, _ = attention_with_summaries(inputs, options, self.where)
-        return self.o(out.reshape(*x.shape[:2], -1))
+        pool = None if self.pool is None else self.pool[...]
+        options = replace(self.summary, length=length)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            inputs = SummaryInputs(q, k, v, pool, key_mask)
+            if (where := self.ring.sharded) is not None:
+                return sharded(inputs, options, where)
+            return attention_with_summaries(inputs, options, self.ring.axis_name)[0]
+
+        return self.attended(attend, x, positions)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ring_attn_core.masks import causal
 from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.constructor import part, takes
 from ring_attn_core.model.masks import layer_offset
-from ring_attn_core.model.published import Published
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.runs import Band
 
 from ..axes import sharded_like
 from ..sharded import ShardedAxes
@@ -27,7 +24,7 @@ from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .generation import Generates
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
-from .projections import layout_positions
+from .ring import LayerArguments, Ring
 
 
 class SwiGLU(nnx.Module):
@@ -78,8 +75,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(dim, eps, kept)
         self.attention = attention
         self.mlp_norm = RMSNorm(dim, eps, kept)
-        where = attention.where if isinstance(attention.where, ShardedAxes) else None
-        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, where, mlp_bias, rngs=rngs)
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, attention.ring.sharded, mlp_bias, rngs=rngs)
 
     def __call__(
         self,
@@ -101,6 +97,37 @@ class Block(nnx.Module):
             return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)
         x = x + self.attention(self.attention_norm(x), positions, length, **masks, **dropout)
         return x + self.mlp(self.mlp_norm(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRing(Ring):
+    """The ring of a RingTransformer, and its arguments that concern neither the ring nor the config."""
+
+    auto_shard: bool = False
+    activations: str = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerArguments(LayerArguments, ModelRing, TransformerConfig):
+    """The arguments of RingTransformer."""
+
+    vocab: int = field(kw_only=False)
+    depth: int = field(kw_only=False)
+    hidden: int | None = None
+    compute_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compute_dtype is not None:
+            object.__setattr__(self, "compute_dtype", dtype_name(self.compute_dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromConfig(ModelRing):
+    """The arguments of RingTransformer.from_config."""
+
+    config: TransformerConfig = field(kw_only=False)
+    rngs: nnx.Rngs
 
 
 class RingTransformer(Generates, nnx.Module):
@@ -131,113 +158,29 @@ class RingTransformer(Generates, nnx.Module):
     outside its range.
     """
 
-    def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        hidden: int | None = None,
-        layout: str = "zigzag",
-        mask: Band = causal(),
-        windows: Sequence[int | None] | None = None,
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        rotaries: Sequence[Rotary | float | None] | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        mlp_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        sinks: bool = False,
-        alibi: bool = False,
-        dropout_rate: float = 0.0,
-        tied: bool = True,
-        param_dtype: Any = "float32",
-        compute_dtype: Any = None,
-        mlp_chunk: int | None = None,
-        published: Published | None = None,
-        axis_name: str = "seq",
-        mesh: Mesh | None = None,
-        batch_axes: str | Sequence[str] = (),
-        head_axis: str | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        auto_shard: bool = False,
-        activations: str = "keep",
-        rngs: nnx.Rngs,
-    ) -> None:
-        check_activations(activations)
-        self.activations = activations
-        self.config = config = TransformerConfig(
-            vocab=vocab,
-            dim=dim,
-            depth=depth,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            hidden=hidden,  # type: ignore[arg-type]
-            mask=mask,
-            windows=windows,
-            rotary_base=rotary_base,
-            rotary=rotary,
-            rotaries=rotaries,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            mlp_bias=mlp_bias,
-            eps=eps,
-            softcap=softcap,
-            sinks=sinks,
-            alibi=alibi,
-            dropout_rate=dropout_rate,
-            tied=tied,
-            param_dtype=dtype_name(param_dtype),
-            compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
-            mlp_chunk=mlp_chunk,
-            published=published,
-        )
-        where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
-        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        check_flags(auto_shard=auto_shard)
-        if auto_shard and mesh is None:
+    @takes(TransformerArguments)
+    def __init__(self, arguments: TransformerArguments) -> None:
+        check_activations(arguments.activations)
+        self.activations, rngs = arguments.activations, arguments.rngs
+        self.config = config = part(TransformerConfig, arguments)
+        check_flags(auto_shard=arguments.auto_shard)
+        if arguments.auto_shard and arguments.mesh is None:
             raise ValueError("auto_shard=True shards whole arrays over a mesh: pass mesh=...")
-        self.auto_shard = auto_shard
-        self.layout, self.where = layout, axis_name if mesh is None else ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
+        self.auto_shard, self.ring = arguments.auto_shard, part(Ring, arguments)
         self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
-        self.embed = nnx.Embed(vocab, dim, embedding_init=init, param_dtype=kept, rngs=rngs)
-        layers = (RingAttention(**config.attention(layer).arguments, **where, **how, rngs=rngs) for layer in range(depth))
-        self.blocks = nnx.List(Block(attention, config.hidden, mlp_chunk, mlp_bias, rngs=rngs) for attention in layers)
-        self.norm = RMSNorm(dim, eps, config.param_dtype)
-        self.head = None if tied else LinearMap(dim, vocab, False, config.param_dtype, rngs=rngs)
+        self.embed = nnx.Embed(config.vocab, config.dim, embedding_init=init, param_dtype=kept, rngs=rngs)
+        arguments_of = lambda layer: config.attention(layer).arguments | vars(self.ring)
+        layers = (RingAttention(**arguments_of(layer), rngs=rngs) for layer in range(config.depth))
+        self.blocks = nnx.List(Block(each, config.hidden, config.mlp_chunk, config.mlp_bias, rngs=rngs) for each in layers)
+        self.norm = RMSNorm(config.dim, config.eps, config.param_dtype)
+        self.head = None if config.tied else LinearMap(config.dim, config.vocab, False, config.param_dtype, rngs=rngs)
 
     @classmethod
-    def from_config(
-        cls,
-        config: TransformerConfig,
-        *,
-        layout: str = "zigzag",
-        axis_name: str = "seq",
-        mesh: Mesh | None = None,
-        batch_axes: str | Sequence[str] = (),
-        head_axis: str | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        auto_shard: bool = False,
-        activations: str = "keep",
-        rngs: nnx.Rngs,
-    ) -> RingTransformer:
+    @takes(FromConfig)
+    def from_config(cls, arguments: FromConfig) -> RingTransformer:
         """Return the model of ``config`` on this ring; the other arguments are those of the constructor."""
-        where: dict[str, Any] = {"axis_name": axis_name, "mesh": mesh, "batch_axes": batch_axes, "head_axis": head_axis}
-        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        return cls(**config.arguments, **where, **how, auto_shard=auto_shard, activations=activations, rngs=rngs)
+        return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)), rngs=arguments.rngs)
 
     def __call__(
         self,
@@ -270,13 +213,13 @@ class RingTransformer(Generates, nnx.Module):
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
-        rows = Rows.of(ids, mask, self.layout, self.where) if self.auto_shard and isinstance(self.where, ShardedAxes) else None
+        rows = Rows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if positions is None:
-            positions = layout_positions(self.layout, self.where, ids.shape[1])
+            positions = self.ring.positions(ids.shape[1])
         weight = self.embed.embedding[...]
         x = look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
         call = caller(self.activations)

@@ -19,8 +19,8 @@ from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel
 from ..attend.launch import capability
 from ..call.autograd import no_autocast
 from ..ring.agreement import AgreedCall, agree_on
-from ..ring.groups import Group, is_dtensor, ranks_of
-from .merge import gather_pairs, refuse_gradients, ring_of
+from ..ring.groups import Group, is_dtensor, ranks_of, ring_of
+from .merge import gather_pairs, refuse_gradients
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

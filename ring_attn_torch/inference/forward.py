@@ -21,10 +21,9 @@ from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..data.layout import to_layout
 from ..ring.agreement import AgreedCall, agree_on, same_error
-from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of
+from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
 from .decode import tree_attention_decode
-from .merge import ring_of
 from .prefill import prefill
 from .requests import Lengths
 from .step import DecodeStep
@@ -114,7 +113,7 @@ def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths 
 
     It is 0 if the request has no token in the chunk or if another rank holds its last token.
     """
-    options = model.blocks[0].attention.options  # type: ignore[union-attr, index]
+    options: Any = model.ring
     ranks = ranks_of(cache.ring)
     given = ids.shape[1] if lengths is None else lengths
     with same_error(cache.ring):  # the other ranks compare their lengths now
@@ -147,9 +146,8 @@ def _through(model: Any, ids: Tensor, step: DecodeStep, attend: Attend) -> Tenso
     x = model.embed(ids.long()).to(model.compute_dtype or model.embed.weight.dtype)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
-        q, k, v = attention.projected(block.attention_norm(x), step.positions)
-        out = attend(q, k, v, layer, _features(attention, q))
-        x = x + attention.o(out.flatten(2))
+        over_cache = lambda q, k, v: attend(q, k, v, layer, _features(attention, q))  # noqa: B023
+        x = x + attention.attended(over_cache, block.attention_norm(x), step.positions)
         x = x + block.mlp(block.mlp_norm(x))
     return x
 
@@ -159,8 +157,8 @@ def _features(attention: Any, q: Tensor) -> dict[str, Any]:
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
-        "sinks": None if attention.sinks is None else local(attention.sinks),
-        "alibi_slopes": attention._slopes(q) if attention.config.alibi else None,
+        "sinks": attention.local_sinks,
+        "alibi_slopes": attention.slopes(q),
         "backend": attention.options.backend,
     }
 
@@ -200,14 +198,14 @@ def _ring(model: Any, cache: Any) -> Group:
     """Return the ring of the cache or, if ``cache`` is not a KVCache, that of the model, so that its ranks share the error."""
     if isinstance(cache, KVCache):
         return cache.ring
-    return ring_of(model.blocks[0].attention.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None
+    return ring_of(model.ring.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None
 
 
 def _check(model: Any, ids: Any, cache: KVCache) -> None:
     check_model(model)
     checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))
-    ranks = ranks_of(ring_of(model.blocks[0].attention.group))
+    ranks = ranks_of(ring_of(model.ring.group))
     if ranks != cache.spec.ranks:
         raise ValueError(f"the model's ring has {ranks} ranks, and the cache {cache.spec.ranks}: make both with one group")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:

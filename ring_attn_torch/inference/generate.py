@@ -11,11 +11,10 @@ from ring_attn_core.model.generation import Answers, Generation, OnToken, Progre
 
 from ..call.autograd import no_autocast
 from ..ring.agreement import same_error, tell
-from ..ring.groups import ranks_of
+from ..ring.groups import ranks_of, ring_of
 from .cache import KVCache
 from .decode_loop import DecodeLoop
 from .forward import check_model, computes_in, last_hidden
-from .merge import ring_of
 
 
 def generated(
@@ -25,7 +24,7 @@ def generated(
 
     ``arguments``: those of ``Generation.of`` except the model's, by name.
     """
-    group = model.blocks[0].attention.group
+    group = model.ring.group
     ring, device = ring_of(group), model.embed.weight.device
     with same_error(ring):
         check_model(model)
@@ -35,7 +34,7 @@ def generated(
                 raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
     if ring is not None and ranks_of(ring) > 1:
         _agree(tell("RingTransformer.generate", asked.fingerprint(), ring))
-    layout, ranks = model.blocks[0].attention.options.layout, ranks_of(ring)
+    layout, ranks = model.ring.layout, ranks_of(ring)
     shards = [local_tokens(layout, ranks, lengths) for _, lengths in asked.chunks()]
     sizes = asked.cache(layout, ranks, shards)
     cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, group=group, device=device)

@@ -11,7 +11,7 @@ from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.decode import merged
 from ..ring.agreement import AgreedCall, agree_on
-from ..ring.groups import Group, constant, group_name, group_of, ranks_of
+from ..ring.groups import Group, ranks_of, ring_of
 
 
 def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,3 @@ def refuse_gradients(call: str, tensors: tuple[Tensor | None, ...]) -> None:
             f"{call} is for inference and has no gradient, and an array that it is given requires one: call it under "
             "torch.no_grad(), or pass x.detach(). For training there are ring_attention, attend_block and merge"
         )
-
-
-@constant
-def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """Return the process group of a ring, or None for a ring of one without torch.distributed."""
-    return group_of(group_name(group))

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import check_vendor
-from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
+from ring_attn_core.model.constructor import takes
 from ring_attn_core.model.masks import layer_offset
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.problem.options import Options
-from ring_attn_core.runs import Band
 
 from ..attend.dropout import Dropout
 from ..attend.tiles import accumulation_dtype
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..ring.groups import group_name, local, ranks_of
-from .parts import dtype_name
-from .projections import Projections, ring_of
+from ..ring.groups import group_name, local
+from .projections import Projections
+from .ring import LayerArguments, Ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingAttentionArguments(LayerArguments, Ring, AttentionConfig):
+    """The arguments of RingAttention."""
 
 
 class RingAttention(Projections):
@@ -51,56 +51,13 @@ class RingAttention(Projections):
     do not fit, a number is outside its range, or ``deterministic`` is combined with a backend that is not deterministic.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        layout: str = "zigzag",
-        mask: Band = causal(),
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        sinks: bool = False,
-        alibi: bool = False,
-        dropout_rate: float = 0.0,
-        param_dtype: torch.dtype | str = "float32",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-    ) -> None:
-        config = AttentionConfig(
-            dim=dim,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            mask=mask,
-            rotary_base=rotary_base,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            eps=eps,
-            softcap=softcap,
-            sinks=sinks,
-            alibi=alibi,
-            dropout_rate=dropout_rate,
-            param_dtype=dtype_name(param_dtype),
-        )
-        options = Options(
-            layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
-        )
-        check_vendor(options, differentiates_lse=False)
-        super().__init__(config, options, group)
+    @takes(RingAttentionArguments)
+    def __init__(self, arguments: RingAttentionArguments) -> None:
+        super().__init__(arguments)
+        check_vendor(self.options, differentiates_lse=False)
         self.first_head = 0  # the first of this rank's heads under tensor parallelism
-        self.sinks = nn.Parameter(torch.zeros(heads, dtype=accumulation_dtype(self.q.weight.dtype))) if sinks else None
+        kept = accumulation_dtype(self.q.weight.dtype)
+        self.sinks = nn.Parameter(torch.zeros(self.config.heads, dtype=kept)) if self.config.sinks else None
 
     def forward(
         self,
@@ -135,26 +92,31 @@ class RingAttention(Projections):
         for name, given in (("context_positions", context_positions), ("context_length", context_length)):
             if given is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
-        q, k, v = self.projected(x, positions, context, context_positions)
-        slopes = self._slopes(q) if self.config.alibi else None
-        sinks = None if self.sinks is None else local(self.sinks)
-        offset = layer_offset(dropout_offset, 1, self.first_head) if self.first_head else dropout_offset
-        dropout = None if dropout_seed is None else Dropout(dropout_seed, offset)
-        rate = 0.0 if dropout_seed is None else self.config.dropout_rate
-        kv_length = None if context is None else self._held(context.shape[1]) if context_length is None else context_length
-        options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
-        arrays = Arrays(extents, key_mask, sinks, slopes, None, key_extents)
-        out, _ = attention(q, k, v, arrays, dropout, options, group_name(self.group))
-        return self.o(out.flatten(2))
 
-    def _held(self, tokens: int) -> int:
-        """Return the number of tokens on all ranks, each of which holds ``tokens``."""
-        return tokens * ranks_of(ring_of(self.group))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            offset = layer_offset(dropout_offset, 1, self.first_head) if self.first_head else dropout_offset
+            dropout = None if dropout_seed is None else Dropout(dropout_seed, offset)
+            rate = 0.0 if dropout_seed is None else self.config.dropout_rate
+            kv_length = context_length
+            if context is not None and context_length is None:
+                kv_length = k.shape[1] * self.ring.ranks
+            options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
+            arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), None, key_extents)
+            return attention(q, k, v, arrays, dropout, options, group_name(self.ring.group))[0]
 
-    def _slopes(self, q: Tensor) -> Tensor:
-        """Return the ALiBi slopes [heads] of q's heads on q's device, in float64 if q is float64, else in float32.
+        return self.attended(attend, x, positions, context, context_positions)
+
+    @property
+    def local_sinks(self) -> Tensor | None:
+        """The sinks of this rank's heads, or None."""
+        return None if self.sinks is None else local(self.sinks)
+
+    def slopes(self, q: Tensor) -> Tensor | None:
+        """Return the ALiBi slopes [heads] of q's heads on q's device, in float64 if q is float64, else in float32; or None.
 
         They are made anew at each call, because ``.bfloat16()`` would round a buffer.
         """
+        if not self.config.alibi:
+            return None
         heads = torch.arange(self.first_head, self.first_head + q.shape[2], dtype=torch.float64, device=q.device)
         return alibi_slopes(self.config.heads, heads).to(accumulation_dtype(q.dtype))

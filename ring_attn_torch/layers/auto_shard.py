@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from ..data.layout import from_layout, to_layout
 from ..ring.agreement import same_error, tell
-from ..ring.groups import Group, group_of, rank_in, ranks_of
-from .attention import RingAttention, ring_of
+from ..ring.groups import Group, group_of, rank_in, ranks_of, ring_of
+from .ring import Ring
 
 
 class Rows(NamedTuple):
@@ -39,12 +39,12 @@ class Rows(NamedTuple):
     """True if any rank passes a mask."""
 
     @classmethod
-    def of(cls, ids: Tensor, mask: Tensor | None, attention: RingAttention) -> Rows:
-        """Exchange the shapes within the attention's ring and return the record.
+    def of(cls, ids: Tensor, mask: Tensor | None, where: Ring) -> Rows:
+        """Exchange the shapes within the ring and return the record.
 
         Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
         """
-        layout, ring = attention.options.layout, ring_of(attention.group)
+        layout, ring = where.layout, ring_of(where.group)
         with same_error(ring):
             check_whole(ids, mask)
         if ring is None or ranks_of(ring) == 1:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.masks import causal
-from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.problem.options import Options
-from ring_attn_core.runs import Band
+from ring_attn_core.model.config import SparseConfig
+from ring_attn_core.model.constructor import takes
 from ring_attn_core.variants.dilated import Patterns
 
 from ..variants.dilated import dilated_attention
-from .parts import dtype_name
 from .projections import Projections
+from .ring import ContiguousRing, LayerArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternArguments(ContiguousRing):
+    """The patterns of dilated attention, and its ring."""
+
+    segments: Sequence[int]
+    dilations: Sequence[int]
+    mixing: str = "softmax"
+
+    def patterns(self, heads: int) -> Patterns:
+        """Return the patterns as a record. Raise ValueError if they do not fit a layer of ``heads`` heads."""
+        return Patterns(self.segments, self.dilations, self.mixing).checked(heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilatedArguments(LayerArguments, PatternArguments, SparseConfig):
+    """The arguments of DilatedRingAttention."""
 
 
 class DilatedRingAttention(Projections):
@@ -33,49 +46,10 @@ class DilatedRingAttention(Projections):
     or patterns do not fit, or if a number is outside its range.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        segments: Sequence[int],
-        dilations: Sequence[int],
-        mixing: str = "softmax",
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        mask: Band = causal(),
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        param_dtype: torch.dtype | str = "float32",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-    ) -> None:
-        config = AttentionConfig(
-            dim=dim,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            mask=mask,
-            rotary_base=rotary_base,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            eps=eps,
-            softcap=softcap,
-            param_dtype=dtype_name(param_dtype),
-        )
-        patterns = Patterns(segments, dilations, mixing).checked(heads)
-        options = Options(
-            layout="contiguous", mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic
-        )
-        super().__init__(config, options, group)
-        self.patterns = patterns
+    @takes(DilatedArguments)
+    def __init__(self, arguments: DilatedArguments) -> None:
+        super().__init__(arguments)
+        self.patterns = arguments.patterns(self.config.heads)
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, length: int | None = None, *, key_mask: Tensor | None = None
@@ -87,20 +61,22 @@ class DilatedRingAttention(Projections):
 
         Raise ValueError if x has another shape, or if dilated_attention refuses the call.
         """
-        q, k, v = self.projected(x, positions)
         options = self.options
-        out = dilated_attention(
-            q,
-            k,
-            v,
-            **self.patterns._asdict(),
-            group=self.group,
-            mask=options.mask,
-            key_mask=key_mask,
-            softcap=options.softcap,
-            length=length,
-            strategy=options.strategy,
-            backend=options.backend,
-            deterministic=options.deterministic,
-        )
-        return self.o(out.flatten(2))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return dilated_attention(
+                q,
+                k,
+                v,
+                **self.patterns._asdict(),
+                group=self.ring.group,
+                mask=options.mask,
+                key_mask=key_mask,
+                softcap=options.softcap,
+                length=length,
+                strategy=options.strategy,
+                backend=options.backend,
+                deterministic=options.deterministic,
+            )
+
+        return self.attended(attend, x, positions)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn_core.model.constructor import takes
 from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
-from ring_attn_core.variants.dilated import Patterns
 
 from ..block import merge
 from ..variants.dilated import dilated_attention
-from .multihead_base import CallOptions, MultiheadBase
+from .dilated import PatternArguments
+from .multihead_base import CallOptions, MultiheadArguments, MultiheadBase
 from .whole_mask import Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilatedMultiheadArguments(PatternArguments, MultiheadArguments):
+    """The arguments of DilatedAttention."""
 
 
 class DilatedAttention(MultiheadBase):
@@ -40,34 +44,12 @@ class DilatedAttention(MultiheadBase):
     patterns that do not fit; and whatever dilated_attention refuses.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        segments: Sequence[int],
-        dilations: Sequence[int],
-        mixing: str = "softmax",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-    ) -> None:
-        check_dropout_rate(dropout)
-        _check_no_dropout(dropout)
-        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
-        self.patterns = Patterns(segments, dilations, mixing).checked(num_heads)
-        self.options = Options(layout="contiguous", strategy=strategy, backend=backend, deterministic=deterministic)
-        self.group = group
+    @takes(DilatedMultiheadArguments)
+    def __init__(self, arguments: DilatedMultiheadArguments) -> None:
+        check_dropout_rate(arguments.dropout)
+        _check_no_dropout(arguments.dropout)
+        super().__init__(arguments)
+        self.patterns = arguments.patterns(self.num_heads)
 
     def forward(  # type: ignore[override]
         self,
@@ -104,7 +86,7 @@ class DilatedAttention(MultiheadBase):
             k,
             v,
             **self.patterns._asdict(),
-            group=self.group,
+            group=self.ring.group,
             mask=parts.band,
             key_mask=parts.key_mask,
             length=options.length,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import check_vendor
-from ring_attn_core.problem.checks import check_dropout_rate
-from ring_attn_core.problem.options import Options
+from ring_attn_core.model.constructor import takes
 
 from ..attend.dropout import Dropout
 from ..call.autograd import attention
 from ..call.prepare import Arrays
 from ..ring.agreement import tell
-from ..ring.groups import group_name, ranks_of
-from .multihead_base import CallOptions, MultiheadBase
-from .projections import ring_of
+from ..ring.groups import group_name, ranks_of, ring_of
+from .multihead_base import CallOptions, MultiheadArguments, MultiheadBase
+from .ring import Ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingMultiheadArguments(Ring, MultiheadArguments):
+    """The arguments of MultiheadAttention."""
 
 
 class MultiheadAttention(MultiheadBase):
@@ -41,31 +43,10 @@ class MultiheadAttention(MultiheadBase):
     refuses.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        layout: str = "zigzag",
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-    ) -> None:
-        check_dropout_rate(dropout)
-        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
-        self.options = Options(layout=layout, strategy=strategy, backend=backend, deterministic=deterministic)
-        check_vendor(self.options, differentiates_lse=add_bias_kv)
-        self.group = group
+    @takes(RingMultiheadArguments)
+    def __init__(self, arguments: RingMultiheadArguments) -> None:
+        super().__init__(arguments)
+        check_vendor(self.options, differentiates_lse=arguments.add_bias_kv)
 
     def forward(  # type: ignore[override]
         self,
@@ -107,7 +88,7 @@ class MultiheadAttention(MultiheadBase):
         q, k, v = self._projected(*inputs)
         sinks = torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else None  # a score of 0, without a value
         arrays = Arrays(parts.extents, parts.key_mask, sinks)
-        out, lse = attention(q, k, v, arrays, dropout, replace(options, mask=parts.band), group_name(self.group))
+        out, lse = attention(q, k, v, arrays, dropout, replace(options, mask=parts.band), group_name(self.ring.group))
         return self._returned(self._with_bias_kv(q, out, lse), query), None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
@@ -117,5 +98,5 @@ class MultiheadAttention(MultiheadBase):
 
     def _seed(self) -> int:
         """Draw a dropout seed from torch's generator, and return the first rank's on all ranks."""
-        seed, ring = int(torch.randint(2**31, ())), ring_of(self.group)
+        seed, ring = int(torch.randint(2**31, ())), ring_of(self.ring.group)
         return seed if ring is None or ranks_of(ring) == 1 else tell("dropout of MultiheadAttention", seed, ring)[0]

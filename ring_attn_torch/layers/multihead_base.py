@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.masks import causal, full
+from ring_attn_core.model.constructor import part
+from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
 
 from ..block import merge
 from ..data.layout import to_layout
 from ..ring.agreement import same_error
-from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
-from .projections import ring_of
+from ..ring.groups import is_dtensor, rank_in, ranks_of, ring_of
+from .ring import Ring
 from .whole_mask import Parts, parts_of, visible_of, whole_of
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -37,12 +37,33 @@ class CallOptions(NamedTuple):
     kv_length: int | None = None
 
 
-class MultiheadBase(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` on a ring, with the same constructor; a subclass defines attention in ``forward``."""
+@dataclass(frozen=True)
+class MultiheadArguments:
+    """The arguments of ``torch.nn.MultiheadAttention``."""
 
-    group: dist.ProcessGroup | DeviceMesh | None
-    options: Options
-    """The options of attention, except the arguments of a call."""
+    embed_dim: int
+    num_heads: int
+    dropout: float = 0.0
+    bias: bool = True
+    add_bias_kv: bool = False
+    add_zero_attn: bool = False
+    kdim: int | None = None
+    vdim: int | None = None
+    batch_first: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+
+class MultiheadBase(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` on a ring, with the same constructor; a subclass defines attention in ``forward``.
+
+    ``arguments``: those of torch's constructor and of the ring. ``options``: those of attention, except the arguments of a call.
+    """
+
+    def __init__(self, arguments: MultiheadArguments) -> None:
+        check_dropout_rate(arguments.dropout)
+        super().__init__(**vars(part(MultiheadArguments, arguments)))
+        self.ring, self.options = part(Ring, arguments), part(Options, arguments)
 
     def _reset_parameters(self) -> None:
         """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
@@ -59,7 +80,7 @@ class MultiheadBase(nn.MultiheadAttention):
         Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
         """
         query, key, _ = inputs
-        with same_error(group_of(group_name(self.group))):
+        with same_error(ring_of(self.ring.group)):
             self._check(*inputs, asked.need_weights)
             q, k, v = (self._batch_first(x) for x in inputs)
             options = replace(self.options, length=asked.length, kv_length=asked.kv_length)
@@ -104,7 +125,7 @@ class MultiheadBase(nn.MultiheadAttention):
         if attn_mask is None:
             return Parts(causal() if asked.is_causal else full()), options
         whole = whole_of(attn_mask, q.shape[0], self.num_heads)
-        ring, layout, lengths = ring_of(self.group), self.options.layout, tuple(whole.shape[1:])
+        ring, layout, lengths = ring_of(self.ring.group), self.options.layout, tuple(whole.shape[1:])
         local = tuple(padded_local(layout, ranks_of(ring), length) for length in lengths)
         given = options.length, options.kv_length
         if local != (q.shape[1], k.shape[1]) or any(g not in (None, own) for g, own in zip(given, lengths, strict=True)):
@@ -138,15 +159,6 @@ class MultiheadBase(nn.MultiheadAttention):
         """Project out [batch, tokens, heads, head_dim] and return it with the dimensions of query."""
         projected = self.out_proj(out.flatten(2))
         return projected[0] if query.ndim == 2 else self._batch_first(projected)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the group's name in place of the group, which can be neither copied nor pickled."""
-        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if isinstance(self.group, str):
-            self.group = group_of(self.group)
 
 
 def _present(key_padding_mask: Tensor, key: Tensor, k: Tensor) -> Tensor:

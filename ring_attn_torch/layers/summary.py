@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.problem.options import Options
+from ring_attn_core.masks import causal
+from ring_attn_core.model.config import SparseConfig
+from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 
 from ..ring.groups import group_name, local
 from ..variants.summary import SummaryInputs, attention_with_summaries
-from .parts import dtype_name
 from .projections import Projections
+from .ring import ContiguousRing, LayerArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryArguments(LayerArguments, ContiguousRing, SparseConfig):
+    """The arguments of SummaryAttention."""
+
+    block: int
+    summaries: int = 1
+    window: int
+    pooling: str = "attention"
+    mask: Band = field(default_factory=causal, init=False)
 
 
 class SummaryAttention(Projections):
@@ -33,61 +43,13 @@ class SummaryAttention(Projections):
     ValueError if sizes do not fit or a number is outside its range.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        block: int,
-        summaries: int = 1,
-        window: int,
-        pooling: str = "attention",
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        param_dtype: torch.dtype | str = "float32",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-    ) -> None:
-        config = AttentionConfig(
-            dim=dim,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            rotary_base=rotary_base,
-            rotary=rotary,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            eps=eps,
-            softcap=softcap,
-            param_dtype=dtype_name(param_dtype),
-        )
-        of_summaries = SummaryOptions(
-            block=block,
-            summaries=summaries,
-            window=window,
-            pooling=pooling,
-            softcap=softcap,
-            strategy=strategy,
-            backend=backend,
-            deterministic=deterministic,
-        )
-        super().__init__(config, Options(layout="contiguous", softcap=softcap), group)
-        self.of_summaries = of_summaries
-        make = torch.zeros if summaries == 1 else torch.randn
-        pool = (
-            make(summaries, config.kv_heads, config.head_dim, dtype=getattr(torch, config.param_dtype))
-            if pooling == "attention"
-            else None
-        )
-        self.pool = None if pool is None else nn.Parameter(pool)
+    @takes(SummaryArguments)
+    def __init__(self, arguments: SummaryArguments) -> None:
+        super().__init__(arguments)
+        self.summary = summary = part(SummaryOptions, arguments)
+        config, make = self.config, torch.zeros if summary.summaries == 1 else torch.randn
+        shape, dtype = (summary.summaries, config.kv_heads, config.head_dim), getattr(torch, config.param_dtype)
+        self.pool = nn.Parameter(make(shape, dtype=dtype)) if summary.pooling == "attention" else None
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, length: int | None = None, *, key_mask: Tensor | None = None
@@ -99,8 +61,11 @@ class SummaryAttention(Projections):
 
         Raise ValueError if x has another shape, or if summary_attention refuses the call.
         """
-        q, k, v = self.projected(x, positions)
         pool = None if self.pool is None else local(self.pool)
-        inputs, options = SummaryInputs(q, k, v, pool, key_mask), replace(self.of_summaries, length=length)
-        out, _ = attention_with_summaries(inputs, options, group_name(self.group))
-        return self.o(out.flatten(2))
+        options = replace(self.summary, length=length)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            inputs = SummaryInputs(q, k, v, pool, key_mask)
+            return attention_with_summaries(inputs, options, group_name(self.ring.group))[0]
+
+        return self.attended(attend, x, positions)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.masks import causal
 from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.constructor import part, takes
 from ring_attn_core.model.masks import layer_offset
-from ring_attn_core.model.published import Published
-from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.runs import Band
 
 from ..call.autograd import unwatched
 from ..ring.agreement import same_error
-from ..ring.groups import local
+from ..ring.groups import local, ring_of
 from .activations import Caller, caller
-from .attention import RingAttention, ring_of
+from .attention import RingAttention
 from .auto_shard import Rows, check_alone
 from .chunks import in_chunks
 from .generation import Generates
 from .parts import LinearMap, RMSNorm, dtype_name
+from .ring import LayerArguments, Ring
 
 
 class SwiGLU(nn.Module):
@@ -97,6 +93,36 @@ class Block(nn.Module):
         return self.forward(x, positions, length, **named)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelRing(Ring):
+    """The ring of a RingTransformer, and its arguments that concern neither the ring nor the config."""
+
+    auto_shard: bool = False
+    activations: str = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerArguments(LayerArguments, ModelRing, TransformerConfig):
+    """The arguments of RingTransformer."""
+
+    vocab: int = field(kw_only=False)
+    depth: int = field(kw_only=False)
+    hidden: int | None = None
+    compute_dtype: torch.dtype | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compute_dtype is not None:
+            object.__setattr__(self, "compute_dtype", dtype_name(self.compute_dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromConfig(ModelRing):
+    """The arguments of RingTransformer.from_config."""
+
+    config: TransformerConfig = field(kw_only=False)
+
+
 class RingTransformer(Generates, nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
@@ -124,101 +150,27 @@ class RingTransformer(Generates, nn.Module):
     outside its range.
     """
 
-    def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        hidden: int | None = None,
-        layout: str = "zigzag",
-        mask: Band = causal(),
-        windows: Sequence[int | None] | None = None,
-        rotary_base: float | None = 10000.0,
-        rotary: Rotary | None = None,
-        rotaries: Sequence[Rotary | float | None] | None = None,
-        qk_norm: bool = False,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        mlp_bias: bool = False,
-        eps: float = 1e-6,
-        softcap: float | None = None,
-        sinks: bool = False,
-        alibi: bool = False,
-        dropout_rate: float = 0.0,
-        tied: bool = True,
-        param_dtype: torch.dtype | str = "float32",
-        compute_dtype: torch.dtype | str | None = None,
-        mlp_chunk: int | None = None,
-        published: Published | None = None,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        auto_shard: bool = False,
-        activations: str = "keep",
-    ) -> None:
+    @takes(TransformerArguments)
+    def __init__(self, arguments: TransformerArguments) -> None:
         super().__init__()
-        check_activations(activations)
-        self.activations = activations
-        self.config = config = TransformerConfig(
-            vocab=vocab,
-            dim=dim,
-            depth=depth,
-            heads=heads,
-            kv_heads=kv_heads,  # type: ignore[arg-type]
-            head_dim=head_dim,  # type: ignore[arg-type]
-            hidden=hidden,  # type: ignore[arg-type]
-            mask=mask,
-            windows=windows,
-            rotary_base=rotary_base,
-            rotary=rotary,
-            rotaries=rotaries,
-            qk_norm=qk_norm,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            mlp_bias=mlp_bias,
-            eps=eps,
-            softcap=softcap,
-            sinks=sinks,
-            alibi=alibi,
-            dropout_rate=dropout_rate,
-            tied=tied,
-            param_dtype=dtype_name(param_dtype),
-            compute_dtype=None if compute_dtype is None else dtype_name(compute_dtype),
-            mlp_chunk=mlp_chunk,
-            published=published,
-        )
-        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        check_flags(auto_shard=auto_shard)
-        self.auto_shard = auto_shard
+        check_activations(arguments.activations)
+        self.activations = arguments.activations
+        self.config = config = part(TransformerConfig, arguments)
+        check_flags(auto_shard=arguments.auto_shard)
+        self.auto_shard, self.ring = arguments.auto_shard, part(Ring, arguments)
         self.compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
-        self.embed = nn.Embedding(vocab, dim, dtype=getattr(torch, config.param_dtype))
+        self.embed = nn.Embedding(config.vocab, config.dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
-        layers = (RingAttention(**config.attention(layer).arguments, **how, group=group) for layer in range(depth))
-        self.blocks = nn.ModuleList(Block(attention, config.hidden, mlp_chunk, mlp_bias) for attention in layers)
-        self.norm = RMSNorm(dim, eps, config.param_dtype)
-        self.head = None if tied else LinearMap(dim, vocab, False, config.param_dtype)
+        layers = (RingAttention(**config.attention(layer).arguments, **vars(self.ring)) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(Block(each, config.hidden, config.mlp_chunk, config.mlp_bias) for each in layers)
+        self.norm = RMSNorm(config.dim, config.eps, config.param_dtype)
+        self.head = None if config.tied else LinearMap(config.dim, config.vocab, False, config.param_dtype)
 
     @classmethod
-    def from_config(
-        cls,
-        config: TransformerConfig,
-        *,
-        layout: str = "zigzag",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        deterministic: bool = False,
-        auto_shard: bool = False,
-        activations: str = "keep",
-    ) -> RingTransformer:
+    @takes(FromConfig)
+    def from_config(cls, arguments: FromConfig) -> RingTransformer:
         """Return the model of ``config`` on this ring; the keywords are the constructor's arguments that a config lacks."""
-        how: dict[str, Any] = {"layout": layout, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        return cls(**config.arguments, **how, group=group, auto_shard=auto_shard, activations=activations)
+        return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)))
 
     def forward(
         self,
@@ -254,18 +206,17 @@ class RingTransformer(Generates, nn.Module):
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
-        attention = next(x for x in self.blocks.modules() if isinstance(x, RingAttention))  # also if blocks are wrapped
-        rows = Rows.of(ids, mask, attention) if self.auto_shard else None
+        rows = Rows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            with same_error(ring_of(attention.group)):
+            with same_error(ring_of(self.ring.group)):
                 raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
         if ids.device.type == "cpu" and unwatched([ids]):
-            check_ids(ids, self.config.vocab, attention)
+            check_ids(ids, self.config.vocab, self.ring)
         if positions is None:
-            positions = attention.layout_positions(ids.shape[1], ids.device)
+            positions = self.ring.positions(ids.shape[1], ids.device)
         x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
@@ -282,11 +233,11 @@ class RingTransformer(Generates, nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
 
-def check_ids(ids: Tensor, vocab: int, attention: RingAttention) -> None:
-    """Raise ValueError on all ranks of the attention's ring if a token id is outside the vocabulary."""
+def check_ids(ids: Tensor, vocab: int, ring: Ring) -> None:
+    """Raise ValueError on all ranks of the ring if a token id is outside the vocabulary."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):
-        with same_error(ring_of(attention.group)):
+        with same_error(ring_of(ring.group)):
             raise ValueError(
                 f"ids hold {strange[0].item()}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab "
                 "of the tokenizer, which the dataset has as .vocab, and where ids are padded, pad with one of these"

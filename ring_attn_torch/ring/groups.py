@@ -65,6 +65,12 @@ Group = dist.ProcessGroup | None
 """A ring: a process group, or None for a ring of one without torch.distributed."""
 
 
+@constant
+def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
+    """Return the process group for a user's ``group``."""
+    return group_of(group_name(group))
+
+
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Return True if ``x`` is a DTensor.
 

@@ -22,8 +22,7 @@ from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
 from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
 from ring_attn_core.model.weight_files import read_json
 
-from ..layers.attention import ring_of
-from ..ring.groups import local, rank_in, ranks_of
+from ..ring.groups import local, rank_in, ranks_of, ring_of
 from .checkpoint_files import config_of, copied, failed, kinds_of, read, stored_kinds, tensors_of, write
 from .optimizer_states import (
     States,

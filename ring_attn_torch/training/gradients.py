@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..layers.attention import ring_of
-from ..ring.groups import Group, is_dtensor, local, ranks_of
+from ..ring.groups import Group, is_dtensor, local, ranks_of, ring_of
 from .sharded import GradientReduction, dim_ranks, reduced_by_fsdp
 from .weights import named_parameters
 

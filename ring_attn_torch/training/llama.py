@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.model.llama import THEIRS, their_config
 from ring_attn_core.model.weight_names import llama_name
 
-from ..layers.attention import ring_of
 from ..layers.transformer import RingTransformer
+from ..ring.groups import ring_of
 from .saved_weights import load_folder, save_folder
 
 

@@ -14,9 +14,8 @@ from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
 from ..call.autograd import unwatched
-from ..layers.attention import ring_of
 from ..ring.agreement import AgreedCall, agree_on, tell
-from ..ring.groups import Group, is_dtensor, ranks_of
+from ..ring.groups import Group, is_dtensor, ranks_of, ring_of
 from .cross_entropy import Labels, strange_labels, sum_of_hidden, sum_of_logits
 
 

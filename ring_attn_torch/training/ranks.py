@@ -28,9 +28,8 @@ from ring_attn_core.model.replica_check import (
 )
 from ring_attn_core.validation import in_words
 
-from ..layers.attention import ring_of
 from ..ring.agreement import GRACE, same_error, tell
-from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
+from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

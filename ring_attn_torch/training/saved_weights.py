@@ -24,11 +24,10 @@ from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder,
 from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
-from ..layers.attention import ring_of
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
 from ..ring.agreement import tell
-from ..ring.groups import Group, is_dtensor, rank_in, ranks_of
+from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 

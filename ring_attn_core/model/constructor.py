@@ -1,0 +1,42 @@
+"""Constructors whose arguments are the fields of a record, so that each argument is declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Record = TypeVar("Record")
+Self = TypeVar("Self")
+T = TypeVar("T")
+
+
+def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]], Callable[Concatenate[Self, P], T]]:
+    """Make a method of one ``record``, a dataclass, take the record's fields as arguments instead.
+
+    ``inspect`` and ``help`` show the fields with their defaults, and type checkers derive them from the dataclass. A TypeError
+    for a missing or unknown argument names the method.
+    """
+    constructor: Any = record.__init__  # type: ignore[misc]
+
+    def of_fields(method: Callable[[Self, Record], T]) -> Callable[Concatenate[Self, P], T]:
+        constructor.__qualname__ = method.__qualname__
+
+        @wraps(method)
+        def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return method(self, record(*args, **kwargs))
+
+        own, of_record = inspect.signature(method), inspect.signature(constructor)
+        first, (_, *taken) = next(iter(own.parameters.values())), of_record.parameters.values()
+        call.__signature__ = own.replace(parameters=[first, *taken])  # type: ignore[attr-defined]
+        return call
+
+    return of_fields
+
+
+def part(record: type[Record], of: Any) -> Record:
+    """Return a dataclass ``record`` with the values that ``of`` has under the names of its fields."""
+    return record(**{x.name: getattr(of, x.name) for x in fields(record) if hasattr(of, x.name)})  # type: ignore[arg-type]

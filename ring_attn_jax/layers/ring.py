@@ -1,0 +1,78 @@
+"""The arguments that constructors of layers and models share: the ring, and arguments of other types than a config's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from ..axes import ring_size
+from ..data.layout import positions
+from ..sharded import ShardedAxes
+from .parts import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The ring of a layer or model and how its attention runs, under the names of the arguments of ``ring_attention``.
+
+    With a ``mesh`` the arguments are those of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
+    """
+
+    layout: str = "zigzag"
+    axis_name: str = "seq"
+    mesh: Mesh | None = None
+    batch_axes: str | Sequence[str] = ()
+    head_axis: str | None = None
+    strategy: str = "auto"
+    backend: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        axes = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
+        object.__setattr__(self, "batch_axes", axes)
+        _ = self.sharded
+
+    @property
+    def sharded(self) -> ShardedAxes | None:
+        """The axes of the mesh that global arrays are sharded over; None inside shard_map."""
+        axes = self.axis_name, self.batch_axes, self.head_axis
+        return None if self.mesh is None else ShardedAxes.of(self.mesh, *axes)
+
+    def positions(self, tokens: int) -> jax.Array:
+        """Return the global positions of this rank's shard of ``tokens`` (with a mesh: of all), int32 [tokens], with padding."""
+        if (where := self.sharded) is not None:
+            held = jnp.concatenate([positions(self.layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
+        else:
+            ranks = ring_size(self.axis_name)
+            held = positions(self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
+        return held[:tokens]  # longer if the layout cannot cut ``tokens`` equally, which ring_attention refuses
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContiguousRing(Ring):
+    """The ring of a layer whose shards are contiguous."""
+
+    layout: str = field(default="contiguous", init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerArguments:
+    """The arguments that users may pass by position, or in more types than a config holds: None for a default, JAX's dtypes."""
+
+    dim: int = field(kw_only=False)
+    heads: int = field(kw_only=False)
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    param_dtype: Any = "float32"
+    rngs: nnx.Rngs
+
+    def __post_init__(self) -> None:
+        """Replace the dtype by its name. The config that is made of the arguments checks them."""
+        object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))

@@ -1,0 +1,65 @@
+"""The arguments that constructors of layers and models share: the ring, and arguments of other types than a config's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..call.prepare import dtype_name
+from ..data.layout import positions
+from ..ring.groups import group_name, group_of, rank_in, ranks_of, ring_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The ring of a layer or model and how its attention runs, under the names of the arguments of ``ring_attention``."""
+
+    layout: str = "zigzag"
+    group: dist.ProcessGroup | DeviceMesh | None = None
+    strategy: str = "auto"
+    backend: str = "auto"
+    deterministic: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return ranks_of(ring_of(self.group))
+
+    def positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
+        """Return int32 [tokens], the global positions of this rank's shard of ``tokens``, padding included."""
+        ring = ring_of(self.group)
+        held = positions(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
+        return held[:tokens]  # longer if the layout cannot split ``tokens`` equally, which ring_attention refuses on all ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with the group's name in place of the group, which can be neither copied nor pickled."""
+        return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"group": None if state["group"] is None else group_of(state["group"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContiguousRing(Ring):
+    """The ring of a layer whose shards are contiguous."""
+
+    layout: str = field(default="contiguous", init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerArguments:
+    """The arguments that users may pass by position, or in more types than a config holds: None for a default, torch's dtypes."""
+
+    dim: int = field(kw_only=False)
+    heads: int = field(kw_only=False)
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    param_dtype: torch.dtype | str = "float32"
+
+    def __post_init__(self) -> None:
+        """Replace the dtype by its name. The config that is made of the arguments checks them."""
+        object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))
