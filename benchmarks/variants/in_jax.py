@@ -13,8 +13,8 @@ from flax import nnx
 from jax import P
 
 from ring_attn_jax import DilatedRingAttention, RingAttention, SummaryAttention, from_numpy, loss, to_numpy
+from ring_attn_jax.layers.block import SwiGLU
 from ring_attn_jax.layers.parts import RMSNorm
-from ring_attn_jax.layers.transformer import SwiGLU
 
 from . import problem as recipe
 from .problem import Problem

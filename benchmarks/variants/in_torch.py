@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ring_attn_torch import DilatedRingAttention, RingAttention, SummaryAttention, from_numpy, loss, sum_gradients, to_numpy
+from ring_attn_torch.layers.block import SwiGLU
 from ring_attn_torch.layers.parts import RMSNorm
-from ring_attn_torch.layers.transformer import SwiGLU
 
 from . import problem as recipe
 from .problem import Problem

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_jax import RingTransformer, from_layout, from_numpy, gather_token, loss, shard_batch, to_numpy
-from ring_attn_jax.layers.transformer import SwiGLU
+from ring_attn_jax.layers.block import SwiGLU
 
 from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
 from ..support.selection import first

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_attn_torch import RingTransformer, from_numpy, loss
 from ring_attn_torch.call import autograd
 from ring_attn_torch.layers import offload
+from ring_attn_torch.layers.block import Block
 from ring_attn_torch.layers.offload import OffloadedTensors
-from ring_attn_torch.layers.transformer import Block
 from ring_attn_torch.ring.strategies import ring as hops
 
 from ..support.models import PACKED, TRANSFORMER, packed_batch, token_ids, transformer_weights

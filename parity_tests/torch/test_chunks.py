@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn_torch import RingTransformer, from_numpy, gather, gather_token, loss, shard_batch, sum_gradients
-from ring_attn_torch.layers.transformer import SwiGLU
+from ring_attn_torch.layers.block import SwiGLU
 
 from ..support.models import TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
 from .memory import peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from ring_attn_core.model.generation import Generation
 from .cache import KVCache
 from .forward import decoded, inside_shard_map, last_hidden, logits_of
 from .sampling import drawn
+
+if TYPE_CHECKING:
+    from ..layers.transformer import RingTransformer
 
 Read = Callable[[], list[int]]
 SAME = PartitionSpec()
@@ -30,7 +33,7 @@ class PlacedModel(NamedTuple):
     weights: tuple[jax.Array, ...]
 
     @classmethod
-    def of(cls, model: Any) -> PlacedModel:
+    def of(cls, model: RingTransformer) -> PlacedModel:
         """Return the record; a model without a mesh becomes a ring of one on its device.
 
         Raise ValueError if the model's mesh has no devices.
@@ -74,7 +77,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
     """Return the programs of a model, cached, so that another call of the same sizes compiles nothing."""
     from flax import nnx
 
-    def model_of(weights: Sequence[jax.Array]) -> Any:
+    def model_of(weights: Sequence[jax.Array]) -> RingTransformer:
         return inside_shard_map(nnx.merge(graph, jax.tree.unflatten(tree, weights)))
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,12 +31,15 @@ from .step import DecodeStep
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, int, dict[str, Any]], jax.Array]
-"""Attention over q, k, v of a layer; its other arguments are the layer's number and features."""
+    from ..layers.attention import RingAttention
+    from ..layers.transformer import RingTransformer
+
+Attend = Callable[["RingAttention", int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""A function of a layer's attention, the index of the layer, q, k and v that returns the attention output."""
 
 
 def decode_step(
-    model: Any,
+    model: RingTransformer,
     ids: Int[Array, "batch tokens"],
     cache: KVCache,
     *,
@@ -58,7 +62,7 @@ def decode_step(
 
 
 def prefill_prompts(
-    model: Any,
+    model: RingTransformer,
     ids: Int[Array, "batch tokens"],
     cache: KVCache,
     lengths: Lengths | None = None,
@@ -81,7 +85,7 @@ def prefill_prompts(
         told = given if known else on_host(given).tolist()  # type: ignore[union-attr]  # read just above
         checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
 
-    def prompted(model: Any, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
+    def prompted(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
         ids, lengths = new
         hidden, cache = last_hidden(model, cache, ids, given if known else lengths, fresh)
         return logits_of(model, hidden), cache
@@ -89,7 +93,7 @@ def prefill_prompts(
     return _on_ring(prompted, model, cache, (ids, None if known else given))
 
 
-def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
     """Call ``function(model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
     from flax import nnx
 
@@ -106,7 +110,7 @@ def _on_ring(function: Callable[..., Any], model: Any, cache: KVCache, new: tupl
     return ring(state, cache, new)
 
 
-def inside_shard_map(model: Any) -> Any:
+def inside_shard_map(model: RingTransformer) -> Any:
     """Turn a model with a mesh into one without, whose layers take a rank's shards; changes the model."""
     model.ring = replace(model.ring, mesh=None)
     for block in model.blocks:
@@ -114,37 +118,39 @@ def inside_shard_map(model: Any) -> Any:
     return model
 
 
-def decoded(model: Any, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
+def decoded(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
     """Run ``decode_step`` inside shard_map; ``new``: the ids, and the mask of tokens or None."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
+    def attend(attention: RingAttention, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
         cache = cache.append(layer, k, v, step)
         part = cache.part(layer, step)._asdict()
-        backend = features.pop("backend")
-        features |= {"backend": backend if backend in ("blockwise", "triton") else "auto", "axis_name": cache.axis_name}
-        return tree_attention_decode(q, **part, q_positions=step.positions, **features)
+        backend = attention.ring.backend if attention.ring.backend in ("blockwise", "triton") else "auto"
+        options = _features(attention, q)
+        return tree_attention_decode(q, **part, q_positions=step.positions, **options, backend=backend, axis_name=cache.axis_name)
 
     hidden = _through(model, ids, step, attend)
     return logits_of(model, hidden), cache.advance(step)
 
 
-def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool) -> tuple[jax.Array, KVCache]:
+def last_hidden(
+    model: RingTransformer, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool
+) -> tuple[jax.Array, KVCache]:
     """Return the last block's output for the last token of each request, [batch, dim], 0 without one; call inside shard_map."""
-    options, axis = model.ring, cache.axis_name
+    ring, axis = model.ring, cache.axis_name
     ranks = cache.spec.ranks
-    local = padded_local(options.layout, ranks, ids.shape[1])
+    local = padded_local(ring.layout, ranks, ids.shape[1])
     lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # tokens beyond are padding
-    step = cache.prefill_step(local, options.layout, lengths, fresh=fresh)
+    step = cache.prefill_step(local, ring.layout, lengths, fresh=fresh)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int, features: dict[str, Any]) -> jax.Array:
+    def attend(attention: RingAttention, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
-        out, cache = prefill(q, k, v, cache, layer, step, **features, strategy=options.strategy)
+        out, cache = prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)
         return out
 
-    whole = to_layout(ids, options.layout, ranks)
+    whole = to_layout(ids, ring.layout, ranks)
     mine = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * local, local, 1)
     hidden = _through(model, mine, step, attend)
     here = (step.positions == step.lengths[:, None] - 1) & (step.positions >= 0)
@@ -152,43 +158,36 @@ def last_hidden(model: Any, cache: KVCache, ids: jax.Array, lengths: Lengths, fr
     return lax.psum(jnp.where(here.any(1)[:, None], last, 0), axis), cache.advance(step)
 
 
-def _through(model: Any, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
+def _through(model: RingTransformer, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
     """Return the blocks' output [b s dim] for token ids [b s] at the step's positions."""
-    weight = model.embed.embedding[...]
-    x = weight.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    x = x.astype(model.compute_dtype or weight.dtype)
+    x = model.embedded(ids)
     for layer, block in enumerate(model.blocks):
-        attention = block.attention
-        over_cache = lambda q, k, v: attend(q, k, v, layer, _features(attention, q))  # noqa: B023
-        x = x + attention.attended(over_cache, block.attention_norm(x), step.positions)
-        x = x + block.mlp(block.mlp_norm(x))
+        over_cache = partial(attend, block.attention, layer)
+        x = block.through(x, partial(block.attention.attended, over_cache, positions=step.positions))
     return x
 
 
-def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
-    """Return the other features of the layer's attention, as ``prefill`` and ``tree_attention_decode`` take them."""
-    config = attention.config
+def _features(attention: RingAttention, q: jax.Array) -> dict[str, Any]:
+    """Return the attention options of a layer, as ``prefill`` and ``tree_attention_decode`` take them."""
     return {
-        "window": config.mask.hi,
-        "softcap": config.softcap,
+        "window": attention.config.mask.hi,
+        "softcap": attention.config.softcap,
         "sinks": attention.local_sinks,
         "alibi_slopes": attention.slopes(q),
-        "backend": attention.options.backend,
     }
 
 
-def logits_of(model: Any, hidden: jax.Array) -> jax.Array:
+def logits_of(model: RingTransformer, hidden: jax.Array) -> jax.Array:
     """Return the logits [..., vocab] of the last block's output [..., dim]."""
-    x = model.norm(hidden)
-    return x @ model.head_weight.T.astype(x.dtype)
+    return model.logits(model.norm(hidden))
 
 
-def computes_in(model: Any) -> str:
+def computes_in(model: RingTransformer) -> str:
     """Return the name of the dtype of a model's activations, in whichever dtype its weights are."""
     return str(model.compute_dtype or model.embed.embedding[...].dtype)
 
 
-def check_model(model: Any, traced: bool = False) -> None:
+def check_model(model: RingTransformer, traced: bool = False) -> None:
     """Raise ValueError unless ``model`` is a RingTransformer that can decode, outside of jit unless it may be ``traced``."""
     from flax import nnx
 
@@ -215,7 +214,7 @@ def check_model(model: Any, traced: bool = False) -> None:
             )
 
 
-def _check(model: Any, ids: Any, cache: KVCache) -> None:
+def _check(model: RingTransformer, ids: Any, cache: KVCache) -> None:
     check_model(model, traced=True)
     checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,9 +15,12 @@ from .cache import KVCache
 from .decode_loop import DecodeLoop, PlacedModel
 from .forward import check_model, computes_in
 
+if TYPE_CHECKING:
+    from ..layers.transformer import RingTransformer
+
 
 def generated(
-    model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
+    model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
     """Return the new tokens of ``RingTransformer.generate``; ``arguments``: those of ``Generation.of`` beside the model's."""
     check_model(model)

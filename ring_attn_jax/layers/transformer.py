@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,89 +15,16 @@ from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
 
 from ..axes import sharded_like
-from ..sharded import ShardedAxes
-from .activations import Caller, caller
+from .activations import caller
 from .attention import RingAttention
 from .auto_shard import Rows, check_alone
-from .chunks import in_chunks
-from .generation import Generates
+from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
 from .ring import LayerArguments, Ring
-
-
-class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
-
-    ``chunk``: the largest number of tokens at a time, recomputed in the backward; None: all. ``where``: the mesh over which
-    global arrays are sharded, so that each device cuts its own tokens; None inside shard_map. ``bias``: all three maps have
-    biases.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        param_dtype: str = "float32",
-        chunk: int | None = None,
-        where: ShardedAxes | None = None,
-        bias: bool = False,
-        *,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.chunk, self.where = chunk, where
-        self.gate = LinearMap(dim, hidden, bias, param_dtype, rngs=rngs)
-        self.up = LinearMap(dim, hidden, bias, param_dtype, rngs=rngs)
-        self.down = LinearMap(hidden, dim, bias, param_dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.chunk is None:
-            return self._of(x)
-        graph, weights = nnx.split(self)
-        return in_chunks(lambda weights, x: nnx.merge(graph, weights)._of(x), weights, x, self.chunk, self.where)
-
-    def _of(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
-
-    ``mlp_chunk``: number of tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps
-    and the weights' dtype are those of the attention.
-    """
-
-    def __init__(
-        self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs
-    ) -> None:
-        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
-        self.attention_norm = RMSNorm(dim, eps, kept)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(dim, eps, kept)
-        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, attention.ring.sharded, mlp_bias, rngs=rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None = None,
-        length: int | None = None,
-        *,
-        extents: jax.Array | None = None,
-        key_extents: jax.Array | None = None,
-        key_mask: jax.Array | None = None,
-        dropout_seed: int | jax.Array | None = None,
-        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
-        call: Caller | None = None,
-    ) -> jax.Array:
-        """Apply the block to x [b s dim]; ``call`` of :func:`caller` runs it. The other arguments are those of RingAttention."""
-        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
-        if call is not None:
-            return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)
-        x = x + self.attention(self.attention_norm(x), positions, length, **masks, **dropout)
-        return x + self.mlp(self.mlp_norm(x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +58,7 @@ class FromConfig(ModelRing):
     rngs: nnx.Rngs
 
 
-class RingTransformer(Generates, nnx.Module):
+class RingTransformer(nnx.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
@@ -220,19 +148,74 @@ class RingTransformer(Generates, nnx.Module):
             raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if positions is None:
             positions = self.ring.positions(ids.shape[1])
-        weight = self.embed.embedding[...]
-        x = look_up(weight, ids).astype(weight.dtype if self.compute_dtype is None else self.compute_dtype)
+        x = self.embedded(ids)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, **masks, dropout_seed=dropout_seed, dropout_offset=offset, call=call)
         x = self.norm(x)
-        if not return_hidden:
-            x = product(x, weight.T.astype(x.dtype)) if self.head is None else self.head(x)
-            x = resharded(x, PartitionSpec(*sharded_like(x)[:-1], None))
+        x = x if return_hidden else self.logits(x)
         return x if rows is None else rows.whole(x)
+
+    def embedded(self, ids: jax.Array) -> jax.Array:
+        """Return the input of the first block [b s dim] for token ids [b s]."""
+        weight = self.embed.embedding[...]
+        return look_up(weight, ids).astype(self.compute_dtype or weight.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return the logits [... vocab] of the last block's normed output [... dim]."""
+        if self.head is not None:
+            x = self.head(hidden)
+        else:
+            x = product(hidden, self.embed.embedding[...].T.astype(hidden.dtype))
+        return resharded(x, PartitionSpec(*sharded_like(x)[:-1], None))
 
     @property
     def head_weight(self) -> jax.Array:
         """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if it is tied."""
         return self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        max_new_tokens: int | Sequence[int],
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int] = (),
+        seed: int = 0,
+        on_token: OnToken | None = None,
+        chunk: int | None = None,
+        cache_dtype: str | None = None,
+        progress: Progress | None = None,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt, at most ``max_new_tokens``, up to and including the first stop id.
+
+        ``max_new_tokens``: an int, or one for each prompt; a finished request takes part in no more steps.
+
+        ``prompts``: lists or arrays of token ids, of any lengths, the same in each process; the ring shares them. Prompts are
+        prefilled in shards of the model's layout, then each step computes the next token of all requests, until all are finished.
+
+        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` of the ``top_k``
+        most probable tokens, and of these from the fewest whose probabilities sum to ``top_p``. The draw is a function of the
+        logits, ``seed``, the prompt's number and the position: it is the same on any ring, in either framework, and with any
+        other prompts. ``stop``: ids that end a request.
+
+        ``on_token(request, token)`` is called as tokens come. ``chunk``: the largest number of tokens of a prompt in one prefill,
+        which bounds the memory of activations; None: all. ``progress(done, total)``: called after each chunk with tokens of the
+        prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+
+        A model with ``mesh`` generates over it, one without is a ring of one on its device; not inside jit or shard_map. The step
+        is compiled once per number of requests and size of the cache; lengths of prompts are rounded up a little for that.
+
+        Raise ValueError, before anything is computed, if an argument does not fit: empty prompts, text, ids outside the
+        vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a
+        window before the token, weights that are split over devices (FSDP, tensor parallelism), a chunk shorter than a prompt if
+        the model has ALiBi, or different arguments in the processes of a program.
+        """
+        from ..inference.generate import generated
+
+        arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
+        arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
+        return generated(self, arguments, on_token, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ring_attn_core.model.generation import Generation
 
+from ..layers.transformer import RingTransformer
 from ..ring.groups import ranks_of
 from .cache import KVCache
 from .forward import decode_step, logits_of, summed
@@ -30,7 +30,7 @@ class DecodeLoop:
     differently would otherwise diverge.
     """
 
-    def __init__(self, model: Any, cache: KVCache, asked: Generation) -> None:
+    def __init__(self, model: RingTransformer, cache: KVCache, asked: Generation) -> None:
         self._model, self._cache, self._choice = model, cache, asked.sampling.choice
         device = cache.counts.device
         self.tokens = torch.zeros(cache.spec.batch, dtype=torch.int64, device=device)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
@@ -20,6 +20,9 @@ from ..attend.tiles import accumulation_dtype
 from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..data.layout import to_layout
+from ..layers.attention import RingAttention
+from ..layers.block import Block
+from ..layers.transformer import RingTransformer
 from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
@@ -31,12 +34,12 @@ from .step import DecodeStep
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-Attend = Callable[[Tensor, Tensor, Tensor, int, dict[str, Any]], Tensor]
-"""A function of q, k, v, the index of a layer and its attention options that returns the attention output."""
+Attend = Callable[[RingAttention, int, Tensor, Tensor, Tensor], Tensor]
+"""A function of a layer's attention, the index of the layer, q, k and v that returns the attention output."""
 
 
 def decode_step(
-    model: nn.Module,
+    model: RingTransformer,
     ids: Int[Tensor, "batch tokens"],
     cache: KVCache,
     *,
@@ -57,17 +60,17 @@ def decode_step(
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 
 
-def _decoded(model: nn.Module, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
+def _decoded(model: RingTransformer, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
     _agree("decode_step", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         step = cache.step(ids.shape[1], valid=valid)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
+        def attend(attention: RingAttention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.append(layer, k, v, step)
             part = cache.part(layer, step)._asdict()
-            backend = features.pop("backend")
-            features |= {"backend": backend if backend in ("blockwise", "triton") else "auto", "group": cache.group}
-            return tree_attention_decode(q, **part, q_positions=step.positions, **features)
+            backend = attention.ring.backend if attention.ring.backend in ("blockwise", "triton") else "auto"
+            options = _features(attention, q)
+            return tree_attention_decode(q, **part, q_positions=step.positions, **options, backend=backend, group=cache.group)
 
         hidden = _through(model, ids, step, attend)
         cache.advance(step)
@@ -75,7 +78,7 @@ def _decoded(model: nn.Module, ids: Tensor, cache: KVCache, valid: Tensor | None
 
 
 def prefill_prompts(
-    model: nn.Module,
+    model: RingTransformer,
     ids: Int[Tensor, "batch tokens"],
     cache: KVCache,
     lengths: Lengths | None = None,
@@ -94,7 +97,9 @@ def prefill_prompts(
     return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
 
 
-def _prompted(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool) -> tuple[Tensor, KVCache]:
+def _prompted(
+    model: RingTransformer, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool
+) -> tuple[Tensor, KVCache]:
     _agree("prefill_prompts", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
@@ -108,23 +113,25 @@ def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")
 
 
-def last_hidden(model: nn.Module, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False) -> Tensor:
+def last_hidden(
+    model: RingTransformer, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False
+) -> Tensor:
     """Return the last block's output [batch, dim] for the last token of each request.
 
     It is 0 if the request has no token in the chunk or if another rank holds its last token.
     """
-    options: Any = model.ring
+    ring = model.ring
     ranks = ranks_of(cache.ring)
     given = ids.shape[1] if lengths is None else lengths
     with same_error(cache.ring):  # the other ranks compare their lengths now
         told = given.tolist() if isinstance(given, Tensor) else given
         checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
-    step = cache.prefill_step(padded_local(options.layout, ranks, ids.shape[1]), options.layout, given, fresh=fresh)
+    step = cache.prefill_step(padded_local(ring.layout, ranks, ids.shape[1]), ring.layout, given, fresh=fresh)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, features: dict[str, Any]) -> Tensor:
-        return prefill(q, k, v, cache, layer, step, **features, strategy=options.strategy)[0]
+    def attend(attention: RingAttention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)[0]
 
-    mine = to_layout(ids, options.layout, ranks).chunk(ranks, 1)[rank_in(cache.ring)]
+    mine = to_layout(ids, ring.layout, ranks).chunk(ranks, 1)[rank_in(cache.ring)]
     hidden = _through(model, mine, step, attend)
     cache.advance(step)
     here = (step.positions == step.lengths[:, None] - 1) & (step.positions >= 0)
@@ -141,40 +148,36 @@ def summed(hidden: Tensor, cache: KVCache) -> Tensor:
     return wide.to(hidden.dtype)
 
 
-def _through(model: Any, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
+def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
     """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
-    x = model.embed(ids.long()).to(model.compute_dtype or model.embed.weight.dtype)
-    for layer, block in enumerate(model.blocks):
-        attention = block.attention
-        over_cache = lambda q, k, v: attend(q, k, v, layer, _features(attention, q))  # noqa: B023
-        x = x + attention.attended(over_cache, block.attention_norm(x), step.positions)
-        x = x + block.mlp(block.mlp_norm(x))
+    x = model.embedded(ids.long())
+    for layer, block in enumerate(cast("list[Block]", model.blocks)):
+        over_cache = partial(attend, block.attention, layer)
+        x = block.through(x, partial(block.attention.attended, over_cache, positions=step.positions))
     return x
 
 
-def _features(attention: Any, q: Tensor) -> dict[str, Any]:
+def _features(attention: RingAttention, q: Tensor) -> dict[str, Any]:
     """Return the attention options of a layer, as ``prefill`` and ``tree_attention_decode`` take them."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
         "sinks": attention.local_sinks,
         "alibi_slopes": attention.slopes(q),
-        "backend": attention.options.backend,
     }
 
 
-def logits_of(model: Any, hidden: Tensor) -> Tensor:
+def logits_of(model: RingTransformer, hidden: Tensor) -> Tensor:
     """Return the logits [..., vocab] of the last block's output [..., dim]."""
-    x = model.norm(hidden)
-    return F.linear(x, model.head_weight.to(x.dtype))
+    return model.logits(model.norm(hidden))
 
 
-def computes_in(model: Any) -> str:
+def computes_in(model: RingTransformer) -> str:
     """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return dtype_name(model.compute_dtype or model.embed.weight.dtype)
 
 
-def check_model(model: Any) -> None:
+def check_model(model: RingTransformer) -> None:
     """Raise ValueError if ``model`` is not a RingTransformer, or if its masks or sharded weights prevent decoding."""
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
@@ -187,21 +190,21 @@ def check_model(model: Any) -> None:
             )
 
 
-def _agree(call: str, model: Any, ids: Any, cache: Any) -> None:
+def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
     """Raise the same ValueError on all ranks if model, ids and cache do not fit, at the first such call."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
-def _ring(model: Any, cache: Any) -> Group:
+def _ring(model: RingTransformer, cache: Any) -> Group:
     """Return the ring of the cache or, if ``cache`` is not a KVCache, that of the model, so that its ranks share the error."""
     if isinstance(cache, KVCache):
         return cache.ring
     return ring_of(model.ring.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None
 
 
-def _check(model: Any, ids: Any, cache: KVCache) -> None:
+def _check(model: RingTransformer, ids: Any, cache: KVCache) -> None:
     check_model(model)
     checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))

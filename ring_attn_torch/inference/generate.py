@@ -10,6 +10,7 @@ import torch
 from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, local_tokens
 
 from ..call.autograd import no_autocast
+from ..layers.transformer import RingTransformer
 from ..ring.agreement import same_error, tell
 from ..ring.groups import ranks_of, ring_of
 from .cache import KVCache
@@ -18,7 +19,7 @@ from .forward import check_model, computes_in, last_hidden
 
 
 def generated(
-    model: Any, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
+    model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
@@ -45,7 +46,7 @@ def generated(
         return _answered(loop, asked, on_token)
 
 
-def _prefilled(model: Any, cache: KVCache, asked: Generation, progress: Progress | None) -> torch.Tensor:
+def _prefilled(model: RingTransformer, cache: KVCache, asked: Generation, progress: Progress | None) -> torch.Tensor:
     """Prefill the prompts into the cache. Return the hidden states of their last tokens, each on the rank that holds it."""
     device, hidden, done = cache.counts.device, None, 0
     for start, lengths in asked.chunks():

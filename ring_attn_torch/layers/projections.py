@@ -50,9 +50,9 @@ class Projections(nn.Module):
     ) -> Tensor:
         """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
 
-        k and v [b t kv_heads head_dim] are of context [b t dim], or of x without one. q and k are normalized
-        and rotated by their positions (None: those of the layout). Raise ValueError on all ranks if x or context has another
-        shape than the layer takes.
+        Keys and values [b t kv_heads head_dim] are of context [b t dim], or of x without one. q and k are normalized and rotated
+        by their positions (None: those of the layout). Raise ValueError on all ranks if x or context has another shape than the
+        layer takes.
         """
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):

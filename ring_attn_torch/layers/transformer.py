@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,84 +14,18 @@ from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
 
 from ..call.autograd import unwatched
 from ..ring.agreement import same_error
 from ..ring.groups import local, ring_of
-from .activations import Caller, caller
+from .activations import caller
 from .attention import RingAttention
 from .auto_shard import Rows, check_alone
-from .chunks import in_chunks
-from .generation import Generates
+from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name
 from .ring import LayerArguments, Ring
-
-
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
-
-    ``chunk``: the maximum tokens computed at a time, recomputed in the backward; None: all. ``bias``: all three maps have biases.
-    """
-
-    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
-        super().__init__()
-        self.chunk = chunk
-        self.gate = LinearMap(dim, hidden, bias, param_dtype)
-        self.up = LinearMap(dim, hidden, bias, param_dtype)
-        self.down = LinearMap(hidden, dim, bias, param_dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._of(x) if self.chunk is None else in_chunks(self._of, x, self.chunk)
-
-    def _of(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
-
-    ``mlp_chunk``: the maximum tokens that the MLP computes at a time, None for all. ``mlp_bias``: its maps have biases. The
-    norms' eps and the weights' dtype are those of the attention.
-    """
-
-    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
-        super().__init__()
-        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
-        self.attention_norm = RMSNorm(dim, eps, kept)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(dim, eps, kept)
-        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, mlp_bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        length: int | None = None,
-        *,
-        extents: Tensor | None = None,
-        key_extents: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_seed: int | Tensor | None = None,
-        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
-        call: Caller | None = None,
-    ) -> Tensor:
-        """Apply the block to x [b s dim]; return [b s dim].
-
-        If ``call``, from :func:`caller`, is passed, it runs the block. The other arguments are those of RingAttention.
-        """
-        if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
-            return call(self._again, x, positions, length, extents, key_extents, key_mask, dropout_seed, dropout_offset)
-        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
-        x = x + self.attention(self.attention_norm(x), positions, length, **masks, **dropout)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
-        """Call ``forward`` without keywords: torch.utils.checkpoint saves only positional arguments as activations."""
-        names = "extents", "key_extents", "key_mask", "dropout_seed", "dropout_offset"
-        named: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return self.forward(x, positions, length, **named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +58,7 @@ class FromConfig(ModelRing):
     config: TransformerConfig = field(kw_only=False)
 
 
-class RingTransformer(Generates, nn.Module):
+class RingTransformer(nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
@@ -217,20 +152,72 @@ class RingTransformer(Generates, nn.Module):
             check_ids(ids, self.config.vocab, self.ring)
         if positions is None:
             positions = self.ring.positions(ids.shape[1], ids.device)
-        x = self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
+        x = self.embedded(ids)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)
             x = block(x, positions, length, **masks, dropout_seed=dropout_seed, dropout_offset=offset, call=call)
         x = self.norm(x)
-        if not return_hidden:
-            x = F.linear(x, local(self.embed.weight).to(x.dtype)) if self.head is None else self.head(x)
+        x = x if return_hidden else self.logits(x)
         return x if rows is None else rows.whole(x)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the input of the first block [b s dim] for token ids [b s]."""
+        return self.embed(ids).to(self.compute_dtype or self.embed.weight.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [... vocab] of the last block's normed output [... dim]."""
+        if self.head is not None:
+            return self.head(hidden)
+        return F.linear(hidden, local(self.embed.weight).to(hidden.dtype))
 
     @property
     def head_weight(self) -> Tensor:
         """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if the head is tied."""
         return self.embed.weight if self.head is None else self.head.weight
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        max_new_tokens: int | Sequence[int],
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int] = (),
+        seed: int = 0,
+        on_token: OnToken | None = None,
+        chunk: int | None = None,
+        cache_dtype: str | None = None,
+        progress: Progress | None = None,
+    ) -> list[list[int]]:
+        """Return the new tokens of every prompt, at most ``max_new_tokens``, up to and including the first one in ``stop``.
+
+        ``max_new_tokens``: an int, or one for each prompt; a finished request takes part in no more steps.
+
+        ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank; the ring divides them. Prompts are
+        prefilled in shards of the model's layout; each step then computes the next token of all requests, until all have
+        finished.
+
+        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` over the
+        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. A draw depends only on the
+        logits, ``seed``, the prompt's index and the position: it is the same on any ring, in either framework, and beside any
+        other prompts.
+
+        ``on_token(request, token)``: called on every rank for each new token. ``chunk``: the maximum tokens of a prompt in one
+        prefill, which limits the memory of activations; None: all. ``progress(done, total)``: called after each chunk with tokens
+        of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+
+        Raise ValueError, the same on every rank and before anything is sent, on: empty prompts, text, ids outside the vocabulary,
+        numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a window before
+        the token, weights that are split over ranks (FSDP, tensor parallelism), a chunk shorter than a prompt if the model has
+        ALiBi, and arguments that differ between ranks.
+        """
+        from ..inference.generate import generated
+
+        arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
+        arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
+        return generated(self, arguments, on_token, progress)
 
 
 def check_ids(ids: Tensor, vocab: int, ring: Ring) -> None:

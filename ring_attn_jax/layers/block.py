@@ -1,0 +1,91 @@
+"""A block of a transformer: attention and an MLP, each after a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..sharded import ShardedAxes
+from .activations import Caller
+from .attention import RingAttention
+from .chunks import in_chunks
+from .parts import LinearMap, RMSNorm
+
+
+class SwiGLU(nnx.Module):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
+
+    ``chunk``: the largest number of tokens at a time, recomputed in the backward; None: all. ``where``: the mesh over which
+    global arrays are sharded, so that each device cuts its own tokens; None inside shard_map. ``bias``: all three maps have
+    biases.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        param_dtype: str = "float32",
+        chunk: int | None = None,
+        where: ShardedAxes | None = None,
+        bias: bool = False,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.chunk, self.where = chunk, where
+        self.gate = LinearMap(dim, hidden, bias, param_dtype, rngs=rngs)
+        self.up = LinearMap(dim, hidden, bias, param_dtype, rngs=rngs)
+        self.down = LinearMap(hidden, dim, bias, param_dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.chunk is None:
+            return self._of(x)
+        graph, weights = nnx.split(self)
+        return in_chunks(lambda weights, x: nnx.merge(graph, weights)._of(x), weights, x, self.chunk, self.where)
+
+    def _of(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
+
+    ``mlp_chunk``: number of tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps
+    and the weights' dtype are those of the attention.
+    """
+
+    def __init__(
+        self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs
+    ) -> None:
+        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
+        self.attention_norm = RMSNorm(dim, eps, kept)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(dim, eps, kept)
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, attention.ring.sharded, mlp_bias, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        length: int | None = None,
+        *,
+        extents: jax.Array | None = None,
+        key_extents: jax.Array | None = None,
+        key_mask: jax.Array | None = None,
+        dropout_seed: int | jax.Array | None = None,
+        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
+        call: Caller | None = None,
+    ) -> jax.Array:
+        """Apply the block to x [b s dim]; ``call`` of :func:`caller` runs it. The other arguments are those of RingAttention."""
+        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        if call is not None:
+            return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)
+        return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
+
+    def through(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Return the block's output for x [b s dim], with ``attend`` in place of attention to the normed x."""
+        x = x + attend(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,84 @@
+"""A block of a transformer: attention and an MLP, each after a norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .activations import Caller
+from .attention import RingAttention
+from .chunks import in_chunks
+from .parts import LinearMap, RMSNorm
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
+
+    ``chunk``: the maximum tokens computed at a time, recomputed in the backward; None: all. ``bias``: all three maps have biases.
+    """
+
+    def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.gate = LinearMap(dim, hidden, bias, param_dtype)
+        self.up = LinearMap(dim, hidden, bias, param_dtype)
+        self.down = LinearMap(hidden, dim, bias, param_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._of(x) if self.chunk is None else in_chunks(self._of, x, self.chunk)
+
+    def _of(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
+
+    ``mlp_chunk``: the maximum tokens that the MLP computes at a time, None for all. ``mlp_bias``: its maps have biases. The
+    norms' eps and the weights' dtype are those of the attention.
+    """
+
+    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
+        super().__init__()
+        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
+        self.attention_norm = RMSNorm(dim, eps, kept)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(dim, eps, kept)
+        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, mlp_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        length: int | None = None,
+        *,
+        extents: Tensor | None = None,
+        key_extents: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
+        call: Caller | None = None,
+    ) -> Tensor:
+        """Apply the block to x [b s dim]; return [b s dim].
+
+        If ``call``, from :func:`caller`, is passed, it runs the block. The other arguments are those of RingAttention.
+        """
+        if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
+            return call(self._again, x, positions, length, extents, key_extents, key_mask, dropout_seed, dropout_offset)
+        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
+
+    def through(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the block's output for x [b s dim], with ``attend`` in place of attention to the normed x."""
+        x = x + attend(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
+        """Call ``forward`` without keywords: torch.utils.checkpoint saves only positional arguments as activations."""
+        names = "extents", "key_extents", "key_mask", "dropout_seed", "dropout_offset"
+        named: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return self.forward(x, positions, length, **named)
