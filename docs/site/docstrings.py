@@ -10,6 +10,9 @@ from typing import Any
 import griffe
 
 ROOT = Path(__file__).resolve().parents[2]
+CORE = "ring_attn_core"
+DEFAULT = re.compile(r"\bdefault=([\w.]+)")
+TAKES = re.compile(r"\btakes\((\w+)\)")
 CODE = re.compile(r"``(.+?)``", re.DOTALL)
 ROLE = re.compile(r":(?:class|func|meth|mod):`~?([\w.]+)`")
 ARGUMENT = re.compile(r" {4}(?=\S)([\w*`]+(?:, [\w*`]+)*): ")
@@ -19,16 +22,39 @@ REST = re.compile(r"(?<=\. )(?=The other arguments|All other arguments|Other arg
 
 
 class Docstrings(griffe.Extension):
-    """Rewrite each docstring before it is rendered."""
+    """Rewrite each docstring before it is rendered, and show the fields of a record that a constructor takes."""
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        if pkg.name != CORE and CORE not in loader.modules_collection:
+            loader.load(CORE)  # where records begin
         names = _public(pkg.name)
         todo: list[Any] = [pkg]
         while todo:
             item = todo.pop()
             if item.docstring:
                 item.docstring.value = markdown(item.docstring.value, pkg.name, names)
+            for taken in TAKES.findall(" ".join(str(each.value) for each in getattr(item, "decorators", ()))):
+                item.parameters = griffe.Parameters(item.parameters[0], *_fields(item.parent.module[taken]))
             todo += [member for member in item.members.values() if not member.is_alias]
+
+
+def _fields(record: griffe.Class) -> list[griffe.Parameter]:
+    """Return the parameters of a dataclass, those by position first, as ``dataclasses`` derives them from its bases."""
+    found: dict[str, griffe.Parameter] = {}
+    for each in (*reversed(record.mro()), record):
+        named = "kw_only=True" in " ".join(str(decorator.value) for decorator in each.decorators)
+        for name, field in each.members.items():
+            if not field.is_attribute or field.annotation is None or "property" in field.labels:
+                continue
+            text = str(field.value)
+            by_name = named and "kw_only=False" not in text
+            kind = griffe.ParameterKind.keyword_only if by_name else griffe.ParameterKind.positional_or_keyword
+            stated = DEFAULT.search(text)
+            default = (stated[1] if stated else None) if text.startswith("field(") else field.value
+            found[name] = griffe.Parameter(name, annotation=field.annotation, kind=kind, default=default)
+            if "init=False" in text:
+                del found[name]
+    return sorted(found.values(), key=lambda x: x.kind is griffe.ParameterKind.keyword_only)
 
 
 def _public(package: str) -> list[str]:

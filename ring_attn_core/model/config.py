@@ -16,8 +16,6 @@ from .masks import layer_masks
 from .published import Published
 from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
-CAUSAL = causal()
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFields:
@@ -25,7 +23,7 @@ class AttentionFields:
 
     kv_heads: int = None  # type: ignore[assignment]  # filled in by a config, an int from then on
     head_dim: int = None  # type: ignore[assignment]
-    mask: Band = CAUSAL
+    mask: Band = causal()  # noqa: RUF009  # a Band is frozen
     rotary_base: float | None = 10000.0
     rotary: Rotary | None = None
     qk_norm: bool = False
