@@ -13,8 +13,7 @@ Slot i of class t on rank R is position ``base(R) + i r + t``. If r does not div
 before the shard, and the first or last slot may hold no token of the rank; a key mask hides such slots. The slots of all ranks
 are in order of position, so a query sees one interval of the slots of its lane: an extent.
 
-Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). JAX and PyTorch share this arithmetic: a rank, slot or class may be
-an int or an array of any framework.
+Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). A rank, slot or class may be an int or an array of any framework.
 """
 
 from __future__ import annotations
@@ -73,6 +72,11 @@ class Patterns(NamedTuple):
         pairs = self.check()
         self.check_heads(heads)
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
+
+    def keywords(self, options: Options) -> dict[str, Any]:
+        """Return the keywords of ``dilated_attention`` for these patterns and ``options``, except ``length``."""
+        names = "mask", "scale", "softcap", "strategy", "backend", "deterministic"
+        return self._asdict() | {name: getattr(options, name) for name in names}
 
     def check_heads(self, heads: int) -> None:
         """Raise ValueError if each head uses one pattern and there are more patterns than heads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -57,21 +56,11 @@ class DilatedRingAttention(Projections):
 
         Raise ValueError if the shape of x does not fit, or dilated_attention refuses an argument.
         """
-        options = self.options
-        arguments: dict[str, Any] = {
-            **self.patterns._asdict(),
-            "mask": options.mask,
-            "key_mask": key_mask,
-            "softcap": options.softcap,
-            "length": length,
-            "strategy": options.strategy,
-            "backend": options.backend,
-            "deterministic": options.deterministic,
-        }
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            options = self.patterns.keywords(self.options) | {"length": length, "key_mask": key_mask}
             if (where := self.ring.sharded) is not None:
-                return sharded_dilated_attention(q, k, v, **arguments, **where._asdict())
-            return dilated_attention(q, k, v, axis_name=self.ring.axis_name, **arguments)
+                return sharded_dilated_attention(q, k, v, **options, **where._asdict())
+            return dilated_attention(q, k, v, **options, axis_name=self.ring.axis_name)
 
         return self.attended(attend, x, positions)

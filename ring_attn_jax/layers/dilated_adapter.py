@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,16 +86,7 @@ class DilatedAttentionFunction(FlaxFunction):
             "Causal masks and sliding windows are mask= of dilated_attention_fn",
         )
         q, k, v = (self._padded(x) for x in qkv)
-        arguments: dict[str, Any] = {
-            **self.patterns._asdict(),
-            "mask": options.mask,
-            "key_mask": self._padded(seen.keys),
-            "softcap": options.softcap,
-            "length": tokens,
-            "strategy": options.strategy,
-            "backend": options.backend,
-            "deterministic": options.deterministic,
-        }
+        arguments = self.patterns.keywords(options) | {"key_mask": self._padded(seen.keys), "length": tokens}
         out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())[:, :tokens]
         if seen.queries is not None:
             out = jnp.where(seen.queries[..., None, None], out, 0)

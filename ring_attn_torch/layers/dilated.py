@@ -61,22 +61,9 @@ class DilatedRingAttention(Projections):
 
         Raise ValueError if x has another shape, or if dilated_attention refuses the call.
         """
-        options = self.options
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return dilated_attention(
-                q,
-                k,
-                v,
-                **self.patterns._asdict(),
-                group=self.ring.group,
-                mask=options.mask,
-                key_mask=key_mask,
-                softcap=options.softcap,
-                length=length,
-                strategy=options.strategy,
-                backend=options.backend,
-                deterministic=options.deterministic,
-            )
+            options = self.patterns.keywords(self.options)
+            return dilated_attention(q, k, v, **options, group=self.ring.group, length=length, key_mask=key_mask)
 
         return self.attended(attend, x, positions)

@@ -81,20 +81,8 @@ class DilatedAttention(MultiheadBase):
         inputs, parts, options = self._taken((query, key, value), asked)
         q, k, v = self._projected(*inputs)
         added = self.add_zero_attn or self.bias_k is not None
-        out = dilated_attention(
-            q,
-            k,
-            v,
-            **self.patterns._asdict(),
-            group=self.ring.group,
-            mask=parts.band,
-            key_mask=parts.key_mask,
-            length=options.length,
-            strategy=options.strategy,
-            backend=options.backend,
-            deterministic=options.deterministic,
-            return_lse=added,
-        )
+        called = self.patterns.keywords(options) | {"mask": parts.band, "key_mask": parts.key_mask, "length": options.length}
+        out = dilated_attention(q, k, v, **called, group=self.ring.group, return_lse=added)
         if added:
             out = self._with_added_keys(q, *out)
         return self._returned(out, query), None
