@@ -154,9 +154,10 @@ class Config:
 
     def transformer(self) -> TransformerConfig:
         """Return the config of ``[model]``. Raise ValueError if it is invalid."""
+        from ring_attn_core.model.as_json import named_fields
         from ring_attn_core.model.config import TransformerConfig
 
-        check_keys("model", self.model, [x.name for x in fields(TransformerConfig)])
+        check_keys("model", self.model, [x.name for x in named_fields(TransformerConfig)])
         return TransformerConfig.from_json(json.dumps(MODEL | dict(self.model)))
 
     @property

@@ -39,7 +39,7 @@ def read_record(kind: type[Record], text: str) -> Record:
 
 def _plain(x: Any) -> Any:
     if is_dataclass(x):
-        return {"type": type(x).__name__} | {field.name: _plain(getattr(x, field.name)) for field in _fields(x)}
+        return {"type": type(x).__name__} | {field.name: _plain(getattr(x, field.name)) for field in named_fields(x)}
     return [_plain(each) for each in x] if isinstance(x, tuple) else x
 
 
@@ -54,13 +54,13 @@ def _read(x: Any) -> Any:
     return _made(kind, {name: value for name, value in x.items() if name != "type"})
 
 
-def _fields(record: Any) -> list[Field[Any]]:
+def named_fields(record: Any) -> list[Field[Any]]:
     """Return the fields of a dataclass, those without a default first."""
     return sorted(fields(record), key=lambda field: field.default is not MISSING)
 
 
 def _made(kind: type[Record], values: dict[str, Any]) -> Record:
-    known = {field.name: field for field in _fields(kind)}
+    known = {field.name: field for field in named_fields(kind)}
     unknown = [name for name in values if name not in known]
     if unknown:
         raise ValueError(
