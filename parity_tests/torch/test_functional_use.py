@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from functools import partial
 from types import ModuleType
@@ -156,6 +157,83 @@ def test_a_mask_mod_that_reads_an_object_is_evaluated_anew(window):
     before = functional.flex_attention(*qkv, block_mask=block_mask)
     window.size = 2
     assert not torch.equal(functional.flex_attention(*qkv, block_mask=block_mask), before)
+
+
+def attribute(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i - j).abs() <= attribute.widest
+
+
+def imported(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    from window_of_a_test import widest
+
+    return (i - j).abs() <= widest
+
+
+def reflected(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i - j).abs() <= vars(attribute)["widest"]
+
+
+@pytest.mark.parametrize("way", ["attribute", "imported", "reflected", "a method of a dict", "a method of a tensor"])
+def test_a_mask_mod_that_reads_by_a_detour_is_evaluated_anew(way, monkeypatch):
+    module, table, tensor = ModuleType("window_of_a_test"), {"widest": 1}, torch.tensor([1])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    of_table, of_tensor = table.get, tensor.sum
+    mask_mod = {
+        "attribute": attribute,
+        "imported": imported,
+        "reflected": reflected,
+        "a method of a dict": lambda b, h, i, j: (i - j).abs() <= of_table("widest"),
+        "a method of a tensor": lambda b, h, i, j: (i - j).abs() <= of_tensor(),
+    }[way]
+
+    def widen(to: int) -> None:
+        attribute.widest = module.widest = table["widest"] = to
+        tensor.fill_(to)
+
+    qkv = drawn(1, 2, 6, 4)
+    widen(1)
+    block_mask = flex.create_block_mask(mask_mod, None, None, 6, 6, "cpu")
+    before = functional.flex_attention(*qkv, block_mask=block_mask)
+    widen(2)
+    assert not torch.equal(functional.flex_attention(*qkv, block_mask=block_mask), before)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(3, None), (2, 3), (None, 2), (1, 8)])
+def test_a_block_mask_of_other_batch_rows_or_heads_is_refused(batch, heads):
+    block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, batch, heads, 6, 6, "cpu")
+    with pytest.raises(ValueError, match=r"block_mask is for \(heads, batch rows\) = .*, and the call has \(4, 2\)"):
+        functional.flex_attention(*drawn(2, 4, 6, 8), block_mask=block_mask)
+
+
+def test_a_block_mask_of_no_batch_row_gives_none():
+    block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 6, 6, "cpu")
+    assert functional.flex_attention(*drawn(0, 4, 6, 8), block_mask=block_mask).shape == (0, 4, 6, 8)
+
+
+def test_what_is_no_aux_request_is_refused():
+    with pytest.raises(ValueError, match="return_aux must be an AuxRequest, got True"):
+        functional.flex_attention(*drawn(1, 1, 4, 4), return_aux=True)
+
+
+@pytest.mark.parametrize("side", [2**31, 2**62, 2**63 - 1, 2**64])
+def test_a_side_beyond_every_sequence_is_open(side):
+    """Of packed documents, whose sums with positions would leave int64, and of one sequence."""
+    q, k, v = drawn(1, 12, 2, 8)
+    ends, others = torch.tensor([0, 5, 12]), torch.tensor([0, 3, 12])
+    packed = partial(functional.flash_attn_varlen_func, q[0], k[0], v[0], ends, others, 12, 12)
+    once = partial(functional.flash_attn_func, q, k, v)
+    for call in (packed, once):
+        assert torch.equal(call(window_size=(side, side)), call())
+        assert torch.equal(call(causal=True, window_size=(side, 0)), call(causal=True))
+
+
+def test_max_seqlen_may_be_an_integer_tensor():
+    q, k, v = drawn(12, 2, 8)
+    ends = torch.tensor([0, 5, 12])
+    call = partial(functional.flash_attn_varlen_func, q, k, v, ends, ends)
+    assert torch.equal(call(torch.tensor(7), torch.tensor(7)), call(7, 7))
+    with pytest.raises(ValueError, match="max_seqlen_q must be an int, at least the longest"):
+        call(torch.tensor(6), torch.tensor(7))
 
 
 def test_a_block_mask_whose_blocks_and_mask_mod_disagree_is_refused():

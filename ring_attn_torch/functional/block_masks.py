@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ MOST_TOKENS = 32768
 
 CONSTANT = ("builtins", "torch", "math", "operator")
 """The packages whose attributes do not change."""
+
+REFLECTIVE = (globals, locals, vars, eval, exec, open)
+"""Functions that read what the name of a variable does not show."""
 
 Shape = tuple[int, int, int, int]
 """Batch, heads, queries and keys."""
@@ -43,7 +47,13 @@ def parts_of(block_mask: BlockMask, shape: Shape) -> MaskParts:
 
     if not isinstance(block_mask, BlockMask):
         raise ValueError(f"block_mask must be a BlockMask, made by create_block_mask, got {in_words(block_mask)}")
-    _, _, queries, keys = shape
+    batch, heads, queries, keys = shape
+    rows = block_mask.kv_num_blocks.shape[-2::-1]  # heads, then the batch; either may be left out
+    if any(n not in (1, m) for n, m in zip(rows, (heads, batch), strict=False)):
+        raise ValueError(
+            f"block_mask is for (heads, batch rows) = {tuple(rows)}, and the call has {(heads, batch)}: make it for as many, or "
+            "with B=None and H=None if all see the same"
+        )
     if tuple(block_mask.seq_lengths) != (queries, keys):
         raise ValueError(
             f"block_mask is for {' x '.join(map(str, block_mask.seq_lengths))} tokens, and the ring has length={queries} and "
@@ -73,25 +83,35 @@ class _Unknown(Exception):
 def _state(x: Any, held: list[Any]) -> Any:
     """Return a value that changes if ``x``, or a tensor or number that a function reads, changes.
 
-    Tensors enter by id and version. ``held`` collects what enters by its id, to be kept alive beside the state. Raise _Unknown
-    on an object of any other kind.
+    Tensors enter by id, memory and version. ``held`` collects what enters by its id, to be kept alive beside the state. Raise
+    _Unknown on an object of any other kind.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
     held.append(x)
     if isinstance(x, Tensor) and not x.is_inference():
-        return id(x), x._version
+        return id(x), x.data_ptr(), x._version
     if isinstance(x, tuple | list):
         return type(x), tuple(_state(each, held) for each in x)
     if isinstance(x, FunctionType):
         if any(x is each for each in held[:-1]):
             return id(x)
         cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        read = [x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__]
-        return id(x.__code__), _state([*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *read], held)
-    if isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT:
+        scopes = x.__globals__, x.__builtins__, sys.modules  # the last one for imports within the function
+        read = [scope[name] for name in _names(x.__code__) for scope in scopes if name in scope]
+        held.append(x.__code__)
+        own = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *x.__dict__.values()
+        return id(x.__code__), _state([*cells, *own, *read], held)
+    if _is_constant(x):
         return id(x)
     raise _Unknown
+
+
+def _is_constant(x: Any) -> bool:
+    """Return whether ``x`` is a module, a class or a free function whose attributes and results do not change."""
+    if isinstance(x, BuiltinFunctionType) and not isinstance(x.__self__, ModuleType | type | None):
+        return False  # a method of some object
+    return isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT and x not in REFLECTIVE
 
 
 def _origin(x: Any) -> str:
@@ -134,8 +154,9 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> MaskParts:
         if (seen != seen[:, :1]).any():
             raise ValueError("block_mask differs between heads, which share what they see: pass the same for all heads")
         alike = seen.stride(0) == 0  # the function does not read the batch row
-        hulls = hulls or Hulls(1 if alike else batch, queries, keys)
-        hulls.add(start, seen[: 1 if alike else batch, 0].cpu().numpy())
+        of_rows = seen[:1, 0] if alike else seen[:, 0]
+        hulls = hulls or Hulls(len(of_rows), queries, keys)
+        hulls.add(start, of_rows.cpu().numpy())
     parts = (hulls or Hulls(1, queries, keys)).parts()
     if parts is None:
         raise ValueError(f"block_mask {NEITHER}")

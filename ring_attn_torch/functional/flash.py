@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+FARTHEST = 2**31
+"""A side of a window from here on is open: no sequence is as long, and int64 holds its sums with positions."""
+
+
 class _FlashOptions(NamedTuple):
     """The arguments that both functions share, under their names."""
 
@@ -44,7 +48,7 @@ class _FlashOptions(NamedTuple):
         given = self.window_size
         if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(is_integer, given)):
             raise ValueError(f"window_size must be (left, right), ints in tokens, -1 for an open side, got {in_words(given)}")
-        left, right = (None if side < 0 else side for side in given)
+        left, right = (side if 0 <= side < FARTHEST else None for side in given)
         return left, 0 if self.causal else right
 
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
@@ -222,7 +226,7 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
             f"{name} ends at {values[-1]}, and the row has {total} tokens over all ranks: pass cu_seqlens of the whole row, and "
             f"{'length' if of == 'q' else 'kv_length'}= if it is padded"
         )
-    if not is_integer(longest) or (steps > longest).any():
+    if not is_integer(longest) or (steps > int(longest)).any():
         raise ValueError(
             f"max_seqlen_{of} must be an int, at least the longest document of {name}, {max(steps, default=0)} tokens, got "
             + in_words(longest)

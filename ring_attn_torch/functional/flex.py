@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import full
+from ring_attn_core.validation import in_words
 
 from .block_masks import parts_of
 from .scaled_dot_product import tokens_first
@@ -60,6 +61,8 @@ def flex_attention(
     def prepare() -> tuple[Qkv, Arguments]:
         if kernel_options is not None:
             raise ValueError("kernel_options tune torch's own kernels: leave them out, ring attention chooses its tiles itself")
+        if return_aux is not None and not isinstance(getattr(return_aux, "lse", None), bool):
+            raise ValueError(f"return_aux must be an AuxRequest, got {in_words(return_aux)}: pass AuxRequest(lse=True)")
         if return_aux is not None and return_lse:
             raise ValueError("return_lse beside return_aux is an error in torch too: pass return_aux=AuxRequest(lse=True) alone")
         if getattr(return_aux, "max_scores", False):
