@@ -65,16 +65,16 @@ def sharded_ring_attention(
 
     Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
-    are sharded over ``head_axis`` too, but a single one (multi-query) is replicated. All mesh axes are manual inside, so nothing
+    are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. All mesh axes are manual inside, so nothing
     is gathered. Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2] and key_mask
     [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each shard gets
     the global index of its first batch row and head as its offset, and dropout_offset is added.
 
-    Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``, called
-    before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis that the
-    call does not name. Arrays that are sharded otherwise are resharded, and outside jit arrays on devices outside the mesh are
-    copied to it; the arguments of a jit must lie on the mesh, or be bound to no device. Raise ValueError if the mesh lacks an
-    axis or sizes do not divide, TypeError for an unknown keyword.
+    Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``,
+    called before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis
+    other than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded, and outside jit
+    arrays on devices outside the mesh are copied to it; the arguments of a jit must lie on the mesh, or be bound to no device.
+    Raise ValueError if the mesh lacks an axis or sizes do not divide, TypeError for an unknown keyword.
     """
     options = Options(
         layout=layout,

@@ -101,7 +101,10 @@ MOST = 8
 
 
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
-    """Return the quantities to show: all, or if there are many the results, missed gradients and the one nearest to its bound."""
+    """Return the quantities to show: all, if there are at most ``MOST``.
+
+    Otherwise return the results, the gradients that miss their bound, and the gradient with the largest error / bound.
+    """
     if len(quantities) <= MOST:
         return list(quantities)
     worst = max((each for each in quantities if each.name.startswith("d")), key=lambda each: each.relative / each.bound)

@@ -28,10 +28,10 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def member(device: torch.device, rank: int, ranks: int, store: str, patience: float | None = None) -> Iterator[None]:
-    """Make this process one of the default group, whose ranks meet at the path ``store``.
+    """Join the default process group, and leave it at the end of the ``with``.
 
-    ``patience``: seconds after which an operation of the group fails, by default PyTorch's. After an error the group stays as it
-    is, because to leave it is to wait for the others.
+    ``store``: path of the file through which the ranks find each other. ``patience``: timeout of the group's operations in
+    seconds, by default PyTorch's. After an error this process does not leave, because leaving waits for the other ranks.
     """
     timeout = None if patience is None else timedelta(seconds=patience)
     dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)

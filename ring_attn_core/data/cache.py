@@ -67,7 +67,10 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
 
 
 def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
-    """Return the tokenizer's file. It is read only once, so that the key belongs to the tokenizer that is used."""
+    """Return the content of the tokenizer's file, or None if no tokenizer is set.
+
+    One read serves both the cache's key and the encoder, so that a file that changes meanwhile cannot make them differ.
+    """
     if settings.tokenizer is None:
         return None
     try:

@@ -73,11 +73,13 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
     """Return the tiles of ``decode`` for ``rows`` query rows and heads padded to ``width``.
 
     A tile has at least 16 rows, the fewest that a product takes. The bytes in flight decide the speed: to read at full speed a
-    GPU must have some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132), and 64 slots of two-byte k and v of 128
-    are 32 KiB. Triton loads positions one loop iteration before k and v, which depend on them, so 4 stages keep one tile in
-    flight, and 6 stages two. Among the choices with enough bytes in flight, the fastest on an H200
-    (``benchmarks.decode --part tiles``) is four programs of 16 rows with one tile each, 3 % ahead of three with two. In FP8 two
-    warps are faster than four by a third. More rows leave registers for two programs, which need two tiles each, or larger ones.
+    GPU must have some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132). A tile of 64 slots, with k and v of 128
+    two-byte elements each, is 32 KiB. Triton loads positions one loop iteration before the k and v that depend on them, so 4
+    stages keep one tile in flight, and 6 stages keep two.
+
+    With 16 rows the fastest on an H200 (``benchmarks.decode --part tiles``) is four programs per multiprocessor with one tile in
+    flight each, 3 % ahead of three programs with two. In FP8 two warps are faster than four by a third. With more rows the
+    registers suffice for two programs only, so each needs two tiles in flight, or larger tiles.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":

@@ -131,11 +131,12 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Tiles of the Hopper backward in two passes, and the numbers of stages in shared memory.
+    """Tiles of the Hopper backward in two passes, and their stages: the number of tiles in flight to shared memory.
 
-    Those of dq have ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys; ``k_stages`` of k and ``v_stages`` of v are
-    in flight. Those of dk and dv have ``dkv_block_q`` queries, ``q_stages`` of q and of dout in flight. ``q_in_registers``,
-    ``kv_in_registers``: products of dq take q and dout from registers, those of dk and dv take k and v.
+    Pass of dq: tiles of ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys; ``k_stages`` of k, ``v_stages`` of v.
+    ``q_in_registers``: its products read q and dout from registers.
+    Pass of dk and dv: tiles of ``dkv_block_q`` queries; ``q_stages`` of q and of dout. ``kv_in_registers``: its products read k
+    and v from registers.
     """
 
     block_q: int

@@ -142,7 +142,7 @@ class SequenceShardedDataset:
 
 
 class ShardSource:
-    """A random access data source for grain: the shards from batch ``start`` on, by number."""
+    """A random access data source for grain, whose item i is this rank's shard of batch ``start + i``."""
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._batches, self._start = batches, start

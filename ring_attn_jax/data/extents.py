@@ -74,7 +74,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
     """Return ``x`` as int32 or int64.
 
-    Raise ValueError unless it holds integers that fit, with one dimension for each name in ``dims``.
+    Raise ValueError unless it holds integers in the range of that dtype, with one dimension for each name in ``dims``.
     """
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):

@@ -63,8 +63,11 @@ def _alone(axis_name: str, device: Any) -> Mesh:
 class Programs(NamedTuple):
     """The jitted programs of a model.
 
-    ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` with ``chunk`` = (ids, lengths, ends), ``first(...)`` and
-    ``step(...)``.
+    ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` -> (hidden, cache), with ``chunk`` = (ids, lengths, ends): fill the
+    cache with a chunk of the prompts, and set ``hidden`` of the prompts that end in it to the output for their last token.
+    ``first(weights, cache, hidden, choice, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
+    ``step(weights, cache, newest, choice, ends)`` -> (newest, cache): cache the newest tokens and draw the next ones.
+    ``choice``: sampling parameters. ``ends`` of ``first`` and ``step``: as in ``_ended``.
     """
 
     prefill: Callable[..., Any]

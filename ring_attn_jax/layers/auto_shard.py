@@ -24,7 +24,10 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, mask: jax.Array | None, ring: Ring) -> Rows:
-        """Return the record of a ring with a mesh. Raise ValueError if the arrays do not fit."""
+        """Return the Rows of global sequences ``ids``; ``ring`` has a mesh.
+
+        Raise ValueError if ``ids`` or ``mask`` are invalid, or if ``batch_axes`` do not divide the rows equally.
+        """
         check_whole(ids, mask)
         where = ring.sharded
         assert where is not None

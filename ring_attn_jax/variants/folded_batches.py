@@ -1,8 +1,8 @@
 """Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
 
-A lane holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core says which slot each token takes.
-``folded`` copies an array into lanes by padding and reshaping, without gather or scatter. ``mixed`` puts the results of all
-patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core says which slot each token
+takes. ``folded`` copies an array into lanes by padding and reshaping, without gather or scatter. ``mixed`` puts the results of
+all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 

@@ -51,8 +51,8 @@ def scaled_dot_product_attention(
     ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the dropped set is not torch's.
     ``group``, ``layout``, ``length``, ``kv_length``: as in ring_attention.
 
-    Raise ValueError, the same on every rank and before anything is sent, if attn_mask has other numbers, differs between heads,
-    has holes, is traced by torch.compile or comes with is_causal=True, and as ring_attention does.
+    Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf,
+    differs between heads, has holes, is traced by torch.compile or comes with is_causal=True, and as ring_attention does.
     """
     ring = RingArguments(group, layout, length, kv_length)
 

@@ -254,7 +254,7 @@ class KVCache(Requests):
             return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
-        """Return the fields ``rows``, ``into`` and ``of`` of a step of these requests."""
+        """Return ``rows``, ``into`` and ``of`` of a DecodeStep of the requests ``rows``. ``every``: these are all requests."""
         into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
         return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 

@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor | None, where: Ring) -> Rows:
-        """Exchange the shapes within the ring and return the record.
+        """Return the Rows of global sequences ``ids``, after the ranks of the ring have exchanged their shapes.
 
         Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
         """

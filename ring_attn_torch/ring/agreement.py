@@ -132,9 +132,9 @@ class same_error:
 
 
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
-    """Run ``check``, and return once every rank of ``group`` has done so at the same call; else raise as ``agree`` does.
+    """Run ``check``, and return once every rank of ``group`` is known to make ``call``; else raise as ``agree`` does.
 
-    A call that every rank has made before is not compared again, unless it is ``each_time``. Under torch.compile no call is.
+    A call that every rank has made before is compared again only if ``call.each_time``; under torch.compile none is compared.
     """
     with same_error(group):
         check()

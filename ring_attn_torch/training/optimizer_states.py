@@ -240,7 +240,7 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> dict[str, Any]:
-    """Return the states that the optimizer would make for a parameter in its first step."""
+    """Return the states that the optimizer makes for ``p``, from a step on a copy of ``p`` with gradient 0."""
     copy = p.detach().clone().requires_grad_()
     copy.grad = torch.zeros_like(p)
     other = object.__new__(type(optimizer))

@@ -277,5 +277,8 @@ class Checkpointing:
 
 
 def _offloads(function: Any) -> bool:
-    """Return True if layers were set to save on the host: transformers then wraps torch's checkpoint in a function of its own."""
+    """Return whether a layer's checkpoint function saves inputs on the host.
+
+    transformers then wraps torch's checkpoint in a function of its own.
+    """
     return getattr(function, "func", function) is not checkpoint

@@ -247,7 +247,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> ModelRing:
-    """Return the ring of a model: the settings of ``enable``, with ``group`` and ``layout`` in their place if not None."""
+    """Return the ring that ``enable`` set for a model, or the default; ``group`` and ``layout`` replace its own if not None."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, ModelRing(group_of(group_name(None)), **settings))
     if group is not None:

@@ -1,8 +1,8 @@
 """Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
 
-A lane holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core says which slot each token takes.
-``folded`` copies an array into lanes by padding and strided views, without gather or scatter. ``mixed`` puts the results of all
-patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core says which slot each token
+takes. ``folded`` copies an array into lanes by padding and strided views, without gather or scatter. ``mixed`` puts the results
+of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -169,7 +169,7 @@ def _chosen(x: Tensor, part: HeadPart) -> Tensor:
 
 
 def _padded(x: Tensor, lanes: FoldedBatches, part: HeadPart, rank: int) -> Tensor:
-    """Pad ``x`` to the tokens that the slots span and to the heads of the classes; return ``x`` itself if nothing is missing."""
+    """Pad ``x`` to ``lanes.spanned`` tokens and ``part.padded`` heads with zeros; return ``x`` itself if nothing is missing."""
     front = lanes.front(rank)
     behind, heads = lanes.spanned - front - lanes.local, part.padded - part.kept
     return F.pad(x, (0, 0, 0, heads, front, behind)) if front or behind or heads else x

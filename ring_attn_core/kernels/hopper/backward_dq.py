@@ -152,7 +152,7 @@ def hopper_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Scale the sums of a query tile, restore their order from that of registers, and store dq in its dtype."""
+    """Load the sums of a query tile from the order in which ``hand_over`` stored them, scale them, and store dq in its dtype."""
     q_slot = S // Q_RUNS
     tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0).to(tl.int64)

@@ -76,7 +76,7 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """Return the maximum of m, unless it is None, and of a thread's columns, computed one column after the other.
+    """Return the maximum of m and a thread's columns of x, taken one column after the other; m may be None.
 
     Triton from 3.8 on reduces by pairs. That takes more registers, so ptxas starts the exponentials of the first row after the
     maxima of both rows, not during that of the second: the forward is 2 to 3 % slower.
@@ -93,7 +93,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
-    """Return the sum of l, unless it is None, and of a thread's columns, computed one column after the other."""
+    """Return the sum of l and a thread's columns of x, taken one column after the other; l may be None."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)

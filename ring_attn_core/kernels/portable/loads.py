@@ -47,11 +47,11 @@ def load_tile(
 
 @triton.jit
 def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Load the tile that a program keeps for all its steps; with TMA from an array [batch * tokens, columns].
+    """Load the tile that a program keeps for all its steps.
 
-    The descriptor has two dimensions, because only then Triton (3.6, 3.7) leaves the tile in shared memory, where a product can
-    read it. In registers the tile would take 32 of each thread, and the loops would spill. Rows behind the limit may hold the
-    next batch row's tokens.
+    With TMA ``source`` is a descriptor of the array as [batch * tokens, columns]. It has two dimensions, because only then Triton
+    (3.6, 3.7) leaves the tile in shared memory, where a product can read it. In registers the tile would take 32 registers of
+    each thread, and the loops would spill. With TMA, rows from ``limit`` on may hold the next batch row's tokens.
     """
     if columns.TMA:
         tile = source.load([batch * tokens + token, head * columns.STRIDE + columns.COLUMN])

@@ -27,8 +27,8 @@ class KernelConstants(NamedTuple):
     """The constants of a kernel that its helpers read; None for those that a kernel does not have.
 
     ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
-    folded into the exponential. ``CLEAN``: unused keys may hold NaN (0 no; 1 and 2: ``loads.keep_seen`` zeroes them by bools or
-    by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: that of products in float32.
+    folded into the exponential. ``CLEAN``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
+    bools; 2: by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: that of products in float32.
     """
 
     H: Any

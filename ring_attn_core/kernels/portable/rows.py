@@ -74,7 +74,10 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
 @triton.jit
 def keys_between(i, first, last, row):
-    """Return what ``keys_seen`` does, from the extents ``first .. last - 1`` of the queries; both are None without extents."""
+    """Return begin and end of the keys of a run that each query i sees, as ``keys_seen`` defines them.
+
+    ``first``, ``last``: the extent of each query, begin and end (exclusive), or None without extents.
+    """
     begin = tl.maximum(i - row.hi, 0)
     end = tl.minimum(i - row.lo + 1, row.k_len)
     if first is not None:

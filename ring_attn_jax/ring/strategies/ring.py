@@ -23,7 +23,7 @@ from ..transfer import send
 
 
 class OneWay:
-    """The strategy "ring". Nothing but keys travels."""
+    """The strategy "ring": queries stay on their rank; keys travel, and in the backward their gradients too."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring

@@ -20,7 +20,7 @@ from ..transfer import Transfer, send
 
 
 class OneWay:
-    """The strategy "ring". Nothing but keys travels."""
+    """The strategy "ring": queries stay on their rank; keys travel, and in the backward their gradients too."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """See ``Strategy.spread``."""
