@@ -10,6 +10,7 @@ from ring_attn_torch.attend.keys import zeroed
 MADE = {
     "whole": lambda dtype: torch.randn(2, 5, 3, 8).to(dtype),
     "odd width": lambda dtype: torch.randn(2, 5, 3, 7).to(dtype),
+    "no batch row": lambda dtype: torch.empty(0, 0, 3, 8, dtype=dtype).as_strided((0, 0, 3, 8), (24, 8, 8, 0)),
     "no token": lambda dtype: torch.randn(2, 0, 3, 8).to(dtype),
     "a slice": lambda dtype: torch.randn(2, 6, 3, 9).to(dtype)[:, 1:, :, :8],
     "one number in": lambda dtype: torch.randn(241).to(dtype)[1:].view(2, 5, 3, 8),

@@ -56,7 +56,7 @@ def zeroed(x: Tensor, where: Tensor) -> Tensor:
     Write eight bytes at a time if the data are aligned to eight: masked_fill of bfloat16 takes four times as long as a copy.
     """
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
-    whole = x.is_contiguous() and x.data_ptr() % 8 == 0 and all(n * x.element_size() % 8 == 0 for n in places)
+    whole = x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 8 == 0 and all(n * x.element_size() % 8 == 0 for n in places)
     return torch.where(where, 0, x.view(torch.int64)).view(x.dtype) if whole else x.masked_fill(where, 0)
 
 
