@@ -46,7 +46,7 @@ class Text:
         return after[len(before) :]
 
     def end(self) -> str:
-        """Return the replacement of an incomplete last character, else ""."""
+        """Return the replacement character U+FFFD if the bytes of the last character are incomplete, else ""."""
         return self._bytes.decode(b"", final=True) if self._tokenizer is None else ""
 
 

@@ -41,7 +41,7 @@ def documents_of(settings: DatasetSettings) -> Documents:
 
 
 class BatchArrays(NamedTuple):
-    """The numpy arrays of which a package makes a ``Shard``: tokens of one rank, or of all ranks if ``rank`` is None."""
+    """One batch as numpy arrays: the tokens of one rank, or of all ranks if ``DatasetSettings.rank`` is None."""
 
     ids: np.ndarray
     """int32 [batch, tokens]"""

@@ -108,7 +108,10 @@ class Hulls:
         return None
 
     def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
-        """Return whether each query sees as many keys as ``key_mask`` has within its interval, which holds all that it sees."""
+        """Return whether each query sees all keys of ``key_mask`` in its interval ``first .. end - 1``.
+
+        Comparing their numbers is enough, because a query sees no other keys.
+        """
         import numpy as np
 
         before = np.pad(np.cumsum(key_mask, 1, dtype=np.int64), ((0, 0), (1, 0)))

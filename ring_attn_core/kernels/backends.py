@@ -107,9 +107,9 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return a reason, common to FlashAttention-2, FlashAttention-4 and cuDNN, why a backend cannot solve a problem, else None.
+    """Return which limit shared by FlashAttention-2, FlashAttention-4 and cuDNN a problem exceeds, in words, else None.
 
-    ``widest``: the largest head_dim of the backend that calls this; it checks its other limits itself.
+    ``widest``: the largest head_dim of the backend. Its other limits are checked by the caller.
     """
     if problem.framework != "torch":
         return "it is there in PyTorch only"

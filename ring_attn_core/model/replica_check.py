@@ -111,7 +111,7 @@ def digest(data: Any) -> str:
 
 
 def essence(table: Table) -> str:
-    """Return a digest of a table without its holders. If all tables have the same digest, it is enough to check one."""
+    """Return a digest of the copies in a table without their holders. If all tables have the same digest, check only one."""
     return digest(repr(sorted({(name, *copy[1:]) for name, copies in table.items() for copy in copies})).encode())
 
 

@@ -134,7 +134,7 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
 
 
 def depths(arrays: DecodeArrays) -> jax.Array:
-    """Return int32 [b n]: the position of each tree node in the sequence that it would continue, after all its ancestors."""
+    """Return the position of each tree node, int32 [b n]: that of the first node plus the number of its ancestors."""
     assert arrays.tree_mask is not None
     return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
 

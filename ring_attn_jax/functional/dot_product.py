@@ -162,7 +162,7 @@ def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
 
 
 def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
-    """Return the tokens of each row, int32 [batch, 1]."""
+    """Return the number of tokens of each row, int32 [batch, 1]. Raise ValueError if ``x`` is not integers [batch]."""
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [batch] = [{batch}], the tokens of each row, got {x.dtype} {list(x.shape)}")

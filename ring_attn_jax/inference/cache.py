@@ -134,11 +134,11 @@ class KVCache(Requests):
         rows: Rows | None = None,
         fresh: bool = False,
     ) -> DecodeStep:
-        """Return the step of a chunk of each request, of which each rank has a shard of ``tokens`` tokens in ``layout``.
+        """Return the step of one chunk per request; each rank holds a shard of ``tokens`` tokens of each chunk, in ``layout``.
 
-        The chunk continues the cached tokens of its request. ``lengths``: number of tokens of the chunk that belong to the
-        request, ints, one for each or one for all, or int32 [requests], the same on each rank; the rest is padding at its end.
-        None: all. ``rows``: the requests; None: all. ``fresh``: the requests are empty, so that the cache is not read; this is
+        A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
+        at its end: an int for all, one int each, or int32 [requests], the same on each rank. None: no padding. ``rows``: the
+        requests; None: all. ``fresh``: the requests are empty, so that the cache is not read; this is
         not checked. With a window the length of the chunk (the largest of the ints, or all that the shards hold if ``lengths`` is
         an array) must fit into the cache's room unless it is ``fresh``.
 

@@ -137,8 +137,8 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
 class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
 
-    ``newest``: the newest tokens, int32 [requests], and a mask of the finished requests, bool [requests], by a stop id or with
-    all their tokens.
+    ``newest``: the newest tokens, int32 [requests], and a mask, bool [requests], True if the request has drawn a stop id or all
+    its tokens.
     """
 
     def __init__(self, placed: PlacedModel, cache: KVCache, asked: Generation) -> None:

@@ -26,10 +26,10 @@ Caller = Callable[..., jax.Array]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the function that calls the blocks; None if they save all activations.
+    """Return the function that runs the blocks, or None if they are called directly.
 
-    ``activations``: "keep", "recompute" or "offload". Raise ValueError if it is another value, or is "offload" on devices without
-    HOST.
+    ``activations``: "keep", "recompute" or "offload". None is returned for "keep". Raise ValueError if ``activations`` has
+    another value, or is "offload" and the device cannot address pinned host memory.
     """
     check_activations(activations)
     if activations == "keep":

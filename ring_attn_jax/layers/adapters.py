@@ -38,17 +38,17 @@ def attention_fn(
 ) -> Callable[..., jax.Array]:
     """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
 
-    Such a module then takes and returns global arrays [batch..., tokens, features] as before, and its attention is
-    :func:`sharded_ring_attention` over the axes of ``mesh``, whose arguments these are. ``layout``: the order of the tokens in
-    the arrays. "contiguous" is the natural order, of any length; arrays in another layout come from ``to_layout``. ``mask``: a
-    band that applies to all calls, such as ``causal()``, in global positions in any layout.
+    Such a module then takes and returns global arrays [batch..., tokens, features] as before. Its attention is
+    :func:`sharded_ring_attention` over the axes of ``mesh``, with the arguments passed here. ``layout``: the order of the tokens
+    in the arrays. "contiguous" is the natural order, of any length; arrays in another layout come from ``to_layout``. ``mask``:
+    a band that applies to all calls, such as ``causal()``, in global positions in any layout.
 
     The function has all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
         - ``is_causal``: as ``mask=causal()``, in global positions.
         - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows,
           documents, or any mask that is the same for all heads and, apart from keys that are hidden from all queries, one
-          interval of keys for each query. Any other is refused; under jit, where values are unknown, such a query gets NaN. A
-          query that sees no key gets 0, but flax takes the mean of all values.
+          interval of keys for each query. Any other mask is refused; under jit, where values are unknown, each query that it does
+          not fit gets NaN. A query that sees no key gets 0, but flax takes the mean of all values.
         - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, with another mask than flax would draw, the same on any
           mesh. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted, since products

@@ -107,7 +107,7 @@ class RingAttention(Projections):
 
     @property
     def local_sinks(self) -> jax.Array | None:
-        """The sinks, or None."""
+        """The array of the sinks [heads], or None."""
         return None if self.sinks is None else self.sinks[...]
 
     def slopes(self, q: jax.Array) -> jax.Array | None:

@@ -38,15 +38,15 @@ def dilated_attention_fn(
 ) -> Callable[..., jax.Array]:
     """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
 
-    Such a module then takes and returns global arrays [batch..., tokens, features] in natural order, of any length, as before,
-    and its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, whose arguments these are. With one segment
+    Such a module then takes and returns global arrays [batch..., tokens, features] in natural order, of any length, as before.
+    Its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, with the arguments passed here. With one segment
     that covers the sequence, of dilation 1, it computes flax's attention.
 
     The function has all arguments that flax's modules pass, like that of :func:`attention_fn`:
         - ``is_causal``: as ``mask=causal()``.
         - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries, or all keys from a
-          query, whose output is then 0. Beyond that it may only repeat ``mask=causal()`` or ``is_causal``. Any other is refused;
-          under jit, where values are unknown, such a query gets NaN.
+          query, whose output is then 0. It may also include the mask of ``mask=causal()`` or ``is_causal``. Any other mask is
+          refused; under jit, where values are unknown, each query that it does not fit gets NaN.
         - Dropout is refused, and so are the arguments that ``attention_fn`` refuses.
 
     Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or

@@ -48,9 +48,9 @@ def sharded_dilated_attention(
 ) -> Any:
     """Compute :func:`dilated_attention` on global arrays in natural order, sharded as in :func:`sharded_ring_attention`.
 
-    Offsets and head groups follow from the global index of a head. So over ``head_axis`` the number of heads of each member must
-    be a multiple of each dilation, and ``mixing`` must be "softmax": then all members keep the same tokens. Raise ValueError
-    otherwise.
+    Offsets and head groups follow from the global index of a head. With ``head_axis``, each device holds a part of the heads.
+    Raise ValueError if the heads per device are not a multiple of each dilation, or ``mixing`` is not "softmax": only then do
+    all devices keep the same tokens.
     """
     where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(

@@ -125,7 +125,7 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
 
 
 def depths(arrays: DecodeArrays) -> Tensor:
-    """Return int32 [b n]: the position of each tree node in the sequence that it would continue, after all its ancestors."""
+    """Return the position of each tree node, int32 [b n]: that of the first node plus the number of its ancestors."""
     assert arrays.tree_mask is not None
     return (arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1) - 1).to(torch.int32)
 

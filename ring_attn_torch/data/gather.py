@@ -99,7 +99,7 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise the same ValueError on all ranks if arguments do not fit or differ, at the first such call of this group."""
+    """Raise ValueError on all ranks if arguments do not fit, or if a call that is not yet compared differs."""
 
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)

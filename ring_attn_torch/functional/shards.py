@@ -1,4 +1,4 @@
-"""The ring of a function in this folder: its arguments, the lengths of a call, and this rank's shards of whole arrays."""
+"""Code shared by the functions of this folder: arguments of the ring, lengths of a call, and shards of global arrays."""
 
 from __future__ import annotations
 

@@ -147,11 +147,11 @@ class KVCache(Requests):
         rows: Rows | None = None,
         fresh: bool = False,
     ) -> DecodeStep:
-        """Return the placement of a chunk of every request, of which each rank has a shard of ``tokens`` tokens in ``layout``.
+        """Return the step of one chunk per request; each rank holds a shard of ``tokens`` tokens of each chunk, in ``layout``.
 
-        A chunk continues the cached tokens of its request. ``lengths``: the number of tokens of the chunk that belong to each
-        request, ints on the host, one each or one for all; the rest is padding at the end. None: all. ``rows``: the requests;
-        None: all. ``fresh``: assert that these requests are empty; the host knows that by itself here, unlike in JAX.
+        A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
+        at its end: an int for all, or one int each, on the host. None: no padding. ``rows``: the requests; None: all. ``fresh``:
+        assert that these requests are empty; the host knows that by itself here, unlike in JAX.
 
         Raise ValueError, the same on every rank, if the chunk does not fit or if the ranks disagree on lengths.
         """

@@ -191,7 +191,7 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise the same ValueError on all ranks if model, ids and cache do not fit, at the first such call."""
+    """Raise ValueError on all ranks if model, ids and cache do not fit, or if a call that is not yet compared differs."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

@@ -30,7 +30,7 @@ from .ring import LayerArguments, Ring
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(Ring):
-    """The ring of a RingTransformer, and its arguments that concern neither the ring nor the config."""
+    """The ring of a RingTransformer, with the two arguments of the model that its config does not hold."""
 
     auto_shard: bool = False
     activations: str = "keep"

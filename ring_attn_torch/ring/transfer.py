@@ -34,7 +34,7 @@ class Transfer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise the RuntimeError of a failed operation, in a ``with``, as one that names the ranks that it waited for."""
+        """Turn a RuntimeError inside the ``with`` into one that names the ranks that this transfer waited for."""
         try:
             yield
         except RuntimeError as error:

@@ -48,9 +48,9 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 
 
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
-    """Return the gradient sharded like its parameter.
+    """Return the gradient redistributed to the placements of its parameter.
 
-    The gradient of a norm of tensor parallel heads, for example, is a partial sum on every rank.
+    They differ, for example, if a norm is applied to tensor parallel heads: its gradient is then a partial sum on each rank.
     """
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)

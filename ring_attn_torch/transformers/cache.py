@@ -234,7 +234,7 @@ class CachedCall(RunningCall):
 
 
 def cached_call(model: PreTrainedModel, cache: RingCache, given: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the call that has passed all checks, with this rank's arguments. ``tokens``: its input_ids or inputs_embeds."""
+    """Return the call with this rank's part of ``given``, checked arguments; ``tokens``: its input_ids or inputs_embeds."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
     keep = max(1, int(given.get("logits_to_keep", 1)))
     position_ids, mask = given.get("position_ids"), given.get("attention_mask")

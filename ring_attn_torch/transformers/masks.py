@@ -118,7 +118,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
-        """Register the hooks that ``model`` needs during the call, to be removed with ``scope``."""
+        """Register the hooks that ``model`` needs during the call, and their removal with ``scope``."""
 
     @abstractmethod
     def mask_of(self, pattern: Pattern) -> LayerMask:

@@ -91,7 +91,7 @@ class KeyRun(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The tile of keys of a program of ``dkv``: keys ``n0 ..`` of a run, of one batch row, as loaded."""
+    """The key tile of a program of ``dkv``: loaded ``k`` and ``v`` of one batch row, from key ``n0`` of a run on."""
 
     batch: Any
     n0: Any

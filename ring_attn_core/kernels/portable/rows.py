@@ -131,10 +131,10 @@ def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Return the ``Tiles`` of the y that some x in x0 .. x1 - 1 meets within the band.
+    """Return the ``Tiles`` of the positions y that lie within the band of any position x.
 
-    The band is lo <= x - y <= hi, and y is in 0 .. others - 1. The x are queries and the y keys, or with (-hi, -lo) the other way
-    round.
+    That is lo <= x - y <= hi for some x in x0 .. x1 - 1, with y in 0 .. others - 1. For the key tiles of queries, x are queries
+    and y keys. For the query tiles of keys, x are keys, y queries, and (-hi, -lo) is passed for (lo, hi).
     """
     some = (x0 < x1) & (lo <= hi)
     first = tl.maximum(x0 - hi, 0) // BLOCK

@@ -5,8 +5,9 @@
     after      out, lse and the gradients go back the same way
 
 Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
-out, lse and their cotangents are spread. Extents, key mask and key extents go to all ranks of a group; sinks, slopes and
-dropout's head are those of the share. The gradients of a key head that several ranks have computed on are added in their order.
+out, lse and the gradients of out and lse are exchanged like q. Extents, key mask and key extents go to all ranks of a group. A
+rank takes the sinks, slopes and dropout's head index of its own heads. If several ranks of a group use one key head, its
+gradients are added in the order of these ranks.
 """
 
 from __future__ import annotations
