@@ -101,7 +101,7 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
 
 
 def _int32(x: Any) -> Any:
-    """Return a traced number in the dtype of rows, and an int unchanged."""
+    """Return a number as an int32 array, the dtype of a Row's fields; an int unchanged."""
     return x if isinstance(x, int) else jnp.asarray(x, jnp.int32)
 
 

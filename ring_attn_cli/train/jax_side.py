@@ -90,9 +90,9 @@ def of_first(words: str) -> str:
 
 
 def mesh_of(config: Config) -> Mesh:
-    """Return the mesh of replicas x ranks. Raise ValueError if the devices do not suffice.
+    """Return the mesh of replicas x ranks, on CPU devices if there are too few others.
 
-    Several processes must have exactly as many devices together.
+    Raise ValueError if these are too few too, or if several processes do not have exactly replicas x ranks devices in all.
     """
     shape = config.ring.replicas, config.ring.ranks
     count = shape[0] * shape[1]

@@ -54,7 +54,7 @@ class Rollouts:
 
     @property
     def tree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Return (parents, lengths)."""
+        """Return (parents, lengths), the argument ``tree`` of ``shard_batch``."""
         return self.parents, self.lengths
 
     @property

@@ -88,7 +88,10 @@ class RingCall:
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
     def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
-        """Return the optional array ``given``, or the array ``name`` derived from it; None if the call does not have it."""
+        """Return the parameter of the optional array ``given``; None if the call does not have that array.
+
+        ``name``: the array that the kernel gets instead, computed from ``given``.
+        """
         return Array(name or given, dtype) if given in self.given else None
 
 

@@ -95,8 +95,9 @@ class Output:
 class Launch:
     """A launch of ``grid`` programs, with ``arguments`` and ``constants`` by parameter; a parameter in neither is None.
 
-    Outputs come last among the kernel's arrays, in the order of ``outputs``, followed by ``scratch``. A scratch array overwrites
-    an input of zeros that the launcher allocates, and is discarded after the launch.
+    Outputs come last among the kernel's arrays, in the order of ``outputs``, followed by ``scratch``. The
+    launcher allocates each scratch array, fills it with zeros, and passes it as an input and as an output; nothing reads it after
+    the launch.
     """
 
     kernel: str

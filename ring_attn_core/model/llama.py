@@ -140,7 +140,7 @@ def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def _config_in(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a Hugging Face folder. Raise ValueError, naming the file, as ``config_of`` does."""
+    """Return the config of a Hugging Face folder. Raise the ValueError of ``config_of`` with the path of the file in front."""
     try:
         return config_of(held.config)
     except ValueError as error:

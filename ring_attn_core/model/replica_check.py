@@ -101,7 +101,7 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """Return the digest of an array's bytes; if the array is one number, the ``value`` before the digest."""
+    """Return the digest of an array's bytes ``data``, after the ``value`` if one is passed (for arrays of one element)."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 

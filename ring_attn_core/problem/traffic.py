@@ -1,4 +1,4 @@
-"""The messages and bytes that one rank sends in a call, by strategy: arithmetic on the plan, which the tests count after."""
+"""The messages and bytes that one rank sends in a call, by strategy: computed from the plan; tests compare it with the sends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes of the arrays of a problem. ``shards``: number of shards of keys that stand side by side."""
+    """The sizes of the arrays that a rank sends, in elements or bytes. ``shards``: number of key shards that are sent as one."""
 
     problem: Problem
     heads: int

@@ -34,7 +34,7 @@ class LayerSettings(NamedTuple):
 
 
 class Layers:
-    """Layers that compute in ``dtype``, or exactly if it is None. ``features``: as in the oracle; sinks come from the weights."""
+    """Layers that compute in ``dtype``, or exactly if it is None. ``features``: of attention; sinks come from the weights."""
 
     def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features

@@ -58,7 +58,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
 
 
 class CompiledCall(NamedTuple):
-    """A problem that passed all checks: its plan, its score without arrays, its backend and its strategy."""
+    """A problem that passed all checks: its plan, backend and strategy, and its score without the arrays of a call."""
 
     plan: RingPlan
     score: Score

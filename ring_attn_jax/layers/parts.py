@@ -74,7 +74,10 @@ def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``table[ids]``, sharded like ``ids`` over Explicit mesh axes, from the gathered table; NaN for ids outside of it."""
+    """Return ``table[ids]``, NaN for ids outside the table.
+
+    If Explicit mesh axes shard the table, all-gather it first. The result is sharded like ``ids``, not along features.
+    """
     spec = sharded_like(ids)
     sharding = on_mesh(PartitionSpec(*spec, None), ids, table) if any(spec) or any(sharded_like(table)) else None
     table = resharded(table, PartitionSpec(None, None), ids)

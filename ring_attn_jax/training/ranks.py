@@ -135,11 +135,12 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Raise in each process the error that the block raises in any process, the lowest one's if it raises in several.
+    """Raise in every process the error of the lowest process in which the block raises.
 
-    An OSError stays one, any other error becomes a ValueError. ``mesh``: that of the model that the block makes. If it does not
-    span all processes, each process raises only its own error. Texts that the block appends to the yielded list must be the same
-    in each process. If they are not, or if only some processes had an error, the ValueError is a RankDifference.
+    An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
+    the same in each process. The ValueError is a RankDifference if they differ, or if only some processes had an error.
+
+    ``mesh``: the mesh of the block's model. If it does not span all processes, each process raises only its own error.
     """
     error, alike = None, list[str]()
     try:

@@ -72,7 +72,7 @@ def _problem(
 
 
 class CompiledCall(NamedTuple):
-    """A problem that passed every check: its plan, score without arrays, backend and strategy."""
+    """A problem that passed all checks: its plan, backend and strategy, and its score without the arrays of a call."""
 
     plan: RingPlan
     score: Score
@@ -82,7 +82,7 @@ class CompiledCall(NamedTuple):
     """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
-        """Return k, v and the key mask as they travel."""
+        """Return k, v, the key mask and the key extents as they travel."""
         return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:

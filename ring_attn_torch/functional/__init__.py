@@ -1,8 +1,9 @@
-"""Attention under the names and signatures that people know, over a ring.
+"""Attention functions with the names and signatures of torch and flash-attn, computed over a ring.
 
-Each function takes the original's arguments and layout, and the ring behind them: ``group``, ``layout``, ``length``,
-``kv_length``. On a ring the arrays are this rank's shards; masks, lengths and cu_seqlens are whole, in natural order and the same
-on every rank. Each argument is honoured exactly, or refused by a ValueError that names it and what to use instead.
+Each function takes the arguments and array shapes of the function that it replaces, then the arguments of the ring: ``group``,
+``layout``, ``length`` and ``kv_length``. On a ring the arrays are this rank's shards; masks, lengths and cu_seqlens are global,
+in natural order and the same on every rank. Each argument has its effect, or raises a ValueError that names it and what to use
+instead.
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func

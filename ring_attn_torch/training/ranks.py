@@ -130,11 +130,12 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Raise on every rank the error that the block raises on any rank, the lowest one's if it raises on several.
+    """Raise on every rank the error of the lowest rank on which the block raises.
 
-    An OSError stays one, any other error becomes a ValueError. Every rank of ``ring`` must enter at the same ``call``; a rank
-    with an error waits only briefly for the others. Texts that the block appends to the yielded list must be the same on every
-    rank. If they are not, or if only some ranks had an error, the ValueError is a RankDifference.
+    An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
+    the same on every rank. The ValueError is a RankDifference if they differ, or if only some ranks had an error.
+
+    Every rank of ``ring`` must enter at the same ``call``; a rank with an error waits only briefly for the others.
     """
     error, alike = None, list[str]()
     try:

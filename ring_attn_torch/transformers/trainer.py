@@ -257,7 +257,7 @@ def of_trl(kind: type) -> bool:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ValueError if other arguments of a Trainer are not supported."""
+    """Raise ValueError if a Trainer has a compute_loss_func, a model_init or FSDP version 1."""
     for name, why in (
         ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
         ("model_init", "pass the model, and make it with one seed on all ranks"),

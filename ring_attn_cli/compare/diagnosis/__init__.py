@@ -40,7 +40,10 @@ FILLED = f"queries that see no key attend to all keys alike: {FILL}; out is 0 an
 
 
 def diagnose(e: Evidence, attention: bool = True) -> list[str]:
-    """Return the sentences, at least one if a bound is missed. ``attention``: the arrays are those of attention itself."""
+    """Return the likely causes as sentences; none if no bound is missed, else at least one.
+
+    ``attention``: True for the arrays of ``ring_attention`` itself; for those of others only some hypotheses are tested.
+    """
     if not e.missed:
         return []
     forward = not_finite, *((*OF_OUT * ("out" in e.missed), narrow_dtype, narrow_state, sees_nothing) if attention else ())

@@ -299,7 +299,10 @@ class RunOfQueries(NamedTuple):
 
 @gluon.jit
 def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
-    """Return a run of queries of a head, with the intervals of queries that see the keys ``j``."""
+    """Return run ``q_run`` of a head's queries, with the interval of queries that see each key of ``j``.
+
+    ``seen``: the mask of ``keys_seen_by_some``; a key outside it gets an empty interval.
+    """
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     if args.extents is None:
         begin = gl.where(seen, j + row.lo, 2147483647)

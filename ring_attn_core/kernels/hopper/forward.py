@@ -241,7 +241,7 @@ def hopper_forward(
 
 
 class WarpgroupQueries(NamedTuple):
-    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the step behind the last."""
+    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the step after the last."""
 
     q: Any
     i: Any
@@ -285,7 +285,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of 64 queries; return the step behind their last."""
+    """Compute out and lse of 64 queries; return the step after their last."""
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))

@@ -33,7 +33,7 @@ from .barriers import read_number, sync_warp, write_number
 class QueryWork(NamedTuple):
     """A query tile, from ``m0`` on of a run, with its number of key tiles, first key run and first key token.
 
-    ``tiles`` is -1 behind the last query tile.
+    ``tiles`` is -1 after the last query tile.
     """
 
     batch: Any
@@ -67,7 +67,7 @@ class RunOfKeys(NamedTuple):
 
 @gluon.jit
 def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load the extents of a warpgroup's 64 queries in a one-warp partition: first and end, 0 behind the last query."""
+    """Load the extents of a warpgroup's 64 queries in a one-warp partition: first and end, 0 after the last query."""
     row = load_row(args.rows, work.q_run * sizes.K_RUNS)
     i = work.m0 + 64 * GROUP + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
     at = args.extents + (work.batch.to(gl.int64) * args.S + row.q_base + i) * 2
@@ -105,7 +105,7 @@ def work_of(ticket, args, sizes: gl.constexpr):
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (args.together * tiles) * args.together
-    heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # 0 behind the last tile
+    heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # 0 after the last tile
     within = ticket - before * tiles
     tile = tiles - 1 - within // heads
     head = before + within % heads

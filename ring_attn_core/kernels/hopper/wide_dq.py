@@ -287,7 +287,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Add all key tiles of a query tile to dq; return the step behind the last, and dq."""
+    """Add the products ds k of all key tiles to dq; return the number of the next step, and dq."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
@@ -328,7 +328,7 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
 def visit_keys(
     step, dq, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Add one key tile to dq; return the next step and dq."""
+    """Add the product ds k of one key tile to dq; return the number of the next step, and dq."""
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     E_PARTS: gl.constexpr = 2 if sizes.TAIL_E > 0 else 1
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_K)

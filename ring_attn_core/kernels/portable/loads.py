@@ -26,7 +26,7 @@ def load_tile(
 ):  # fmt: skip
     """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] from a token on.
 
-    The tile holds 0 beyond WIDTH, and with LIMITED from row ``limit`` on. With TMA WIDTH is COLUMNS, and rows behind the limit
+    The tile holds 0 beyond WIDTH, and with LIMITED from row ``limit`` on. With TMA WIDTH is COLUMNS, and rows beyond the limit
     hold the array's next rows, or 0.
     """
     if columns.TMA:

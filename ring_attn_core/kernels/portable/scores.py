@@ -70,8 +70,9 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
-    """Return the scores in base 2 of products q . k, and the tanh that they contain (without softcap the products in base 2).
+    """Return the scores in base 2, and for the backward the tanh in them; without softcap the scaled products instead of tanh.
 
+    ``products`` are q . k of a tile.
     ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is softcap log2(e). Both are rounded
     once, on the host. ``slope`` is None without ALiBi.
     """

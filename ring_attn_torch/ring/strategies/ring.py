@@ -57,7 +57,7 @@ class LocalStep:
         self._dkv: Gradients | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state``."""
+        """Return ``state``: no step follows."""
         return state
 
     def arrived(self) -> None:
