@@ -45,6 +45,19 @@ def test_a_mask_mod_is_evaluated_once_until_something_that_it_reads_changes():
     assert not len(block_masks._known)
 
 
+@pytest.mark.parametrize(
+    "write", [lambda x: x.data.__setitem__(3, 0), lambda x: x.numpy().__setitem__(3, 0)], ids=["data", "numpy"]
+)
+def test_a_tensor_that_changes_without_a_trace_is_noticed(write):
+    documents = torch.tensor([0, 0, 0, 1, 1, 1])
+    block_mask = flex.create_block_mask(lambda b, h, i, j: documents[i] == documents[j], None, None, 6, 6, "cpu")
+    qkv = drawn(2, 2, 6, 4)
+    before = functional.flex_attention(*qkv, block_mask=block_mask)
+    (documents.data if write == "data" else documents.numpy())[3] = 0
+    after = functional.flex_attention(*qkv, block_mask=block_mask)
+    assert not torch.equal(before, after)
+
+
 class Window:
     """A state that nothing can watch."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -83,14 +84,14 @@ class _Unknown(Exception):
 def _state(x: Any, held: list[Any]) -> Any:
     """Return a value that changes if ``x``, or a tensor or number that a function reads, changes.
 
-    Tensors enter by id, memory and version. ``held`` collects what enters by its id, to be kept alive beside the state. Raise
-    _Unknown on an object of any other kind.
+    Tensors enter by their numbers, since ``.data`` and NumPy write to them without a trace. ``held`` collects what enters by its
+    id, to be kept alive beside the state. Raise _Unknown on an object of any other kind.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
+    if isinstance(x, Tensor):
+        return _content(x)
     held.append(x)
-    if isinstance(x, Tensor) and not x.is_inference():
-        return id(x), x.data_ptr(), x._version
     if isinstance(x, tuple | list):
         return type(x), tuple(_state(each, held) for each in x)
     if isinstance(x, FunctionType):
@@ -105,6 +106,14 @@ def _state(x: Any, held: list[Any]) -> Any:
     if _is_constant(x):
         return id(x)
     raise _Unknown
+
+
+def _content(x: Tensor) -> tuple[Any, ...]:
+    """Return dtype, shape and a digest of the numbers of a tensor. Raise _Unknown if it is not dense or holds no numbers."""
+    if x.layout is not torch.strided or x.is_nested or x.is_meta:
+        raise _Unknown
+    numbers = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return x.dtype, tuple(x.shape), sha256(numbers.numpy()).digest()
 
 
 def _is_constant(x: Any) -> bool:
