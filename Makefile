@@ -62,7 +62,7 @@ lint: $(STAMP) ## ruff and pyright, changing nothing
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(DOCS)/.installed ## the site of docs/ and of the docstrings, into build/site; a broken link fails it
-	@$(DOCS)/bin/python -m mkdocs build --strict --quiet $(ARGS)
+	@$(DOCS)/bin/python -m mkdocs build --strict $(ARGS)
 	@echo "build/site is ready: python3 -m http.server --directory build/site"
 
 # The one target whose versions are nobody's pins: neither ours nor what this machine's settings of pip prefer. .ci/run goes by the

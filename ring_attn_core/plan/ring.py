@@ -101,7 +101,7 @@ class RingPlan:
 
     @cached_property
     def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """Return (base, length, start, stride) as [ranks][runs]: offset in the shard, true tokens, first position, step."""
+        """Return a tuple per rank of one (base, length, start, stride) per run: offset in the shard, true tokens, first position, step."""
         return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
 
     @cached_property
