@@ -101,7 +101,7 @@ class RingPlan:
 
     @cached_property
     def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """Return a tuple per rank of one (base, length, start, stride) per run: offset in the shard, true tokens, first position, step."""
+        """Return each rank's runs as (base, length, start, stride): offset in the shard, true tokens, first position, step."""
         return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
 
     @cached_property
