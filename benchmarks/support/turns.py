@@ -20,34 +20,46 @@ ROUND = 0.06
 _order = random.Random(0)
 
 
-def take_turns(works: dict[str, Work], rounds: int, measure: Callable[[Work, int], float] | None = None) -> dict[str, float]:
+def take_turns(
+    works: dict[str, Work],
+    rounds: int,
+    measure: Callable[[Work, int], float] | None = None,
+    slowest: Callable[[float], float] = float,
+) -> dict[str, float]:
     """Return the median seconds per call of each candidate, over rounds in random order.
 
-    The first third of each turn is not measured. ``measure``: ``seconds`` by default. The order is random because a candidate
-    runs at a higher clock after a cool one: with one order for all cases, the same kernel differed by 5 %.
+    The first third of each turn is not measured. ``measure``: ``seconds`` by default. ``slowest``: returns the largest of all
+    ranks' seconds, where the candidates run on several processes, which then make equally many calls. The order is random because
+    a candidate runs at a higher clock after a cool one: with one order for all cases, the same kernel differed by 5 %.
     """
     measure = measure or seconds
     calls = {}
     for name, work in works.items():
         seconds(work, 3)
-        calls[name] = max(1, round(ROUND / seconds(work, 3)))
+        calls[name] = max(1, round(ROUND / slowest(seconds(work, 3))))
     measured: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name in _order.sample(sorted(works), len(works)):
             seconds(works[name], max(1, calls[name] // 2))
-            measured[name].append(measure(works[name], calls[name]))
+            measured[name].append(slowest(measure(works[name], calls[name])))
     return {name: statistics.median(times) for name, times in measured.items()}
 
 
 def seconds(work: Work, calls: int) -> float:
     """Return the seconds per call of ``calls`` calls in a row."""
-    torch.cuda.synchronize()
+    _wait()
     began = time.perf_counter()
     for _ in range(calls):
         result = work()
     jax.block_until_ready([x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)])
-    torch.cuda.synchronize()
+    _wait()
     return (time.perf_counter() - began) / calls
+
+
+def _wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def device_seconds(work: Work, calls: int) -> float:

@@ -1,0 +1,91 @@
+"""The measured calls: their masks, documents and operations."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+
+MASKS = ("causal", "full", "window", "documents")
+TRAVELLING = ("ring", "two_way", "gather", "ulysses")
+"""The strategies, measured where they fit the heads."""
+STILL = "ring without transfers"
+ALONE = "one launch of equal work"
+PASSES = ("forward", "backward")
+
+
+class Call(NamedTuple):
+    """One measured call. ``tokens``: those of a rank. ``mask``: one of ``MASKS``. ``window``: keys seen before a query."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    mask: str
+    window: int = 4096
+    dim: int = 128
+    layout: str = "zigzag"
+
+    @property
+    def band(self) -> Band:
+        """Return the mask as a Band of positions."""
+        return {"full": full(), "window": sliding_window(self.window)}.get(self.mask, causal())
+
+    def plan(self, ranks: int) -> RingPlan:
+        """Return the plan of the ring."""
+        return RingPlan(self.layout, self.band, ranks, self.tokens)
+
+    def documents(self, ranks: int) -> list[int]:
+        """Return the lengths of the documents, which fill the sequence: log-normal, the same at every call."""
+        length = self.tokens * ranks
+        if self.mask != "documents":
+            return [length]
+        drawn, lengths = random.Random(0), []
+        while sum(lengths) < length:
+            lengths.append(min(max(round(drawn.lognormvariate(7.2, 1.3)), 64), length // 4, length - sum(lengths)))
+        return lengths
+
+    def extents(self, ranks: int) -> list[tuple[int, int]] | None:
+        """Return the first and end of the keys that each token of the sequence may see; None without documents."""
+        if self.mask != "documents":
+            return None
+        found: list[tuple[int, int]] = []
+        for tokens in self.documents(ranks):
+            found += [(len(found), len(found) + tokens)] * tokens
+        return found
+
+    def flops(self, ranks: int) -> dict[str, float]:
+        """Return the operations of a rank by pass: two products of a visible pair forward, five backward."""
+        pairs = self.heads * sum(self.band.area(tokens, tokens) for tokens in self.documents(ranks)) / ranks
+        return {"forward": 4 * pairs * self.dim, "backward": 10 * pairs * self.dim}
+
+    def alone(self, ranks: int) -> int:
+        """Return the tokens of a sequence that one rank computes with as much work as it has in the ring, a multiple of 128."""
+        if self.mask == "window":
+            return self.tokens
+        return max(128, round(self.tokens * ranks**0.5 / 128) * 128)
+
+    def __str__(self) -> str:
+        mask = f"window of {self.window:,}" if self.mask == "window" else self.mask
+        return f"{self.tokens:,} tokens, {self.heads}/{self.kv_heads} heads of {self.dim}, {mask}, {self.layout}"
+
+
+class Problem(NamedTuple):
+    """The calls that one run measures, as lists of their fields, and the rounds of the turns."""
+
+    calls: list[list[int | str]]
+    rounds: int
+    peers: bool
+    dtype: str = "bfloat16"
+
+
+def rates(seconds: dict[str, float], flops: dict[str, dict[str, float]]) -> list[dict[str, object]]:
+    """Return a row for each candidate: milliseconds and TFLOP/s of a GPU by pass. ``seconds``: by candidate and pass."""
+    rows: list[dict[str, object]] = []
+    for name in dict.fromkeys(key.rpartition(" ")[0] for key in seconds):
+        row: dict[str, object] = {"candidate": name}
+        for each in PASSES:
+            taken = seconds[f"{name} {each}"]
+            row |= {f"{each} ms": round(taken * 1e3, 3), f"{each} TFLOP/s": round(flops[name][each] / taken / 1e12, 1)}
+        rows.append(row)
+    return rows
