@@ -47,6 +47,15 @@ def test_the_forward_ring_needs_no_more_memory_with_more_ranks(set_aside):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+def test_slices_straight_from_their_owner_need_no_more_memory_with_more_ranks():
+    pytest.importorskip("jax")
+    of_four, of_eight = temp_bytes((4, 8), SEQ_LOCAL, in_order=True, strategy="direct")
+    for key in ("forward", "both"):
+        assert of_eight[key] - of_four[key] <= 0.05 * shard_bytes(SEQ_LOCAL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_ways_need_no_more_memory_with_more_ranks():
     """From four ranks on: with two there is one way only."""
     pytest.importorskip("jax")

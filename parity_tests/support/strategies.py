@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ring_attn_core import Ulysses
+from ring_attn_core import Ulysses, causal, sliding_window
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
@@ -14,6 +14,7 @@ from .cases import Case
 from .combinations import AXES, COMBINATIONS, EVERYTHING, covering
 
 STRATEGIES: dict[str, str | Ulysses] = {
+    "direct": "direct",
     "two_way": "two_way",
     "gather": "gather",
     "ulysses": "ulysses",
@@ -54,6 +55,22 @@ SHARED = [
     Case("contiguous", strategy=Ulysses(ranks=4), ranks=8, heads=8, kv_heads=2, key_mask="random", length=61),
 ]
 """Key heads that are shared by ranks, or that do not divide them."""
+
+
+SLICED = [
+    Case("zigzag", sliding_window(5), 4, length=61, kv_heads=1, sinks=True, key_mask="random", strategy="direct"),
+    Case("contiguous", sliding_window(9, 4), length=59, key_extents="any", dropout_rate=0.3, dtype="bfloat16", strategy="direct"),
+    Case("zigzag", causal(), 3, length=61, kv_length=50, extents="documents", alibi=True, softcap=2.0, strategy="direct"),
+    Case("contiguous", sliding_window(7, 30, -3), 8, length=70, kv_length=61, key_mask="shard", poison=True, strategy="direct"),
+    Case("striped", sliding_window(2), 5, length=37, v_dim=5, extents="any", dtype="float16", strategy="direct"),
+]
+"""Slices of the strategy "direct" that are parts of shards, with every feature."""
+
+
+def of_a_window(layout: str, window: int, local: int) -> Case:
+    """Return a case of four ranks of ``local`` tokens with one narrow head, small enough to count what it sends."""
+    wide = Case(layout, sliding_window(window), 4, length=4 * local, strategy="direct")
+    return replace(wide, batch=1, heads=1, kv_heads=1, head_dim=1, v_dim=1)
 
 
 def problem_of(case: Case, framework: str) -> Problem:

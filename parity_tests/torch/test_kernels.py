@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core import Ulysses
+from ring_attn_core import Ulysses, sliding_window
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.reference.oracle import Attention
@@ -48,6 +48,7 @@ STRATEGIC = [
     Case(strategy="ulysses", ranks=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
     Case(strategy=Ulysses(ranks=2), heads=2, length=48, batch=1, extents="documents", alibi=True),
     Case(strategy="two_way", ranks=3, heads=2, length=48, batch=1, dtype="float16"),
+    Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, length=48, batch=1),
     *(replace(case, ranks=2) for case in EACH),
 ]
 
@@ -135,7 +136,7 @@ def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
 
 
-@pytest.mark.parametrize("case", first(STRATEGIC, 4), ids=str)
+@pytest.mark.parametrize("case", first(STRATEGIC, 5), ids=str)
 def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
     """Gradients of keys that travel are in float32, in one step too."""
     check(case, run(interpreter, replace(case, poison=True)))

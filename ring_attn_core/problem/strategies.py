@@ -9,11 +9,12 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from ..plan.direct import DirectPlan
 from ..plan.joined import JoinedPlan
 from ..plan.ring import RingPlan
 from ..plan.ulysses import HeadShares, Ulysses
 
-STRATEGIES = ("auto", "ring", "two_way", "gather", "ulysses")
+STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses")
 
 
 Strategy = str | Ulysses
@@ -48,6 +49,8 @@ def chosen(strategy: Strategy, plan: RingPlan) -> str:
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int) -> RingPlan:
     """Return the plan of the steps: ``plan``, or that of the shards which the strategy joins before the first step."""
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
+    if name == "direct":
+        return DirectPlan(**own)
     if name == "gather":
         return JoinedPlan(**own, k_shards=plan.ranks)
     if name == "ulysses":

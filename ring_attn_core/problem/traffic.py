@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..plan.direct import DirectPlan
 from .problem import Problem
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -12,7 +13,7 @@ ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 class Traffic(NamedTuple):
-    """Messages and bytes that one rank sends, the same on every rank.
+    """Messages and bytes that one rank sends, the same on every rank except under "direct".
 
     A message is what goes to one rank at one time; an all-gather of an array is one message to each other rank.
     """
@@ -30,12 +31,16 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the arrays that a rank sends, in elements or bytes. ``shards``: number of key shards that are sent as one."""
+    """The sizes of the arrays that a rank sends, in elements or bytes.
+
+    ``shards``: number of key shards that are sent as one. ``slice``: tokens of a part of a shard; None: the shard.
+    """
 
     problem: Problem
     heads: int
     kv_heads: int
     shards: int = 1
+    slice: int | None = None
 
     @property
     def item(self) -> int:
@@ -49,8 +54,13 @@ class Sizes:
     @property
     def kv(self) -> int:
         """Return the number of elements of k and v."""
-        (b, t, _, d), e = self.problem.k_shape, self.problem.v_shape[-1]
-        return b * t * self.shards * self.kv_heads * (d + e)
+        (b, _, _, d), e = self.problem.k_shape, self.problem.v_shape[-1]
+        return b * self.keys * self.kv_heads * (d + e)
+
+    @property
+    def keys(self) -> int:
+        """Return the number of keys of a batch row."""
+        return (self.problem.k_shape[1] if self.slice is None else self.slice) * self.shards
 
     @property
     def queries(self) -> int:
@@ -60,9 +70,8 @@ class Sizes:
     @property
     def of_keys(self) -> int:
         """Return the bytes of the key mask and the key extents."""
-        b, t = self.problem.k_shape[:2]
-        names = {array.name for array in self.problem.arrays}
-        return b * -(-t * self.shards // 8) * ("key_mask" in names) + b * t * self.shards * 8 * ("key_extents" in names)
+        b, names = self.problem.k_shape[0], {array.name for array in self.problem.arrays}
+        return b * -(-self.keys // 8) * ("key_mask" in names) + b * self.keys * 8 * ("key_extents" in names)
 
     @property
     def of_queries(self) -> int:
@@ -70,9 +79,31 @@ class Sizes:
         return self.problem.q_shape[0] * self.problem.q_shape[1] * 8 * any(x.name == "extents" for x in self.problem.arrays)
 
 
-def traffic(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return what one rank sends in the forward and in the backward of ``problem``."""
+def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
+    """Return what ``rank`` sends in the forward and in the backward of ``problem``."""
+    if problem.strategy == "direct":
+        return _direct(problem, rank)
     return {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses}[problem.strategy](problem)
+
+
+def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
+    """Return the traffic of slices from their owner to their reader, and of their gradients back. JAX pads slices to the longest.
+
+    The gradients that ``rank`` sends are those of the slices that it got.
+    """
+    plan, even = problem.steps, problem.framework == "jax"
+    assert isinstance(plan, DirectPlan)
+
+    def sizes(owner: int, shift: int) -> list[Sizes]:
+        tokens = [each.tokens(owner % plan.ranks, even) for each in plan.slices(shift)]
+        return [Sizes(problem, 0, problem.k_shape[2], slice=count) for count in tokens if count]
+
+    keys = gradients = Traffic(0, 0)
+    for shift in plan.shifts[1:]:
+        sent, got = sizes(rank, shift), sizes(rank - shift, shift)
+        keys += Traffic(bool(sent), sum(each.kv * each.item + each.of_keys for each in sent))
+        gradients += Traffic(bool(got), sum(each.kv * each.wide for each in got))
+    return keys, keys + gradients
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:

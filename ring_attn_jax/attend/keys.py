@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ring_attn_core.kernels.call import BEYOND
 
@@ -62,6 +64,26 @@ def joined(parts: Keys, tokens: int) -> Keys:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
         bits = side_by_side(bits) if masks is None else bits_of(jnp.concatenate(masks, 1))
     return Keys(side_by_side(parts.kv), bits, None, None if parts.extents is None else side_by_side(parts.extents))
+
+
+def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
+    """Return ``tokens`` keys from ``first`` on as a shard of their own."""
+    part: Keys = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys._replace(bits=unpack(keys)))
+    return part if part.bits is None else part._replace(bits=bits_of(part.bits))
+
+
+def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
+    """Return a shard as large as ``like`` with the keys of each of ``parts`` from its first token on.
+
+    All other keys are 0 and masked.
+    """
+    if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
+        return parts[0][1]
+    shard: Keys = jax.tree.map(jnp.zeros_like, like._replace(bits=unpack(like)))
+    for first, part in parts:
+        written = lambda x, new, first=first: lax.dynamic_update_slice_in_dim(x, new, first, 1)
+        shard = jax.tree.map(written, shard, part._replace(bits=unpack(part)))
+    return shard if shard.bits is None else shard._replace(bits=bits_of(shard.bits))
 
 
 def side_by_side(x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +16,12 @@ Groups = list[list[int]] | None
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
     """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward; return that of the rank ``hop`` before this one."""
-    return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in range(ranks)])
+    return send_from(x, range(ranks), hop, axis, ranks)
+
+
+def send_from(x: T, senders: Sequence[int], hop: int, axis: str, ranks: int) -> T:
+    """Send ``x`` as ``send`` does, but only from the ranks ``senders``; what arrives from another rank is 0."""
+    return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in senders])
 
 
 def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> jax.Array:

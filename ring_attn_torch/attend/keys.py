@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,9 +75,42 @@ def joined(parts: Keys, tokens: int) -> Keys:
     return Keys(side_by_side(parts.kv), bits, None, None if parts.extents is None else side_by_side(parts.extents))
 
 
+def cut(keys: Keys, first: int, tokens: int) -> Keys:
+    """Return ``tokens`` keys from ``first`` on as a shard of their own."""
+    part = _mapped(lambda x: x[:, first : first + tokens].contiguous(), keys._replace(bits=unpack(keys)))
+    return part if part.bits is None else part._replace(bits=bits_of(part.bits))
+
+
+def room_for(keys: Keys, tokens: int) -> Keys:
+    """Return uninitialized arrays for ``tokens`` keys of the same kind as ``keys``."""
+    bits = None if keys.bits is None else keys.bits.new_empty(len(keys.bits), -(-tokens // 8))
+    return _mapped(lambda x: x.new_empty(len(x), tokens, *x.shape[2:]), keys._replace(bits=None))._replace(bits=bits)
+
+
+def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
+    """Return a shard as large as ``like`` with the keys of each of ``parts`` from its first token on.
+
+    All other keys are 0 and masked.
+    """
+    if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
+        return parts[0][1]
+    shard = _mapped(torch.zeros_like, like._replace(bits=unpack(like)))
+    for first, part in parts:
+        for x, new in zip(shard, part._replace(bits=unpack(part)), strict=True):
+            if x is not None and new is not None:
+                x[:, first : first + part.kv.shape[1]] = new
+    return shard if shard.bits is None else shard._replace(bits=bits_of(shard.bits))
+
+
 def side_by_side(x: Tensor) -> Tensor:
     """Return arrays [shards b n ...] as one, [b shards*n ...]."""
     return x.transpose(0, 1).flatten(1, 2)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
+    """Return ``function`` of each array of ``keys``."""
+    arrays: list[Any] = [None if x is None else function(x) for x in keys]
+    return Keys(*arrays)
 
 
 def _mask_of(bits: Tensor, tokens: int) -> Tensor:

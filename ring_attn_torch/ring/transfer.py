@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,12 +80,33 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
     """
     if hop == 0:
         return Transfer(arrays, arrays)
+    return swap(*_both(arrays, lambda x: x.shape), hop, group)
+
+
+def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group) -> Transfer:
+    """Send ``sent`` to the rank ``hop`` after this one, and receive ``arriving`` from the rank ``hop`` before it.
+
+    The arrays of both are contiguous; ``arriving`` are new ones, as many and as large as that rank sends.
+    """
     rank, ranks = rank_in(group), ranks_of(group)
     to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
-    sent, arriving = _both(arrays, lambda x: x.shape)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
     return _started(operations, Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group))
+
+
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def connect(group: Group, device: torch.device) -> None:
+    """Take part in one collective of all ranks of ``group``, once for each group.
+
+    NCCL makes a group's communicator at its first call, which all ranks must join; in a batch of sends and receives between some
+    ranks the others would be missing. gloo, which serves CPUs, does not need it.
+    """
+    if group is not None and device.type != "cpu" and group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
 
 
 def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:

@@ -4,9 +4,16 @@
 """
 
 from ..step import Strategy
+from .direct import Direct
 from .gather import Gather
 from .ring import OneWay
 from .two_way import TwoWay
 from .ulysses import HeadExchange
 
-STRATEGIES: dict[str, Strategy] = {"ring": OneWay(), "two_way": TwoWay(), "gather": Gather(), "ulysses": HeadExchange()}
+STRATEGIES: dict[str, Strategy] = {
+    "ring": OneWay(),
+    "direct": Direct(),
+    "two_way": TwoWay(),
+    "gather": Gather(),
+    "ulysses": HeadExchange(),
+}

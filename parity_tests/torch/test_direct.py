@@ -1,0 +1,58 @@
+"""The strategy "direct" of PyTorch where slices are parts of shards: exact, and the bytes that a window costs."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attn_core import LAYOUTS
+from ring_attn_core.problem.traffic import Traffic, traffic
+from ring_attn_torch.ring import transfer
+
+from ..support.cases import check, check_same
+from ..support.selection import first
+from ..support.spawn import PerRank
+from ..support.strategies import SLICED, of_a_window, problem_of
+from .ring import run
+from .test_strategies import count, delayed
+
+
+@pytest.mark.parametrize("case", first(SLICED, 3), ids=str)
+def test_slices_are_exact_with_every_feature(gloo, case):
+    check(case, run(gloo, case))
+
+
+def test_delays_between_slices_change_no_bit(gloo):
+    expected = run(gloo, SLICED[0])
+    for number in range(3):
+        check_same(run(gloo, SLICED[0], partial(delayed, number)), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_of_1024_at_8192_tokens_a_rank_costs_what_the_plan_says(gloo, layout):
+    case = of_a_window(layout, 1024, 8192) if layout != "striped" else of_a_window(layout, 32, 256)
+    counted = gloo(case.ranks, count, case, *(PerRank(*x) for x in case.inputs()))
+    assert counted == [traffic(problem_of(case, "torch"), rank) for rank in range(case.ranks)]
+    number = 4 * (case.head_dim + case.v_dim)  # bytes of a key and its value, or of their gradients
+    forward = [counts[0] for counts in counted]
+    if layout == "contiguous":
+        assert forward == [*[Traffic(1, 1024 * number)] * 3, Traffic(0, 0)]
+    if layout == "zigzag":
+        assert forward == [Traffic(1, 1024 * number), *[Traffic(2, 2 * 1024 * number)] * 2, Traffic(1, 1024 * number)]
+    if layout == "striped":
+        assert min(of.bytes for of in forward) >= 3 * 255 * number
+
+
+def test_a_group_is_connected_by_one_collective_of_all_ranks():
+    class Group:
+        pass
+
+    group = Group()
+    with patch.object(dist, "all_reduce") as collective:
+        for device in ("cpu", "meta", "meta"):
+            transfer.connect(group, torch.device(device))  # type: ignore[arg-type]
+    assert collective.call_count == 1

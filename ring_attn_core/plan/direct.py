@@ -1,0 +1,106 @@
+"""The plan of the strategy "direct": for every pair of ranks, the part of the owner's keys that the reader may see.
+
+At shift s the owner ``rank`` sends a slice of each of its key runs to the reader ``rank + s``. A slice is the shortest stretch of
+a run that holds every key that some query of the reader sees, by the mask and, if they are known, the documents.
+
+    causal, zigzag, 4 ranks     shift 1: rank 1 (tokens 2 3 12 13) sends 2 3 to rank 2, whose last query is at 11
+    window of 2, contiguous     shift 1: each rank but the last sends its last 2 tokens to the next rank; no other shift
+    full, or striped            whole shards
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..runs import Band, Run
+from .ring import RingPlan
+
+
+class Slice(NamedTuple):
+    """The tokens ``firsts[owner]`` to ``firsts[owner] + lengths[owner] - 1`` of each owner's shard, sent at one shift.
+
+    A length of 0 sends nothing. ``end``: no slice goes beyond this token; the next slice of the same shift begins there or later.
+    """
+
+    firsts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    end: int
+
+    def tokens(self, owner: int, even: bool = False) -> int:
+        """Return the number of tokens that ``owner`` sends: with ``even`` the longest slice's, unless its own is empty."""
+        return self.longest if even and self.lengths[owner] else self.lengths[owner]
+
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest slice of any owner: the size at which all fit where sizes are static."""
+        return max(self.lengths)
+
+    @property
+    def even_firsts(self) -> tuple[int, ...]:
+        """Return the first token of each owner's slice if all slices are ``longest`` tokens long."""
+        return tuple(min(first, self.end - self.longest) for first in self.firsts)
+
+    def meets(self, after: Slice) -> bool:
+        """Return whether, in every shard, this slice ends where the slice ``after`` begins, or both are empty."""
+        sent = zip(self.firsts, self.lengths, after.firsts, after.lengths, strict=True)
+        return all(first + tokens == begin if tokens and more else tokens == more for first, tokens, begin, more in sent)
+
+    def joined(self, after: Slice) -> Slice:
+        """Return this slice and the one ``after`` it as one."""
+        return Slice(self.firsts, tuple(map(sum, zip(self.lengths, after.lengths, strict=True))), after.end)
+
+
+@dataclass(frozen=True)
+class DirectPlan(RingPlan):
+    """The plan of a ring whose ranks send each other the keys that are visible there, from the owner straight to the reader."""
+
+    def slices(self, shift: int) -> tuple[Slice, ...]:
+        """Return the slices that each owner sends to the rank ``shift`` after it, in the order of the shard."""
+        return self._slices[shift]
+
+    @cached_property
+    def _slices(self) -> dict[int, tuple[Slice, ...]]:
+        return {shift: tuple(self._of_shift(shift)) for shift in self.shifts[1:]}
+
+    def _of_shift(self, shift: int) -> list[Slice]:
+        """Return a slice for each run of keys at this shift; slices that meet in every shard are one."""
+        found: list[Slice] = []
+        for run in range(len(self.k_runs[0])):
+            parts = [self._visible(owner, (owner + shift) % self.ranks, run) for owner in range(self.ranks)]
+            each = Slice(*zip(*parts, strict=True), end=(run + 1) * self.k_slot)
+            if each.longest == 0:
+                continue
+            if found and found[-1].meets(each):
+                each = found.pop().joined(each)
+            found.append(each)
+        return found
+
+    def _visible(self, owner: int, reader: int, run: int) -> tuple[int, int]:
+        """Return the first token and the length of the part of the owner's run ``run`` that the reader's queries see."""
+        base, *keys = self.k_runs[owner][run]
+        seen = (visible_keys(_run(*queries), _run(*keys), self.mask) for _, *queries in self.q_runs[reader])
+        some = [(first, end) for first, end in seen if first < end]
+        if not some:
+            return run * self.k_slot, 0
+        first = min(first for first, _ in some)
+        return base + first, max(end for _, end in some) - first
+
+
+def _run(length: int, start: int, stride: int) -> Run:
+    return Run(start, length, stride)
+
+
+def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
+    """Return the first and the end (exclusive) local index of the keys that some query sees; (0, 0) if no query sees one.
+
+    Between runs of equal stride the visible lags ``i - j`` are ``lo`` to ``hi``, so key j is seen if
+    ``i = max(0, j + lo) <= min(queries - 1, j + hi)``: ``-hi <= j <= queries - 1 - lo``.
+    """
+    band = mask.onto(queries, keys)
+    if queries.length == 0 or (band.lo is not None and band.hi is not None and band.lo > band.hi):
+        return 0, 0
+    first = 0 if band.hi is None else max(0, -band.hi)
+    end = keys.length if band.lo is None else min(keys.length, queries.length - band.lo)
+    return (first, end) if first < end else (0, 0)

@@ -1,0 +1,100 @@
+"""The strategy "direct": each owner sends each reader the slice of its keys that is visible there, and gets its gradient back.
+
+The slices are those of the plan (``plan/direct.py`` of the core). A step holds a slice at its place in a shard of zeros, which no
+query sees, so the rows and the backends are those of the ring. While a step is computed, the slices of the next one travel, and
+in the backward the gradients of the step before go home. The owner adds them in the order of the shifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from torch import Tensor
+
+from ring_attn_core.plan.direct import DirectPlan
+
+from ...attend.keys import Keys, cut, placed, room_for
+from ...attend.state import Gradients
+from ..groups import rank_in
+from ..step import Ring, Step, T
+from ..transfer import Transfer, connect, swap
+from .ring import OneWay, rows
+
+
+class Direct(OneWay):
+    """The strategy "direct"."""
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a step for each shift of the plan, with the visible keys of ``rank - shift``."""
+        if not ring.plan.hops:
+            yield from super().circulate(keys, ring)
+            return
+        connect(ring.group, keys.kv.device)  # a rank may have nothing to send at the first shift
+        step = Visit(keys, None, ring, 0)
+        for _, shift in pairwise(ring.plan.shifts):
+            arriving = Slices(keys, ring, shift)
+            yield step
+            step = Visit(arriving.wait(), step, ring, shift)
+        yield step
+
+
+class Slices:
+    """The slices in transfer to the rank ``shift`` after this one, and from the rank ``shift`` before it."""
+
+    def __init__(self, own: Keys, ring: Ring, shift: int) -> None:
+        self._own = own
+        self._theirs = visible(ring, shift, -shift)
+        sent = tuple(x for first, tokens in visible(ring, shift, 0) for x in cut(own, first, tokens))
+        self._parts = [room_for(own, tokens) for _, tokens in self._theirs]
+        self._transfer = swap(sent, tuple(x for part in self._parts for x in part), shift, ring.group)
+
+    def wait(self) -> Keys:
+        """Return the keys that arrive, at their places in a shard."""
+        self._transfer.wait()
+        return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
+
+
+class Visit:
+    """A ``Step`` on the visible keys of rank ``rank - shift``, after the step ``before``."""
+
+    def __init__(self, keys: Keys, before: Visit | None, ring: Ring, shift: int) -> None:
+        self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
+        self._before, self._ring, self._shift = before, ring, shift
+        self._returning: Transfer | None = None
+        self._total: Gradients | None = None
+
+    def settle(self, state: T) -> T:
+        """Return ``state``: eager execution is ordered already."""
+        return state
+
+    def arrived(self) -> None:
+        """Return None: the owner adds the gradients of all ranks."""
+
+    def send_home(self, dkv: Gradients) -> None:
+        """Send the gradients of the slices to their owner, and add up those of this rank's own keys as far as they are here."""
+        if self._before is None:
+            self._total = dkv
+            return
+        assert isinstance(dkv, Tensor), "what travels is packed"
+        part = lambda first, tokens: dkv[:, first : first + tokens].contiguous()
+        sent = tuple(part(*of) for of in visible(self._ring, self._shift, -self._shift))
+        b, _, *rest = dkv.shape
+        arriving = tuple(dkv.new_empty((b, tokens, *rest)) for _, tokens in visible(self._ring, self._shift, 0))
+        self._returning = swap(sent, arriving, -self._shift, self._ring.group)
+        self._total, self._before = self._before.home(), None
+
+    def home(self) -> Gradients:
+        """Return the gradients of this rank's own keys from the ranks of this step and of all before it, in their order."""
+        assert isinstance(self._total, Tensor), "what travels is packed"
+        if self._returning is not None:
+            for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self._shift, 0), strict=True):
+                self._total[:, first : first + tokens] += part
+        return self._total
+
+
+def visible(ring: Ring, shift: int, owner: int) -> list[tuple[int, int]]:
+    """Return the first token and the length of each slice that the rank ``owner`` after this one sends at ``shift``."""
+    plan, rank = ring.plan, (rank_in(ring.group) + owner) % ring.plan.ranks
+    assert isinstance(plan, DirectPlan)
+    return [(each.firsts[rank], each.lengths[rank]) for each in plan.slices(shift) if each.lengths[rank]]
