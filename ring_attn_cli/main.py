@@ -54,14 +54,25 @@ def _commands(
 
 @app.command()
 def plan(
-    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(layouts.LAYOUTS)}; with --documents balanced too.",
+            show_default="zigzag, with --documents balanced",
+        ),
+    ] = None,
     mask: Annotated[
         str, typer.Option(help="full, causal[:offset] or sliding_window:before[:after[:offset]], in tokens.")
     ] = "causal",
     ranks: Annotated[int, typer.Option(help="Members of the ring.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of the whole sequence; shards are padded to fit.")] = 8192,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of the whole sequence; shards are padded to fit.", show_default="8192")
+    ] = None,
     kv_length: Annotated[int | None, typer.Option(help="Tokens of the keys, where they are another sequence.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the picture, as .png or .svg.")] = None,
+    documents: Annotated[
+        str | None, typer.Option(help="Draw packed documents of these tokens: 4096,512,1024 or a file.", show_default="none")
+    ] = None,
     all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Compare all layouts, one row each.")] = False,
     model: Annotated[
         str | None, typer.Option(help="A config.json or a name such as llama-8b: say what fits into memory.")
@@ -74,7 +85,11 @@ def plan(
     tokens: Annotated[int | None, typer.Option(help="With --model: tokens a GPU.", show_default="as many as fit")] = None,
     activations: Annotated[str, typer.Option(help="With --model: what blocks keep: keep, recompute or offload.")] = "offload",
 ) -> None:
-    """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work; or, with --model, print what fits."""
+    """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work.
+
+    With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --model, print
+    what fits into memory.
+    """
     with mistakes_in_one_line():
         if model is not None:
             from .plan import memory as fitting
@@ -82,6 +97,21 @@ def plan(
             question = fitting.Question(model, gpus, memory, host_memory, tokens, activations)
             console(plain=True).print(fitting.answer(question))
             return
+        if documents is not None:
+            from .plan import packed
+
+            others = {"--length": length, "--kv-length": kv_length, "--save": save, "--all-layouts": all_layouts or None}
+            unused = ", ".join(name for name, value in others.items() if value is not None)
+            if unused:
+                raise ValueError(f"--documents gives the length and compares all layouts: leave out {unused}")
+            check_drawable(ranks)
+            lengths = packed.read_documents(documents)
+            drawing = packed.answer(layout or packed.BALANCED, lengths, masks.parse(mask), ranks, console().width)
+            console().print(drawing)
+            return
+        if layout == "balanced":
+            raise ValueError("the layout balanced follows from the documents: pass --documents with their lengths")
+        layout, length = "zigzag" if layout is None else layout, 8192 if length is None else length
         if all_layouts and save is not None:
             raise ValueError("--save draws one plan, --all-layouts compares several: leave one of them out")
         if all_layouts:
@@ -165,12 +195,17 @@ def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | 
 
     Raise ValueError if ``ranks`` is out of its range, or if layout, mask or lengths are invalid.
     """
-    if ranks > MOST_RANKS:
-        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
+    check_drawable(ranks)
     members = max(ranks, 1)  # RingPlan rejects ranks below 1
     seq_local = layouts.padded_local(layout, members, length)
     kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)
     return RingPlan(layout, masks.parse(mask), ranks, seq_local, kv_local, length, length if kv_length is None else kv_length)
+
+
+def check_drawable(ranks: int) -> None:
+    """Raise ValueError if a plan of ``ranks`` ranks is too large to draw."""
+    if ranks > MOST_RANKS:
+        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
 
 
 def _comparison(plans: list[RingPlan]) -> Table:

@@ -35,6 +35,41 @@ def test_all_layouts_are_compared_in_a_row_each():
     assert set(LAYOUTS) <= set(rows)
 
 
+def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layouts(tmp_path: Path):
+    done = plan("--documents", "4,12,3,8,5", "--ranks", "4")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert "3 of 5 documents on one rank: their keys do not travel" in done.output
+    assert ["documents", "AAAABBBBBBBBBBBBCCCDDDDDDDDEEEEE"] in lines
+    assert ["ranks", "00012222222211000003333333311111"] in lines
+    assert ["0", "2", "1", "2", "35", "0.966", "10"] in lines and ["3", "1", "1", "0", "36", "0.993", "0"] in lines
+    assert ["balanced", "1.048", "38", "21", "21.9", "%"] in lines
+    assert ["zigzag", "1.352", "49", "19", "19.8", "%"] in lines
+    assert {"contiguous", "striped"} <= {line[0] for line in lines if line}
+    (tmp_path / "lengths").write_text("4 12 3\n8, 5\n")
+    assert plan("--documents", str(tmp_path / "lengths"), "--ranks", "4").output == done.output
+    drawn = plan("--documents", "4,12,3,8,5", "--ranks", "4", "--layout", "contiguous").output.split("\n")
+    assert "ranks     " + "".join(str(rank) * 8 for rank in range(4)) in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--documents", "4,x"], "--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got '4,x'"),
+        (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
+        (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--documents", "4", "--length", "8", "--all-layouts"], "leave out --length, --all-layouts"),
+        (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
+        (["--layout", "balanced"], "the layout balanced follows from the documents: pass --documents with their lengths"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_about_documents_is_answered_in_one_line(arguments: list[str], message: str):
+    done = plan(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_save_writes_the_picture(tmp_path: Path):
     done = plan("--ranks", "2", "--length", "9", "--save", str(tmp_path / "plan.png"))
     assert done.exit_code == 0, done.output

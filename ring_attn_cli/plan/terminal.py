@@ -30,7 +30,7 @@ def draw(plan: RingPlan, width: int = 80) -> RenderableType:
     return Group(*lines, *_matrices(plan, width), _table(plan, width), legend)
 
 
-def _cell(rank: int) -> tuple[str, str]:
+def rank_cell(rank: int) -> tuple[str, str]:
     return _DIGITS[rank % 36], f"black on {colour(rank)}"
 
 
@@ -43,7 +43,7 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
         axis = Axis.of(plan, max(width - 24, width // 2), keys=keys)  # 24 columns for the name and the cell size
         line = Text(name)
         for cell in range(len(axis.cells)):
-            line.append(*(_cell(axis.ranks(cell)[0]) if axis.cells[cell] else ("/", "dim")))
+            line.append(*(rank_cell(axis.ranks(cell)[0]) if axis.cells[cell] else ("/", "dim")))
         line.append(f"  {axis.block:,} a cell" if axis.block > 1 else "", style="dim")
         lines.append(line)
     return lines
@@ -69,7 +69,7 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
         text = Text((name if len(name) <= side else name.replace(", ", "\n")) + "\n", no_wrap=True)
         for line in computed(plan, queries, keys, shift):
             for rank in line:
-                text.append(*((".", "dim") if rank is None else _cell(rank)))
+                text.append(*((".", "dim") if rank is None else rank_cell(rank)))
             text.append("\n")
         drawn.append(text)
     for first in range(0, len(drawn), across):
@@ -107,6 +107,6 @@ def _table(plan: RingPlan, width: int) -> Table:
     for rank in range(plan.ranks):
         share = f"{work[rank] * plan.ranks / sum(work):.3f}" if sum(work) else "-"
         table.add_row(
-            Text(f" {rank} ", _cell(rank)[1]), *(holds(runs[rank]) for runs in sides), *steps[rank], short(work[rank]), share
+            Text(f" {rank} ", rank_cell(rank)[1]), *(holds(runs[rank]) for runs in sides), *steps[rank], short(work[rank]), share
         )
     return table

@@ -1,0 +1,173 @@
+"""The drawing of packed documents over a ring: the ranks that hold them, and the work and traffic of each layout."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ring_attn_core import layouts
+from ring_attn_core.plan.balanced import RankWork, balanced_layout, work_of
+from ring_attn_core.plan.documents import PackedDocuments
+from ring_attn_core.runs import Band, Run
+
+from .terminal import rank_cell
+from .words import mask_in_words, short
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+BALANCED = "balanced"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class PackedPlan(NamedTuple):
+    """Packed documents in one layout: the runs and the work of each rank."""
+
+    layout: str
+    documents: tuple[int, ...]
+    seq_local: int
+    runs: list[tuple[Run, ...]]
+    work: list[RankWork]
+
+    @classmethod
+    def of(cls, layout: str, documents: tuple[int, ...], mask: Band, ranks: int) -> PackedPlan:
+        """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument invalid."""
+        length, packed = sum(documents), PackedDocuments.of(documents, mask)
+        if layout == BALANCED:
+            dealt = balanced_layout(documents, ranks, mask=mask)
+            local, runs = dealt.seq_local, [dealt.held(rank) for rank in range(ranks)]
+        else:
+            local = layouts.padded_local(layout, ranks, length)
+            held = ([run.before(length) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
+            runs = [tuple(run for run in each if run.length) for each in held]
+        return cls(layout, documents, local, runs, [work_of(packed, each) for each in runs])
+
+    @property
+    def balance(self) -> float:
+        """Return the most pairs of a rank over the mean."""
+        pairs = [each.pairs for each in self.work]
+        return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
+
+    @property
+    def share(self) -> float:
+        """Return the keys that ranks see of others over the keys that a ring sends."""
+        ranks = len(self.runs)
+        return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
+
+    def documents_of(self, rank: int) -> set[int]:
+        """Return the indices of the documents of which a rank holds a token."""
+        starts, found = list(accumulate(self.documents, initial=0)), set()
+        for run in self.runs[rank]:
+            if run.stride == 1:
+                last = run.start + run.length - 1
+                found.update(range(bisect_right(starts, run.start) - 1, bisect_right(starts, last)))
+            else:
+                found.update(bisect_right(starts, position) - 1 for position in run.positions())
+        return found
+
+
+def read_documents(text: str) -> tuple[int, ...]:
+    """Return the lengths of ``--documents``: numbers with commas or spaces between them, or the path of a file of them.
+
+    Raise ValueError unless each is an int of at least 1, and there is one or more.
+    """
+    path = Path(text)
+    words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
+    try:
+        documents = tuple(map(int, words))
+    except ValueError as error:
+        raise ValueError(f"--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got {text!r}") from error
+    if not documents or min(documents) < 1:
+        raise ValueError(f"--documents takes lengths of at least 1 token such as 4096,512,1024, got {text!r}")
+    return documents
+
+
+def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
+    """Return the drawing of one layout, and the figures of all beside it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    drawn = PackedPlan.of(layout, documents, mask, ranks)
+    others = [PackedPlan.of(name, documents, mask, ranks) for name in (BALANCED, *layouts.LAYOUTS) if name != layout]
+    sizes = f"{min(documents):,} to {max(documents):,}" if len(set(documents)) > 1 else f"{documents[0]:,}"
+    count = f"{len(documents)} document{'s' if len(documents) > 1 else ''} of {sizes} tokens, {sum(documents):,} in all"
+    title = f"{layout} layout, {mask_in_words(mask)}, {ranks} rank{'s' if ranks > 1 else ''}"
+    held = [drawn.documents_of(rank) for rank in range(ranks)]
+    holders = [sum(document in each for each in held) for document in range(len(documents))]
+    whole = holders.count(1)
+    lines = [
+        Text(title, style="bold"),
+        Text(count),
+        Text(f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)"),
+        Text(f"{whole} of {len(documents)} documents on one rank: their keys do not travel"),
+        Text(),
+        *_strips(drawn, width),
+    ]
+    return Group(
+        *lines, _ranks(drawn, [(sum(holders[d] == 1 for d in each), len(each)) for each in held]), _layouts([drawn, *others])
+    )
+
+
+def _strips(plan: PackedPlan, width: int) -> list[Text]:
+    """Return two lines from the first position to the last: the document of each cell, and the rank that holds most of it."""
+    from rich.text import Text
+
+    held = plan.seq_local * len(plan.runs)
+    block = max(-(-held // max(width - 28, width // 2)), 1)
+    cells: list[dict[int, int]] = [{} for _ in range(0, held, block)]
+    for rank, runs in enumerate(plan.runs):
+        for run in runs:
+            last = run.start + run.stride * (run.length - 1)
+            for cell in range(run.start // block, last // block + 1):
+                tokens = run.before((cell + 1) * block).length - run.before(cell * block).length
+                cells[cell][rank] = cells[cell].get(rank, 0) + tokens
+    starts = list(accumulate(plan.documents, initial=0))
+    letters, ranks = Text("documents "), Text("ranks     ")
+    for cell, counts in enumerate(cells):
+        first, end = cell * block, min((cell + 1) * block, starts[-1])
+        at = bisect_right(starts, (first + end) // 2) - 1
+        covers = at < len(plan.documents) and min(starts[at + 1], end) - max(starts[at], first) > block // 2
+        letters.append(_LETTERS[at % 26] if covers else "." if counts else "/", style="" if covers else "dim")
+        ranks.append(*(rank_cell(max(counts, key=lambda rank: counts[rank])) if counts else ("/", "dim")))
+    ranks.append(f"  {block:,} a cell" if block > 1 else "", style="dim")
+    return [letters, ranks]
+
+
+def _ranks(plan: PackedPlan, documents: Sequence[tuple[int, int]]) -> Table:
+    """Return the table of ranks. ``documents``: for each rank those that it holds whole, and all of which it holds a token."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("rank", no_wrap=True)
+    for name in ("runs", "documents whole", "in part", "pairs", "share", "keys of other ranks"):
+        table.add_column(name, justify="right")
+    mean = sum(each.pairs for each in plan.work) / len(plan.work)
+    for rank, (work, (whole, some)) in enumerate(zip(plan.work, documents, strict=True)):
+        share = f"{work.pairs / mean:.3f}" if mean else "-"
+        counts = (len(plan.runs[rank]), whole, some - whole)
+        table.add_row(Text(f" {rank} ", rank_cell(rank)[1]), *map(str, counts), short(int(work.pairs)), share, f"{work.remote:,}")
+    return table
+
+
+def _layouts(plans: list[PackedPlan]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("layout", no_wrap=True)
+    for name in ("balance", "most pairs", "keys of other ranks", "of a ring"):
+        table.add_column(name, justify="right")
+    for plan in plans:
+        remote = sum(each.remote for each in plan.work)
+        pairs = short(int(max(each.pairs for each in plan.work)))
+        table.add_row(plan.layout, f"{plan.balance:.3f}", pairs, f"{remote:,}", f"{100 * plan.share:.1f} %")
+    table.caption = "of a ring: keys of other ranks that are seen, as a share of those that a ring sends"
+    table.caption_justify = "left"
+    return table
