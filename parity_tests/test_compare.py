@@ -150,7 +150,7 @@ def test_a_sweep_over_features_runs_from_the_command_line_and_draws(tmp_path: Pa
     [
         ("raises_on_rank_1", "60", "on rank 1 of 2 (the others did not) parity_tests.support.planted:raises_on_rank_1 failed: "
                                    "RuntimeError: this rank has had enough"),
-        ("hangs_on_rank_1", "10", "in hangs_on_rank_1)"),
+        pytest.param("hangs_on_rank_1", "10", "in hangs_on_rank_1)", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_a_users_function_that_fails_ends_everything_in_words(function: str, patience: str, words: str):

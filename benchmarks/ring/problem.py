@@ -6,9 +6,10 @@ import random
 from typing import NamedTuple
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+from ring_attn_core.problem.strategies import STRATEGIES
 
 MASKS = ("causal", "full", "window", "documents")
-TRAVELLING = ("ring", "two_way", "gather", "ulysses")
+TRAVELLING = tuple(name for name in STRATEGIES if name != "auto")
 """The strategies, measured where they fit the heads."""
 STILL = "ring without transfers"
 ALONE = "one launch of equal work"

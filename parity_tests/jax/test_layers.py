@@ -44,7 +44,8 @@ ARGUMENTS = arguments_of_attention()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "whole"), [(1, "zigzag", False), (4, "zigzag", False), (3, "striped", False), (4, "zigzag", True)]
+    ("ranks", "layout", "whole"),
+    first([(4, "zigzag", False), (4, "zigzag", True), (1, "zigzag", False), (3, "striped", False)], 2),
 )
 def test_layer_over_a_ring_is_exact(ranks, layout, whole):
     x, dout = layer_data()
