@@ -14,7 +14,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_torch.attend.launch import capability, launch
 
 TOKENS = 16384
-HEADS = {128: 16, 64: 32}
+HEADS = {128: 16, 64: 32, 256: 8, 512: 4}
 
 
 def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: Any) -> RingCall:

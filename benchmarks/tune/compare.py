@@ -27,12 +27,23 @@ BLOCKS = {
     "dkv": [(64, 64, 4), (32, 64, 4), (64, 128, 8), (32, 128, 8), (128, 64, 4), (32, 128, 4)],
 }
 """Candidates for block_q, block_k and warps, each with every number of STAGES."""
+WIDE_BLOCKS = {
+    "forward": [(64, 32, 8), (64, 64, 8), (64, 32, 4), (32, 32, 4), (32, 64, 4), (128, 32, 8)],
+    "dq": [(64, 32, 8), (64, 32, 4), (32, 32, 4), (32, 32, 8), (64, 16, 8)],
+    "dkv": [(32, 64, 8), (32, 64, 16), (16, 64, 16), (16, 64, 8), (16, 32, 8), (32, 32, 16), (32, 16, 8), (16, 16, 8)],
+}
+"""The same for heads beyond 256."""
 STAGES = 2, 3
+WIDE_STAGES = 1, 2
 SAME = 1e-2
 """Largest relative difference of two bfloat16 results that count as the same."""
 
 
-def candidates(kernel: str) -> list[TileConfig]:
+def candidates(kernel: str, dim: int) -> list[TileConfig]:
+    """Return the tiles of a kernel to try for heads of ``dim``."""
+    if dim > 256:
+        made = [TileConfig(*blocks, stages) for blocks in WIDE_BLOCKS[kernel] for stages in WIDE_STAGES]
+        return [replace(tiles, tma=tma) for tiles in made for tma in (True, False)]
     return [TileConfig(*blocks, stages, tma=True) for blocks in BLOCKS[kernel] for stages in STAGES]
 
 
@@ -46,7 +57,7 @@ def _obstacle(at: int, of: Launch) -> str | None:
 
 def compare(kernel: str, call: RingCall, inputs: Mapping[str, Tensor], rounds: int) -> list[dict[str, Any]]:
     """Return one row per candidate, the fastest first: its tiles and ms, or why it was left out."""
-    launches = {tiles: built(kernel, call, tiles) for tiles in candidates(kernel)}
+    launches = {tiles: built(kernel, call, tiles) for tiles in candidates(kernel, call.head_dim)}
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         obstacles = dict(zip(launches, pool.map(partial(_obstacle, call.capability), launches.values()), strict=True))
     rows, works, truth = [], {}, None
