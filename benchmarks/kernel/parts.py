@@ -37,6 +37,7 @@ LENGTHS = [Case(batch=max(16384 // n, 1), tokens=n) for n in (1024, 2048, 4096, 
 HEADS = [
     Case(heads=16, kv_heads=8, dim=256),
     Case(heads=8, kv_heads=1, dim=256),
+    Case(heads=8, kv_heads=4, dim=512),
     Case(dim=192, v_dim=128),
     Case(batch=4, tokens=4096, heads=32, kv_heads=8),
     Case(batch=8, tokens=2048, heads=32, kv_heads=8),

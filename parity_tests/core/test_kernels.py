@@ -80,10 +80,14 @@ SIZED = [
     pytest.param(89, EVERY_FEATURE, marks=pytest.mark.exhaustive),
     pytest.param(100, EVERY_FEATURE, marks=pytest.mark.exhaustive),
     *(pytest.param(90, replace(EVERY_FEATURE, head_dim=dim, v_dim=dim), marks=pytest.mark.exhaustive) for dim in (64, 128, 256)),
+    *(
+        pytest.param(capability, replace(EVERY_FEATURE, head_dim=512, v_dim=512), marks=pytest.mark.exhaustive)
+        for capability in (80, 89, 90, 100)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("capability", "call"), SIZED, ids=["sm_80", "sm_89", "sm_100", "sm_90, 64", "sm_90, 128", "sm_90, 256"])
+@pytest.mark.parametrize(("capability", "call"), SIZED, ids=lambda x: f"sm_{x}" if isinstance(x, int) else str(x.head_dim))
 def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
     call = replace(call, capability=capability)
     for launch in (steps.forward(call, True, True), portable.dq(call, True, True), portable.dkv(call, True, True)):
@@ -131,6 +135,6 @@ def test_a_head_that_fills_its_tile_is_read_by_tma():
 def test_tiles_are_chosen_for_every_kernel_dtype_and_size():
     for kernel in ("forward", "dq", "dkv", "delta"):
         for dtype in ("bfloat16", "float16", "float32"):
-            for width in (64, 128, 256):
+            for width in (64, 128, 256, 512):
                 for capability in (80, 86, 90, 100, 120):
                     assert choose_tiles(kernel, dtype, width, width, capability).warps in (4, 8)

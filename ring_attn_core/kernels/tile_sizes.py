@@ -62,9 +62,11 @@ def choose_tiles(
     width = max(head_dim, v_dim)
     tma = capability >= 90
     if kernel == "delta":
-        return TileConfig(32 if width > 128 else 64, 0, 4, 1)
+        return TileConfig(16 if width > 256 else 32 if width > 128 else 64, 0, 4, 1)
     if dtype == "float32":
         return TileConfig(16, 16, 4, 1) if width > 128 else TileConfig(32, 32, 4, 1)
+    if width > 256:
+        return TileConfig(*_of_512(kernel, capability, features))
     if shared_memory(capability) < 128 * 1024:  # workstation GPUs: tiles that fit, not measured
         if width > 128:
             return TileConfig(64, 64, 4, 1) if kernel == "forward" else TileConfig(32, 32, 4, 1)
@@ -95,6 +97,23 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
     if "dropout_seed" in features:
         return 32, 64, 4, 2  # 6.29 (64 x 64 6.57, 3 stages 7.01)
     return 64, 64, 4, 2  # 4.46 (32 x 64 4.99, 64 x 128 with 8 warps 5.10)
+
+
+def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int, bool]:
+    """Return block_q, block_k, warps, stages and tma for head dimensions of 257 to 512, in ms on one H100, 4 heads of 512.
+
+    64 rows of a tile take 64 KiB. With TMA the sums of the backward spill.
+    """
+    if shared_memory(capability) < 128 * 1024:
+        return (32, 16, 4, 1, False) if kernel == "forward" else (16, 16, 4, 1, False)
+    if kernel == "forward":
+        return (64, 32, 8, 2, True) if capability >= 90 else (32, 32, 4, 2, False)  # 5.05 (without TMA 5.72), 6.24
+    stages = 2 if capability >= 90 else 1
+    if kernel == "dq":
+        if "dropout_seed" in features and capability >= 90:
+            return 64, 16, 8, 2, False  # 15.8 without dropout; Triton 3.6 to 3.9 fail to compile 32 x 32 with every feature
+        return 32, 32, 4, stages, False  # 9.88, 15.6 in one stage
+    return 32, 16, 8, stages, False  # 22.8 (16 x 32 29.4), 29.1
 
 
 @dataclass(frozen=True)
