@@ -3,9 +3,9 @@
     python -m benchmarks.tune [--kernels forward] [--dims 128] [--features plain]
 
 The measurements behind the numbers of ring_attn_core/kernels/tile_sizes.py. One launch of a kernel in bfloat16, causal, 16,384
-tokens, 16 heads of 128, 32 of 64, 8 of 256 or 4 of 512, plain and with each feature that may need other tiles. Candidates compile in parallel in
-processes of their own. A candidate that does not compile or fit, or gives another result than the first, is listed and not timed.
-The others take turns (support/turns.py).
+tokens, 16 heads of 128, 32 of 64, 8 of 256 or 4 of 512, plain and with each feature that may need other tiles. Candidates compile
+in parallel in processes of their own. A candidate that does not compile or fit, or gives another result than the first, is listed
+and not timed. The others take turns (support/turns.py).
 """
 
 from __future__ import annotations

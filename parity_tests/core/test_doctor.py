@@ -139,8 +139,8 @@ def test_tf32_runs_in_float32_and_auto_never_takes_it(framework: str, pretend: P
     ("capability", "arguments", "reason"),
     [
         (90, ("--dtype", "float64"), "its kernels take bfloat16, float16 and float32, not float64"),
-        (90, ("--head-dim", "257", "--v-dim", "8"), "head_dim is 257"),
-        (90, ("--v-dim", "264"), "v_dim is 264"),
+        (90, ("--head-dim", "513", "--v-dim", "8"), "head_dim is 513"),
+        (90, ("--v-dim", "520"), "v_dim is 520"),
         (75, (), "and this one is sm_75"),
     ],
     ids=("float64", "head_dim", "v_dim", "capability"),

@@ -14,7 +14,8 @@ from ..problem.options import Options
 from ..problem.problem import Problem
 from ..releases import warn_if_untried
 from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
-from .hopper.supports import WIDEST, refusal_of_shape
+from .hopper.supports import refusal_of_shape
+from .tile_sizes import WIDEST
 
 if TYPE_CHECKING:
     from .call import RingCall

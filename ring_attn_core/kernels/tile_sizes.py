@@ -18,6 +18,9 @@ MASK_BLOCK = 1024
 MASK_SPAN = 64
 """Number of keys of a span; one flag per span records whether the key mask hides any of them."""
 
+WIDEST = 512
+"""Largest head dimension of the portable kernels."""
+
 HOPPER_BACKWARD_KEYS = 128
 """Number of keys of a program of the Hopper backward: 64 for each of its two warpgroups."""
 
