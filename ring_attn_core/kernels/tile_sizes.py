@@ -103,9 +103,9 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int, bool]:
-    """Return block_q, block_k, warps, stages and tma for head dimensions of 257 to 512, in ms on one H100, 4 heads of 512.
+    """Return block_q, block_k, warps, stages and tma for head dimensions of 257 to 512.
 
-    64 rows of a tile take 64 KiB. With TMA the sums of the backward spill.
+    Times are in ms on one H100, 4 heads of 512. 64 rows of a tile take 64 KiB. With TMA the sums of the backward spill.
     """
     if shared_memory(capability) < 128 * 1024:
         return (32, 16, 4, 1, False) if kernel == "forward" else (16, 16, 4, 1, False)
