@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_jax import pack_rollouts, shard_batch, to_layout, token_log_probs
+from ring_attn_jax import loss, pack_rollouts, shard_batch, to_layout
 from ring_attn_jax.layers.transformer import RingTransformer
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
@@ -32,8 +32,7 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ra
     @nnx.value_and_grad
     def of_tree(model):
         logits = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents)
-        log_probs: Any = token_log_probs(logits, shard.labels)
-        return -(log_probs * weights).sum()
+        return loss(logits, shard.labels, label_weights=weights, reduction="sum", axis_name=None)
 
     longest = max(map(len, drawn["rollouts"]))
     ids = jnp.asarray([[*tokens, *[0] * (longest - len(tokens))] for tokens in drawn["rollouts"]])  # no token sees what follows

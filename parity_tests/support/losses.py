@@ -26,15 +26,18 @@ def hidden_states(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.n
     return hidden, head, labels
 
 
-def exact_loss(hidden: np.ndarray, head: np.ndarray, labels: np.ndarray, reduction: str = "mean") -> Arrays:
-    """Return the loss, dhidden, dhead and dlogits in float64."""
+def exact_loss(
+    hidden: np.ndarray, head: np.ndarray, labels: np.ndarray, reduction: str = "mean", weights: np.ndarray | None = None
+) -> Arrays:
+    """Return the loss, dhidden, dhead and dlogits in float64; ``weights`` [b s] of the labels, None: 1."""
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
     logits, kept = hidden @ head.T, labels != -100
     chosen = np.arange(head.shape[0]) == labels[..., None]
     lse = np.log(np.exp(logits).sum(-1))
-    count = kept.sum() if reduction == "mean" else 1
-    dlogits = (np.exp(logits - lse[..., None]) - chosen) * kept[..., None] / count
-    value = (np.where(kept, lse, 0) - (logits * chosen).sum(-1)).sum() / count
+    factor = np.where(kept, 1.0 if weights is None else weights, 0)
+    factor = factor / factor.sum() if reduction == "mean" else factor
+    dlogits = (np.exp(logits - lse[..., None]) - chosen) * factor[..., None]
+    value = (factor * (lse - (logits * chosen).sum(-1))).sum()
     return {
         "loss": np.asarray(value),
         "dhidden": dlogits @ head,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_torch import pack_rollouts, shard_batch, to_layout, token_log_probs
+from ring_attn_torch import loss, pack_rollouts, shard_batch, to_layout
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
@@ -27,9 +27,8 @@ def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray
     shard = shard_batch(packed.ids, layout, ranks, rank, labels=packed.labels, tree=tree)
     weights = to_layout(packed.label_weights, layout, ranks).chunk(ranks, 1)[rank]
     logits = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents)
-    log_probs: Any = token_log_probs(logits, shard.labels)
-    value = -(log_probs * weights).sum()
-    return [x.detach().numpy() for x in (value, *torch.autograd.grad(value, [*model.parameters()]))]
+    value = loss(logits, shard.labels, label_weights=weights, reduction="sum", group=group)
+    return [x.detach().numpy() for x in (value / ranks, *torch.autograd.grad(value, [*model.parameters()]))]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -48,3 +48,12 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
     check_chunk("chunk", chunk)
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction must be "mean" or "sum", over all labels of all ranks, got {in_words(reduction)}')
+
+
+def check_weights(weights: Shape | None, labels: Shape) -> None:
+    """Raise ValueError if the weights of labels are not one for each label. The values are shapes."""
+    if weights is not None and weights != labels:
+        raise ValueError(
+            f"label_weights must be {list(labels)}, one for each label, got {list(weights)}: both are this rank's shard, so "
+            "shard whole weights as the labels are, with to_layout"
+        )

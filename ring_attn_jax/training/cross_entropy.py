@@ -1,7 +1,7 @@
 """The summed cross-entropy of one rank's labels, chunk by chunk, from logits or from hidden states whose logits are not stored.
 
-    total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
-    dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
+    total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
 A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise. Each float32 array as
 wide as the vocabulary holds one chunk of tokens; if logits are passed, XLA fuses most of such arrays away.
@@ -21,6 +21,17 @@ from ..axes import vary_alike
 from ..layers.chunks import from_chunks, to_chunks
 
 
+class Labels(NamedTuple):
+    """The int32 ``labels`` of tokens and their ``weights``, in at least float32, 0 at ignored labels; None: 1."""
+
+    labels: jax.Array
+    weights: jax.Array | None = None
+
+    def weighted(self, x: jax.Array) -> jax.Array:
+        """Multiply ``x`` [..., tokens] by the weights."""
+        return x if self.weights is None else x * self.weights.astype(x.dtype)
+
+
 class ChunkSettings(NamedTuple):
     """The ignored label, and the number of tokens in a chunk."""
 
@@ -28,17 +39,17 @@ class ChunkSettings(NamedTuple):
     chunk: int
 
 
-def sum_of_logits(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the sum of the cross-entropies of ``logits`` [..., vocab] and int32 ``labels`` [...] as a 0-d float32 array."""
+def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+    """Return the sum of the cross-entropies of ``logits`` [..., vocab] and ``labels`` [...] as a 0-d float32 array."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_of_logits(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
+def _sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
     return _entropy(logits, labels, settings)[0]
 
 
-def _logits_forward(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, Any]:
+def _logits_forward(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[jax.Array, Any]:
     total, lse = _entropy(logits, labels, settings)
     return total, (logits, labels, lse)
 
@@ -52,10 +63,10 @@ def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> t
 _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
+def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
     """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [b s dim] and head [vocab dim].
 
-    ``labels``: int32 [b s]. Products are computed in hidden's dtype. The softmax, and sums over tokens such as the head's
+    ``labels``: [b s]. Products are computed in hidden's dtype. The softmax, and sums over tokens such as the head's
     gradient, are float32.
     """
     wide = head.astype(accumulation_dtype(hidden.dtype))
@@ -63,11 +74,11 @@ def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, setting
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> jax.Array:
+def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
     return _of_chunks(hidden, head, labels, settings, gradients=False)[0]
 
 
-def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, Any]:
+def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[jax.Array, Any]:
     total, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
     return total, (dhidden, dhead)
 
@@ -81,14 +92,14 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 
 
 def _of_chunks(
-    hidden: jax.Array, head: jax.Array, labels: jax.Array, settings: ChunkSettings, *, gradients: bool
+    hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings, *, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
     """Return the sum of the cross-entropies and, if wanted, the gradients of hidden and head, while a chunk's logits exist."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
         (total, dhead), (x, labels) = carry, chunk
-        x = jnp.where((labels != settings.ignored)[..., None], x, 0)  # hidden states of ignored labels may be NaN
+        x = jnp.where((labels.labels != settings.ignored)[..., None], x, 0)  # hidden states of ignored labels may be NaN
         logits = jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=dtype)
         part, lse = _entropy(logits, labels, settings)
         if not gradients:
@@ -98,25 +109,29 @@ def _of_chunks(
         return (total + part, dhead), jnp.einsum("bcv,vd->bcd", dlogits, weight)
 
     length = max(settings.chunk // max(hidden.shape[0], 1), 1)
-    chunks = to_chunks(hidden, length), to_chunks(labels, length, settings.ignored)
+    weights = None if labels.weights is None else to_chunks(labels.weights, length)
+    chunks = to_chunks(hidden, length), Labels(to_chunks(labels.labels, length, settings.ignored), weights)
     zeros = jnp.zeros((), dtype), jnp.zeros(head.shape, dtype) if gradients else None
     zeros, _ = vary_alike((), zeros, hidden)
     (total, dhead), dhidden = lax.scan(step, zeros, chunks)
     return total, None if dhidden is None else from_chunks(dhidden, tokens), dhead
 
 
-def _entropy(logits: jax.Array, labels: jax.Array, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
+def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
     """Return the sum of the cross-entropies, NaN if a label is outside the vocabulary, and the log-sum-exp of each token."""
+    labels = of.labels
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
-    return jnp.where(kept, lse - chosen, 0).sum(), lse
+    return of.weighted(jnp.where(kept, lse - chosen, 0)).sum(), lse
 
 
-def _dlogits(logits: jax.Array, labels: jax.Array, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
+def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the gradient of the sum in the logits, in float32; NaN for a label outside the vocabulary."""
+    labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
     wrong = (labels < 0) | (labels >= logits.shape[-1])
+    p = p if of.weights is None else p * of.weights[..., None].astype(p.dtype)
     return jnp.where((labels != settings.ignored)[..., None], jnp.where(wrong[..., None], jnp.nan, p), 0)

@@ -12,19 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ring_attn_core.model.chunks import check_loss
+from ring_attn_core.model.chunks import check_loss, check_weights
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
+from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, checks_are_off, on_auto_axes, without_derivative
 from ..sharded import ShardedAxes, on_explicit_axes
-from .cross_entropy import ChunkSettings, sum_of_hidden, sum_of_logits
+from .cross_entropy import ChunkSettings, Labels, sum_of_hidden, sum_of_logits
 
 
 def loss(
     logits: jax.Array,
     labels: jax.Array,
     *,
+    label_weights: jax.Array | None = None,
     head: jax.Array | None = None,
     chunk: int = 4096,
     reduction: str = "mean",
@@ -35,11 +37,15 @@ def loss(
 ) -> jax.Array:
     """Return the float32 mean cross-entropy over all labels of all ranks except ``ignore_index``, the same scalar on all ranks.
 
-        sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
+        sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
     ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each (``shard_batch`` shifts them before it shards).
     ``axis_name``: all mesh axes over which ranks hold different tokens, data parallel ones included; None for global arrays,
     outside of shard_map.
+
+    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. They are constants without a
+    gradient, and those of ignored labels do not matter. The mean divides by their sum over all ranks, however small, and is 0 if
+    the sum is 0; they must then be finite and at least 0. Weights of any sign need ``reduction="sum"``.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
@@ -50,27 +56,30 @@ def loss(
     of all devices, and XLA sums that gradient in each chunk.
 
     ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
-    (:func:`count_labels`): the mean of their means is not the mean over all labels.
+    (:func:`count_labels`), or by the sum of all weights: the mean of their means is not the mean over all labels.
 
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are those of one device, on
     each rank. Under check_vma=False the loss is right, but it has no derivative, because JAX would leave the gradients unsummed
     over the ranks, and multiply each by their number.
 
     Raise ValueError if it is differentiated there, if shapes do not fit, or if it is called with an axis outside of shard_map. A
-    label outside the vocabulary makes the loss and its gradients NaN on each rank, since traced values cannot raise.
+    label outside the vocabulary, or a negative weight of a mean, makes the loss and its gradients NaN on each rank, since traced
+    values cannot raise.
     """
-    _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
+    optional = {"head": head, "label_weights": label_weights}
+    _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
     check_number("ignore_index", ignore_index)
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
-    settings = ChunkSettings(ignore_index, chunk)
+    check_weights(None if label_weights is None else label_weights.shape, labels.shape)
+    settings, given = ChunkSettings(ignore_index, chunk), Labels(labels, label_weights)
     if mesh is not None:
         names = ShardedAxes.of(mesh, axis_name, batch_axes, None)
         axes = names.axis_name, *names.batch_axes
         on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
-        return _mapped(on_shards, names, logits, labels, head)
+        return _mapped(on_shards, names, logits, given, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
-    return _over_ranks(logits, labels, head, settings, reduction, axis_name)
+    return _over_ranks(logits, given, head, settings, reduction, axis_name)
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
@@ -88,37 +97,47 @@ def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "
 
 def _over_ranks(
     logits: jax.Array,
-    labels: jax.Array,
+    labels: Labels,
     head: jax.Array | None,
     settings: ChunkSettings,
     reduction: str,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
     """Return the loss over the shards of all ranks of the axes, or over global arrays if ``axis_name`` is None."""
-    labels = labels.astype(jnp.int32)  # unsigned dtypes cannot hold ignore_index
+    labels = _constants(labels, settings.ignored, accumulation_dtype(logits.dtype), reduction)
     if head is None:
         total = sum_of_logits(logits, labels, settings)
     else:
         of_chunks = on_auto_axes(partial(sum_of_hidden, settings=settings), PartitionSpec())
         rows = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
-        total = of_chunks(rows, head, labels.reshape(rows.shape[:2]))
-    count = (labels != settings.ignored).sum()
+        total = of_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
+    divisor = (labels.labels != settings.ignored).sum() if labels.weights is None else labels.weights.sum()
     if axis_name is not None:
-        total, count = _sum("loss", axis_name, total, count)
-    return total if reduction == "sum" else total / jnp.maximum(count, 1).astype(total.dtype)
+        total, divisor = _sum("loss", axis_name, total, divisor)
+    return total if reduction == "sum" else total / jnp.where(divisor == 0, jnp.inf, divisor.astype(total.dtype))
 
 
-def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: jax.Array, head: jax.Array | None) -> jax.Array:
+def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:
+    """Return int32 labels, and weights in ``dtype`` without a gradient: 0 at ignored labels, NaN if a mean has one below 0."""
+    numbers, weights = labels.labels.astype(jnp.int32), labels.weights  # unsigned dtypes cannot hold ignore_index
+    if weights is not None:
+        weights = lax.stop_gradient(jnp.where(numbers != ignored, weights.astype(dtype), 0))
+    if weights is not None and reduction == "mean":
+        weights = jnp.where((weights >= 0) & jnp.isfinite(weights), weights, jnp.nan)
+    return Labels(numbers, weights)
+
+
+def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None) -> jax.Array:
     """Apply ``on_shards`` to global arrays in a shard_map: tokens and rows sharded as in ``where``, the head replicated."""
-    sizes = math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks
-    if labels.ndim != 2 or any(tokens % size for tokens, size in zip(labels.shape, sizes, strict=True)):
+    sizes, shape = (math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks), labels.labels.shape
+    if len(shape) != 2 or any(tokens % size for tokens, size in zip(shape, sizes, strict=True)):
         raise ValueError(
-            f"labels {list(labels.shape)} must be [batch, tokens], which {sizes[0]} members of the mesh can share equally by "
+            f"labels {list(shape)} must be [batch, tokens], which {sizes[0]} members of the mesh can share equally by "
             f"rows and {sizes[1]} by tokens: shard with to_layout or shard_batch, which pad"
         )
     tokens = PartitionSpec(where.batch_axes or None, where.axis_name)
     specs = tokens, tokens, PartitionSpec()
-    place = lambda x, spec: x if x is None else on_explicit_axes(x, where.mesh, spec)
+    place = lambda x, spec: jax.tree.map(lambda x: on_explicit_axes(x, where.mesh, spec), x)
     placed = map(place, (logits, labels, head), specs)
     return jax.shard_map(on_shards, mesh=where.mesh, in_specs=specs, out_specs=PartitionSpec())(*placed)
 

@@ -1,7 +1,7 @@
 """The summed cross-entropy of one rank's labels, chunk by chunk, from logits or from hidden states whose logits are not stored.
 
-    total = sum_i (log sum_v exp(logits_iv) - logits_il)           l: the label of token i
-    dlogits_iv = softmax(logits_i)_v - [v = l]                     hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
+    total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
 A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
 
@@ -22,11 +22,19 @@ from ring_attn_core.model.chunks import even_chunk
 
 
 class Labels(NamedTuple):
-    """The int64 ``labels`` [n] of tokens, the label ``ignored`` in all sums, and the maximum number of tokens in a ``chunk``."""
+    """The int64 ``labels`` [n] of tokens, the label ``ignored`` in all sums, and the maximum number of tokens in a ``chunk``.
+
+    ``weights`` [n], in at least float32: the factor of each cross-entropy, 0 at ignored labels; None: 1.
+    """
 
     labels: Tensor
     ignored: int
     chunk: int
+    weights: Tensor | None = None
+
+    def weighted(self, x: Tensor, rows: slice) -> Tensor:
+        """Multiply ``x`` [rows, ...] by the weights of these tokens, in place."""
+        return x if self.weights is None else x.mul_(self.weights[rows].view(-1, *[1] * (x.ndim - 1)))
 
     @property
     def slices(self) -> Iterator[slice]:
@@ -62,9 +70,11 @@ class _SumOfLogits(torch.autograd.Function):
     """The sum from logits. It saves them and their log-sum-exp, and computes their gradient in the backward, in their dtype."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int) -> tuple[Tensor, Tensor]:
-        total, lse = _of_logits(logits, Labels(labels, ignored, chunk))
-        ctx.save_for_backward(logits, labels, lse)
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        total, lse = _of_logits(logits, Labels(labels, ignored, chunk, weights))
+        ctx.save_for_backward(logits, labels, lse, weights)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.settings = ignored, chunk
@@ -72,35 +82,37 @@ class _SumOfLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
-        logits, labels, lse = ctx.saved_tensors
+    def backward(ctx: Any, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
+        logits, labels, lse, weights = ctx.saved_tensors
         if dtotal is None:
-            return None, None, None, None
-        of = Labels(labels, *ctx.settings)
+            return None, None, None, None, None
+        of = Labels(labels, *ctx.settings, weights=weights)
         dlogits = torch.empty_like(logits)
         for rows in of.slices:
             p = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_()
-            dlogits[rows] = _minus_one_hot(p, labels[rows], of.ignored).mul_(dtotal)
-        return dlogits, None, None, None
+            dlogits[rows] = of.weighted(_minus_one_hot(p, labels[rows], of.ignored).mul_(dtotal), rows)
+        return dlogits, None, None, None, None
 
 
 class _SumOfHidden(torch.autograd.Function):
     """The sum from hidden states. The forward computes the gradients, while a chunk's logits exist; the backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int) -> Tensor:
-        total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk), ctx.needs_input_grad[:2])
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None
+    ) -> Tensor:
+        total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk, weights), ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients)
         ctx.dtype = head.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         dhidden, dhead = ctx.saved_tensors
         dhidden = None if dhidden is None else dhidden * dtotal
         dhead = None if dhead is None else (dhead * dtotal).to(ctx.dtype)
-        return dhidden, dhead, None, None, None
+        return dhidden, dhead, None, None, None, None
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
@@ -112,7 +124,8 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
         lse[rows] = wide.logsumexp(-1)
         wrong = strange_labels(labels, of.ignored, wide.shape[-1])
         each = lse[rows] + F.nll_loss(wide, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="none")
-        total = total + each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan).sum()
+        each = each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan)
+        total = total + of.weighted(each, rows).sum()
     return total, lse
 
 
@@ -130,11 +143,15 @@ def _of_hidden(
         x = hidden[rows].masked_fill(ignored, 0)  # hidden states of ignored labels may be NaN
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
         wrong = strange_labels(labels, of.ignored, p.shape[-1])
-        part = F.nll_loss(p, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="sum")
+        kept = labels.masked_fill(wrong, of.ignored)
+        if of.weights is None:
+            part = F.nll_loss(p, kept, ignore_index=of.ignored, reduction="sum")
+        else:
+            part = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows).sum()
         total = total + part.masked_fill(wrong.any(), torch.nan)
         if dhidden is None and dhead is None:
             continue
-        dlogits = _minus_one_hot(p.exp_(), labels, of.ignored).to(hidden.dtype)
+        dlogits = of.weighted(_minus_one_hot(p.exp_(), labels, of.ignored), rows).to(hidden.dtype)
         if dhidden is not None:
             dhidden[rows] = dlogits @ weight
         if dhead is not None:

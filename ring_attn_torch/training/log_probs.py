@@ -50,7 +50,7 @@ def token_log_probs(
         x = x.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or (head is not None and head.requires_grad)):
-            values: Any = _Values.apply(x, head, *tokens, entropy)
+            values: Any = _Values.apply(x, head, *tokens[:3], entropy)
         else:
             values = _values(x, head, tokens, entropy)[:2]
     shaped = tuple(each.view(labels.shape) for each in values if each is not None)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.model.chunks import check_loss
+from ring_attn_core.model.chunks import check_loss, check_weights
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
@@ -23,6 +23,7 @@ def loss(
     logits: Tensor,
     labels: Tensor,
     *,
+    label_weights: Tensor | None = None,
     head: Tensor | None = None,
     chunk: int = 4096,
     reduction: str = "mean",
@@ -31,10 +32,14 @@ def loss(
 ) -> Tensor:
     """Return the float32 mean cross-entropy over all labels of all ranks except ``ignore_index``, the same scalar on all ranks.
 
-        sum_ranks sum_tokens (log sum_v exp(logits_v) - logits_label) / sum_ranks number of labels          0 without any label
+        sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
     ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each (``shard_batch`` shifts them before it shards).
     ``group``: all ranks that hold different tokens, data parallel ones included; None is the default group.
+
+    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. They are constants without a
+    gradient, and those of ignored labels do not matter. The mean divides by their sum over all ranks, however small, and is 0 if
+    the sum is 0; they must then be finite and at least 0. Weights of any sign need ``reduction="sum"``.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
@@ -43,60 +48,90 @@ def loss(
     are float32.
 
     ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
-    (:func:`count_labels`): the mean of their means is not the mean over all labels.
+    (:func:`count_labels`), or by the sum of all weights: the mean of their means is not the mean over all labels.
 
     A rank's gradient is its part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is that of one device.
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
-    Raise ValueError, the same on every rank, if shapes do not fit or, on CPUs, if a label of any rank is outside the vocabulary;
-    on GPUs and under torch.compile, such a label makes the loss and its gradients NaN on every rank.
+    Raise ValueError, the same on every rank, if shapes do not fit or, on CPUs, if a label of any rank is outside the vocabulary
+    or a mean has a negative weight; on GPUs and under torch.compile, these make the loss and its gradients NaN on every rank.
     """
     ring = ring_of(group)
 
     def check() -> None:
-        _check(ignore_index, {"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
+        arrays = {"logits": logits, "labels": labels, "head": head, "label_weights": label_weights}
+        _check(ignore_index, {name: x for name, x in arrays.items() if x is not None or name in ("logits", "labels")})
         check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, reduction)
+        check_weights(None if label_weights is None else tuple(label_weights.shape), tuple(labels.shape))
 
     alike = ("ignore_index", ignore_index), ("reduction", reduction), ("head", head is not None)
+    alike = *alike, ("label_weights", label_weights is not None)
     agree_on(AgreedCall("loss", _device(logits), alike), ring, check)
-    tokens = Labels(labels.flatten().long(), ignore_index, chunk)  # unsigned dtypes cannot hold ignore_index
+    tokens = labels_of(labels, ignore_index, chunk, label_weights, torch.promote_types(logits.dtype, torch.float32))
     flat = logits.flatten(0, -2)
     part = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
-    return over_ranks(part, labels, ring, ignore_index, reduction, flat.shape[-1] if head is None else head.shape[0])
+    return over_ranks(part, tokens, ring, reduction, flat.shape[-1] if head is None else head.shape[0])
 
 
-def over_ranks(part: Tensor, labels: Tensor, ring: Group, ignore_index: int, reduction: str, vocab: int | None = None) -> Tensor:
+def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
+    """Return the labels [b s] and their ``weights``, if any, as the record of the sums. ``dtype``: that of the loss."""
+    flat = labels.flatten().long()  # unsigned dtypes cannot hold ignore_index
+    if weights is not None:
+        weights = weights.detach().flatten().to(flat.device, dtype).masked_fill(flat == ignore_index, 0)
+    return Labels(flat, ignore_index, chunk, weights)
+
+
+def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the mean, or sum, over the labels of all ranks of ``ring``.
 
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; on CPUs, raise ValueError on
-    every rank if a label is outside them. The count of such labels is summed together with the loss, so no rank stops before the
-    others have taken part. On GPUs the count is not read, which would wait: the loss and its gradient become NaN instead.
+    every rank if a label is outside them, or if a weight of a mean is negative. The counts of both are summed together with the
+    loss, so no rank stops before the others have taken part. On GPUs the counts are not read, which would wait: the loss and its
+    gradient become NaN instead.
     """
-    strange = labels.new_zeros(()) if vocab is None else strange_labels(labels.long(), ignore_index, vocab).sum()
-    total = torch.stack([x.to(part.dtype) for x in (part.detach(), _count(labels, ignore_index), strange)])
+    strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
+    wrong = _wrong_weights(labels, reduction).sum()
+    divisor = _count(labels.labels, labels.ignored) if labels.weights is None else labels.weights.sum()
+    total = torch.stack([x.to(part.dtype) for x in (part.detach(), divisor, strange, wrong)])
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)
-    if vocab is not None and part.device.type == "cpu" and unwatched([total]) and total[2]:
-        raise _strange(labels, ring, ignore_index, vocab)
-    count = total[1].clamp(min=1) if reduction == "mean" else torch.ones_like(total[1])
-    count = count.masked_fill(total[2] > 0, torch.nan)  # which makes this rank's gradients NaN too
-    mine = part / count
+    if vocab is not None and part.device.type == "cpu" and unwatched([total]) and total[2:].any():
+        raise _wrong(labels, ring, vocab, reduction)
+    divisor = torch.ones_like(total[1]) if reduction == "sum" else total[1].masked_fill(total[1] == 0, torch.inf)
+    divisor = divisor.masked_fill(total[2:].sum() > 0, torch.nan)  # which makes this rank's gradients NaN too
+    mine = part / divisor
     with torch.no_grad():
-        mine.copy_(total[0] / count)  # all ranks' value, bit for bit the same, with the gradient of this rank's part
+        mine.copy_(total[0] / divisor)  # all ranks' value, bit for bit the same, with the gradient of this rank's part
     return mine
 
 
-def _strange(labels: Tensor, ring: Group, ignore_index: int, vocab: int) -> ValueError:
-    """Return the error that every rank raises if any rank has a label outside the vocabulary. Every rank must call it."""
-    flat = labels.flatten().long()
-    mine = flat[strange_labels(flat, ignore_index, vocab)][:1].tolist()
+def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
+    """Return a bool mask of the weights by which a mean cannot divide: those that are negative or not finite."""
+    if labels.weights is None or reduction == "sum":
+        return labels.labels.new_zeros((), dtype=torch.bool)
+    return ~((labels.weights >= 0) & labels.weights.isfinite())
+
+
+def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueError:
+    """Return the error that every rank raises if any rank has a label outside the vocabulary or a weight below 0.
+
+    Every rank must call it.
+    """
+    strange = labels.labels[strange_labels(labels.labels, labels.ignored, vocab)][:1].tolist()
+    wrong = [] if labels.weights is None else labels.weights[_wrong_weights(labels, reduction).expand_as(labels.weights)]
+    mine = [strange, [str(float(x)) for x in wrong[:1]]]
     everybody = [mine] if ranks_of(ring) == 1 else tell("the loss's labels", mine, ring)  # type: ignore[arg-type]
-    rank = next(rank for rank, found in enumerate(everybody) if found)
-    where = "" if ranks_of(ring) == 1 else f"rank {rank}: "
+    rank = next(rank for rank, found in enumerate(everybody) if any(found))
+    where, (label, weight) = "" if ranks_of(ring) == 1 else f"rank {rank}: ", everybody[rank]
+    if label:
+        return ValueError(
+            f"{where}labels hold {label[0]}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the vocab of "
+            f"the tokenizer, and give tokens that shall not count the label {labels.ignored}, which is ignore_index"
+        )
     return ValueError(
-        f"{where}labels hold {everybody[rank][0]}, and a vocabulary of {vocab} has 0 to {vocab - 1}: make the model with the "
-        f"vocab of the tokenizer, and give tokens that shall not count the label {ignore_index}, which is ignore_index"
+        f'{where}label_weights hold {weight[0]}, and the weights of reduction="mean" must be finite and at least 0, because it '
+        'divides by their sum: pass reduction="sum" and divide by what you need'
     )
 
 

@@ -59,7 +59,7 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
     group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
     reduction = "mean" if divisor is None else "sum"
     if batch.head_sums:
-        total = over_ranks(result.reshape(()), labels, group, ignored, reduction)
+        total = over_ranks(result.reshape(()), Labels(labels, ignored, 1), group, reduction)
     else:
         total = loss_of(result, labels, reduction=reduction, group=group, ignore_index=ignored)
     if divisor is not None:
