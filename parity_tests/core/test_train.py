@@ -42,8 +42,10 @@ def test_a_file_changes_what_it_names_and_nothing_else(tmp_path: Path):
 
 def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
     page = (Path(__file__).resolve().parents[2] / "docs" / "train.md").read_text()
-    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    text, *more = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found = config_of(tmp_path, text)
+    others = [config_of(tmp_path, each) for each in more]
+    assert [len(other.optimizer.schedule or ()) for other in others] == [1, 2]
     assert found.rows == 2 and found.tokens == 2 * 4 * found.data.length
     rotary = found.transformer().rotary
     assert rotary is not None and rotary.base == 500000.0
@@ -100,6 +102,12 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("out = 'before'", "before holds a run of jax: go on with --framework jax, or begin another with --out FOLDER"),
         ("[model]\nvocab = 255", "the data have ids from 0 to 255, and the model 255: make model.vocab at least 256"),
         ("[passkey]\nlengths = [20]", "length of a passkey must be an int of at least"),
+        ("[optimizer.schedule]\nname = 'CosineLR'", "optimizer.schedule: no schedule is called 'CosineLR': did you mean"),
+        ("[optimizer]\nschedule = 3", "optimizer.schedule must be a table, or a list of tables, got 3"),
+        (
+            "[optimizer]\nwarmup = 5\n[optimizer.schedule]\nname = 'ConstantLR'",
+            "optimizer.warmup and last_rate belong to the schedule that a run has without optimizer.schedule: leave them out",
+        ),
         ("steps = ", "is no TOML"),
     ],
 )
@@ -143,6 +151,18 @@ def test_the_rate_warms_up_and_falls_as_a_cosine():
     assert math.isclose(found[14], 0.2)
     assert found[4:] == sorted(found[4:], reverse=True)
     assert arithmetic.rates(Optimizer(learning_rate=2.0, warmup=0), 1) == [2.0]
+
+
+def test_a_schedule_by_name_is_read_alone_and_as_a_list(tmp_path: Path):
+    text = "steps = 9\n[optimizer]\nlearning_rate = 2\n[optimizer.schedule]\nname = 'StepLR'\nstep_size = 3\n"
+    one = config_of(tmp_path, text)
+    assert arithmetic.rates(one.optimizer, 6) == [2.0] * 3 + [0.2] * 3
+    warm = "[[optimizer.schedule]]\nname = 'linear_schedule'\ninit_value = 0\nend_value = 2\nuntil = 4\n"
+    two = config_of(
+        tmp_path, f"steps = 9\n[optimizer]\nlearning_rate = 2\n{warm}[[optimizer.schedule]]\nname = 'constant_schedule'\n"
+    )
+    assert arithmetic.rates(two.optimizer, 6) == [0, 0.5, 1, 1.5, 2, 2]
+    assert differences(one.described(), two.described())[0].startswith("optimizer.schedule was ")
 
 
 def test_operations_and_peaks_are_those_of_the_formula():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from .config import Optimizer
+from .schedules import schedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +45,13 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> 
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return the learning rate of each step: linear warmup to ``learning_rate``, then cosine decay to ``last_rate`` of it."""
+    """Return the learning rate of each step, of ``optimizer.schedule`` or else of the default.
+
+    The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` of it.
+    """
+    if optimizer.schedule is not None:
+        of_step = schedule(optimizer.schedule, optimizer.learning_rate, steps)
+        return [of_step(step) for step in range(steps)]
 
     def rate(step: int) -> float:
         if step < optimizer.warmup:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 from ring_attn_core import layouts
 from ring_attn_core.model.checks import LARGEST
 
+from .schedules import schedule
+
 if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
 
@@ -47,7 +49,7 @@ class Optimizer:
     """The hyperparameters of AdamW.
 
     The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
-    largest global norm of the gradients.
+    largest global norm of the gradients. ``schedule``: other rates than these, one after another, as ``schedules.py`` has them.
     """
 
     learning_rate: float = 3e-3
@@ -58,6 +60,7 @@ class Optimizer:
     eps: float = 1e-8
     decay: float = 0.1
     clip: float = 1.0
+    schedule: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,7 @@ class Config:
         for name in ("learning_rate", "eps", "clip"):
             if not getattr(self.optimizer, name) > 0:
                 raise ValueError(f"optimizer.{name} must be more than 0, got {getattr(self.optimizer, name)}")
+        self._check_schedule()
         unit = self.ring.ranks * layouts.slots(self.ring.layout)
         if self.data.length % unit:
             raise ValueError(
@@ -151,6 +155,17 @@ class Config:
             )
         if self.init_from is None:
             self.transformer()
+
+    def _check_schedule(self) -> None:
+        of, usual = self.optimizer, Optimizer()
+        if of.schedule is None:
+            return
+        schedule(of.schedule, of.learning_rate, self.steps)
+        if (of.warmup, of.last_rate) != (usual.warmup, usual.last_rate):
+            raise ValueError(
+                "optimizer.warmup and last_rate belong to the schedule that a run has without optimizer.schedule: leave "
+                "them out, and give the schedule a warmup of its own, such as warmup_steps or a LinearLR before it"
+            )
 
     def transformer(self) -> TransformerConfig:
         """Return the config of ``[model]``. Raise ValueError if it is invalid."""
@@ -226,7 +241,16 @@ class ValueType(NamedTuple):
     most: float = LARGEST
 
 
+def _tables(x: Any) -> tuple[dict[str, Any], ...]:
+    return tuple(x) if isinstance(x, list) else (x,)
+
+
+def _are_tables(x: Any) -> bool:
+    return bool(x) and all(isinstance(each, dict) for each in _tables(x))
+
+
 FORMS: dict[str, ValueType] = {
+    "tuple[collections.abc.Mapping": ValueType("a table, or a list of tables", _are_tables, _tables),
     "Mapping": ValueType("a table", lambda x: isinstance(x, dict), dict),
     "tuple": ValueType("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
     "float": ValueType("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
