@@ -124,6 +124,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(framework: str, gloo, t
     assert not Path(stopped.out, "weights").exists()
     work(stopped)
     assert [line["step"] for line in lines(Path(stopped.out, "log.jsonl")) if line["kind"] == "step"] == list(range(1, 8))
+    assert [len(list(Path(each.out, "tensorboard").iterdir())) for each in (whole, stopped)] == [1, 2]
     for name, x in numbers(whole).items():
         np.testing.assert_array_equal(numbers(stopped)[name], x, err_msg=name)
     for name, x in weights(whole).items():

@@ -1,4 +1,4 @@
-"""The training loop, the same for both frameworks: resume, step, evaluate, save, and log to ``log.jsonl``."""
+"""The training loop, the same for both frameworks: resume, step, evaluate, save, and log to ``log.jsonl`` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ring_attn_core.data.passkey import passkey
 
 from .arithmetic import edges, flops_per_token, peak, rates
 from .config import Config
+from .events import Events
 from .folder import differences
 from .side import Side
 
@@ -109,7 +110,7 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 
 
 class Log:
-    """The file ``log.jsonl`` of a run, and the function that shows its lines.
+    """The file ``log.jsonl`` of a run, the same numbers as events of TensorBoard, and the function that shows its lines.
 
     A resumed run drops the lines after its checkpoint: write a new file, then rename it over the log.
     """
@@ -120,13 +121,14 @@ class Log:
         new = path.with_name(f".{path.name}.new")  # a kill leaves the old log or the new one
         new.write_text("".join(json.dumps(line) + "\n" for line in kept))
         new.replace(path)
-        self._path, self._tell = path, tell
+        self._path, self._tell, self._events = path, tell, Events(path.parent, begin)
 
     def __call__(self, kind: str, **values: object) -> None:
         """Append ``kind`` and ``values`` to the file as a line of JSON, and pass them to ``tell``."""
         line = {"kind": kind, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._events(kind, line)
         self._tell(kind, line)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from ..processes import Crews, Terminated, check_count, check_installed, hear_interrupts
 from . import data, folder, lock, picture
 from .config import Config
+from .events import FOLDER
 from .loop import LOG
 from .watch import TrainWatch
 
@@ -123,4 +124,6 @@ def _finish(config: Config) -> None:
     if find_spec("matplotlib") is not None:
         picture.draw(log, drawn)
     sys.stdout.flush()
-    Console(highlight=False).print(f"Written: {log}, {drawn}, {Path(config.out, 'weights')}, {Path(config.out, 'checkpoints')}")
+    Console(highlight=False).print(
+        f"Written: {log}, {drawn}, {Path(config.out, FOLDER)}, {Path(config.out, 'weights')}, {Path(config.out, 'checkpoints')}"
+    )
