@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
         evaluation=Evaluation(every=5, batches=1, buckets=3),
         passkey=Passkeys(lengths=(131,), texts=3, digits=2, train_every=3),
     )
+
+
+def of_rows(config: Config) -> Config:
+    """The same run on the lines of a file, with two schedules of the learning rate one after the other."""
+    folder = Path(config.data.folder)
+    texts = [path.read_text() for path in sorted(folder.rglob("*.txt"))]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    warm = {"name": "linear_schedule", "init_value": 0.0, "end_value": 1e-2, "until": 3}
+    optimizer = replace(config.optimizer, warmup=20, schedule=(warm, {"name": "CosineAnnealingLR", "eta_min": 1e-4}))
+    data = replace(config.data, pattern="*.jsonl", held_out="*.jsonl", column="content")
+    return replace(config, data=data, optimizer=optimizer)
 
 
 def on_ranks(group: Any, config: Config, stop: int = 0) -> None:
@@ -116,7 +128,7 @@ def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, t
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(framework: str, gloo, tmp_path: Path):
-    whole, stopped = (config_of(tmp_path, name, 1, 7) for name in ("whole", "stopped"))
+    whole, stopped = (of_rows(config_of(tmp_path, name, 1, 7)) for name in ("whole", "stopped"))
     work = in_jax if framework == "jax" else lambda config, stop=0: gloo(1, on_ranks, config, stop)
     work(whole)
     with pytest.raises(Stopped):

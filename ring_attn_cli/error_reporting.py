@@ -9,7 +9,14 @@ from contextlib import contextmanager
 
 from .processes import Failure
 
-HINT = 'ring-attn: {} is not installed: run pip install ".[demo]" in a clone of the repository'
+HINT = 'ring-attn: {} is not installed: run pip install ".[{}]" in a clone of the repository'
+EXTRAS = {"pyarrow": "data", "tokenizers": "data"}
+"""The pip extras of packages that the extra ``demo`` does not bring."""
+
+
+def missing_in_words(package: str | None) -> str:
+    """Return the line that says which extra brings a missing package."""
+    return HINT.format(package, EXTRAS.get(package or "", "demo"))
 
 
 @contextmanager
@@ -24,7 +31,7 @@ def mistakes_in_one_line() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        typer.echo(HINT.format(missing.name), err=True)
+        typer.echo(missing_in_words(missing.name), err=True)
         raise typer.Exit(2) from None
     except BrokenPipeError:  # rich exits with status 1 itself from 13.8 on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes into the pipe at exit

@@ -12,12 +12,12 @@ from typing import Annotated
 from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
-from .error_reporting import HINT, mistakes_in_one_line
+from .error_reporting import missing_in_words, mistakes_in_one_line
 from .plan import image, terminal, words
 
 for package in ("typer", "rich"):
     if find_spec(package) is None:
-        raise SystemExit(HINT.format(package))
+        raise SystemExit(missing_in_words(package))
 
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402

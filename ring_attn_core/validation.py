@@ -74,7 +74,10 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
     return counts
 
 
-def missing_package(needing: str, package: str) -> ModuleNotFoundError:
-    """Return the error that ``needing``, a name or module, raises if ``package`` is missing. The pip extra is called the same."""
-    message = f"{needing} needs {package}: run pip install '.[{package}]' in a clone of the repository"
+def missing_package(needing: str, package: str, extra: str | None = None) -> ModuleNotFoundError:
+    """Return the error that ``needing``, a name or module, raises if ``package`` is missing.
+
+    ``extra``: the pip extra that brings it, by default called as the package.
+    """
+    message = f"{needing} needs {package}: run pip install '.[{extra or package}]' in a clone of the repository"
     return ModuleNotFoundError(message, name=package)

@@ -179,8 +179,8 @@ def test_a_text_of_the_same_content_is_read_once_and_not_tokenised_again(tmp_pat
     (tmp_path / "a" / "0" / "1.txt").chmod(0o600)
     monkeypatch.setattr(caching, "_written", None)
     read = []
-    content = caching._content
-    monkeypatch.setattr(caching, "_content", lambda file: (read.append(file.name), content(file))[1])
+    content = caching.content_of
+    monkeypatch.setattr(caching, "content_of", lambda file: (read.append(file.name), content(file))[1])
     for _ in range(2):
         assert corpus.batches(tmp_path / "a").state() == before
     assert read == ["0/1.txt"]

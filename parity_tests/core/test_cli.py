@@ -142,6 +142,20 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it(missing: st
     assert ran.stderr == f'ring-attn: {missing} is not installed: run pip install ".[demo]" in a clone of the repository\n'
 
 
+def test_a_missing_reader_of_data_is_answered_with_its_extra(tmp_path: Path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "config.toml").write_text("[data]\nfolder = '.'\npattern = 'a.parquet'\n")
+    code = "import sys; sys.modules['pyarrow'] = None; from ring_attn_cli.main import main; main()"
+    command = [sys.executable, "-c", code, "train", "config.toml"]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (
+        2,
+        'ring-attn: pyarrow is not installed: run pip install ".[data]" in a clone of the repository\n',
+    )
+
+
 @pytest.mark.parametrize("arguments", [["plan"], ["plan", "--all-layouts"]], ids=" ".join)
 @pytest.mark.parametrize("rich", ["exits at a broken pipe", "raises at a broken pipe"])
 def test_a_reader_that_has_seen_enough_is_no_mistake(rich: str, arguments: list[str]):

@@ -16,6 +16,7 @@ import pytest
 
 from ring_attn_core import LAYOUTS
 from ring_attn_core.data import cache as caching
+from ring_attn_core.data import encoding
 
 from ..support import corpus
 from ..support.corpus import LENGTH, LENGTHS, RANKS
@@ -67,7 +68,7 @@ def test_texts_are_their_bytes_and_what_ends_each(end: int | None, width: int, v
 
 
 def test_texts_longer_than_a_chunk_are_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(caching, "CHUNK", 3)
+    monkeypatch.setattr(encoding, "CHUNK", 3)
     text = "straße, 日本語 and 🙂 to the end"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     size = len(text.encode())
@@ -247,7 +248,7 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(words: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"3.txt makes no tokens"):
         corpus.batches(folder, tokenizer=words)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match="tokenizer= needs tokenizers: run pip install tokenizers"):
+    with pytest.raises(ModuleNotFoundError, match=r"tokenizer= needs tokenizers: run pip install '\.\[data\]'"):
         corpus.batches(folder, tokenizer=words)
     assert not list((folder / ".ring-attn").glob(".writing-*"))
 

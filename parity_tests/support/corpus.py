@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "epochs": 1,
     "last": "drop",
     "pattern": "**/*",
+    "column": "text",
     "tokenizer": None,
     "end": None,
     "cache": None,

@@ -39,6 +39,7 @@ class Data:
     length: int = 1024
     batch_size: int = 4
     accumulate: int = 1
+    column: str = "text"
     tokenizer: str | None = None
     end: int | None = None
     seed: int = 0

@@ -17,6 +17,7 @@ class DatasetArguments(TypedDict):
     ranks: int
     seed: int
     pattern: str
+    column: str
     tokenizer: str | None
     end: int | None
     cache: Path
@@ -32,6 +33,7 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
         "ranks": config.ring.ranks,
         "seed": of.seed,
         "pattern": of.held_out if held_out else of.pattern,
+        "column": of.column,
         "tokenizer": of.tokenizer,
         "end": of.end,
         "cache": Path(config.out, ".cache"),

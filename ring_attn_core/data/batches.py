@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import token_arrays
+from . import records, token_arrays
 from .cache import tokenised
-from .documents import Documents, found
+from .documents import Documents, File, found
 from .index import Index, batches_of, reads, state_of
 from .reader import Reader
-from .settings import DatasetSettings
+from .settings import COLUMN, DatasetSettings
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 def documents_of(settings: DatasetSettings) -> Documents:
-    """Return the documents of the folder, either texts or token arrays.
+    """Return the documents of the folder: texts, rows of files, or token arrays.
 
-    Raise ValueError, the same on all ranks, if the folder holds both or neither, or a file has no tokens.
+    Raise ValueError, the same on all ranks, if the folder holds several kinds or none, or a file has no tokens.
     """
-    files = found(settings)
+    files = records.without_descriptions(found(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:
+        _check_rows(files, settings)
         return tokenised(files, settings)
     texts = [file for file in files if not file.name.endswith(token_arrays.SUFFIX)]
     if texts:
@@ -38,6 +40,21 @@ def documents_of(settings: DatasetSettings) -> Documents:
             "out, or pass a pattern of texts"
         )
     return token_arrays.described(arrays)
+
+
+def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
+    """Raise ValueError if the folder holds texts beside files of rows, or if texts come with a column."""
+    rows, texts = ([file.name for file in files if records.is_records(file) == of] for of in (True, False))
+    if rows and texts:
+        raise ValueError(
+            f"{settings.folder} holds files of rows such as {rows[0]} and texts such as {texts[0]}: pass "
+            f"pattern='**/*{os.path.splitext(rows[0])[1]}' for the rows, or a pattern of the texts"
+        )
+    if texts and settings.column != COLUMN:
+        raise ValueError(
+            f"column={settings.column!r} is for {', '.join(records.SUFFIXES)} files, and {settings.folder} holds texts such as "
+            f"{texts[0]}: leave it out, or pass a pattern of such files"
+        )
 
 
 class BatchArrays(NamedTuple):

@@ -4,9 +4,10 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
 
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is the
                        hash of ids, names and lengths, so equal contents share a file
-    <key>.json         the index: where each document lies in it. The key is a hash of the tokenizer's file, ``end``, and the
-                       names, sizes and times of the texts, so a second start reads no text. If the time of change of a text
-                       differs from the index (it was copied, or its size and time were set back), the text is read and compared
+    <key>.json         the index: where each document lies in it. The key is a hash of the tokenizer's file, ``end``, the column
+                       of rows, and the names, sizes and times of the files, so a second start reads no file. If the time of
+                       change of a file differs from the index (it was copied, or its size and time were set back), the file
+                       is read and compared
 
 Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
 an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
@@ -16,28 +17,28 @@ Files of older versions of the texts may be deleted when no run reads them.
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import sys
 import tempfile
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
-from .documents import Document, Documents, File, unchanged, vanished
-from .settings import BYTES, DatasetSettings
+from . import records
+from .documents import Document, Documents, File, content_of, unchanged
+from .encoding import CODES, Encode, encoder
+from .settings import DatasetSettings
 
-CHUNK = 1 << 20
 VERSION, INDEX_VERSION = 1, 2
 """Format versions: of the tokens (part of the digest) and of the index (part of the key)."""
 
-CODES = {1: "B", 2: "H", 4: "I"}
+TOKENIZER = "tokenizer.json"
+"""Name of the file in a tokenizer's folder."""
 
 
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
@@ -57,7 +58,7 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
                     left.unlink(missing_ok=True)
                 kept = _kept(index, files)
                 if kept is None:
-                    kept = _written(folder, index, files, _encoder(settings, tokenizer), settings.end)
+                    kept = _written(folder, index, files, encoder(settings, tokenizer), settings.end)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be kept in {folder} ({error.strerror or error}): pass cache=, a folder that can be written and "
@@ -73,11 +74,12 @@ def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
     """
     if settings.tokenizer is None:
         return None
+    path = Path(settings.tokenizer)
     try:
-        return read_bytes(settings.tokenizer)
+        return read_bytes(path / TOKENIZER if path.is_dir() else path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer={os.fspath(settings.tokenizer)!r} cannot be read ({error}): pass a tokenizer.json"
+            f"tokenizer={os.fspath(settings.tokenizer)!r} cannot be read ({error}): pass a {TOKENIZER} or its folder"
         ) from error
 
 
@@ -85,6 +87,8 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
     what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
+    if any(map(records.is_records, files)):  # the key of a folder of texts stays that of older versions
+        what.append(("column", settings.column))
     return sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
@@ -93,9 +97,10 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
     try:
         kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
-        width, counts = kept["width"], kept["tokens"]
-        numbers = [width, kept["vocab"], *counts, *kept["changed"]]
-        if not all(type(x) is int and x > 0 for x in numbers) or width not in CODES or len(counts) != len(files):
+        width, counts, rows = kept["width"], kept["tokens"], _rows(kept, files)
+        numbers = [width, kept["vocab"], *counts, *kept["changed"], *(x for each in rows for x in each or ())]
+        documents = sum(1 if each is None else len(each) for each in rows)
+        if not all(type(x) is int and x > 0 for x in numbers) or width not in CODES or len(counts) != documents:
             return None
         with open_file(path) as opened:
             if identity(opened.fileno()).size != width * sum(counts) or sample(opened) != kept["sample"]:
@@ -104,7 +109,7 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
         texts = {file.name: text for file, text in zip(files, kept["texts"], strict=True)}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if any(_content(file) != texts[file.name] for file in others):
+    if any(content_of(file) != texts[file.name] for file in others):
         return None
     if others:
         with suppress(OSError):  # not writable: the next start compares again
@@ -112,50 +117,60 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
     return _described(path, kept, files)
 
 
-def _content(file: File) -> str:
-    """Return the SHA-256 of a text. Raise ValueError if the file changes meanwhile."""
-    content = sha256()
-    try:
-        with open_file(file.path) as opened:
-            while chunk := opened.read(CHUNK):
-                content.update(chunk)
-    except OSError as error:
-        raise vanished(file.path, error) from error
-    unchanged(file)
-    return content.hexdigest()
+def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
+    """Return for each file the numbers of its rows that are documents; None for a text, which is one document."""
+    rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
+    if len(rows) != len(files):
+        raise ValueError("the index has the rows of other files")
+    return rows
+
+
+def _names(files: Sequence[File], rows: Sequence[list[int] | None]) -> list[str]:
+    """Return the names of the documents: of a text its file's, of a row ``file:row``, counted from 1."""
+    return [
+        name
+        for file, each in zip(files, rows, strict=True)
+        for name in ([file.name] if each is None else [f"{file.name}:{row}" for row in each])
+    ]
 
 
 def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Documents:
     width, offset, documents = kept["width"], 0, []
-    size = width * sum(kept["tokens"])
-    for file, tokens in zip(files, kept["tokens"], strict=True):
-        documents.append(Document(file.name, str(path), size, f"<u{width}", offset, tokens, None, kept["sample"]))
+    size, where, dtype = width * sum(kept["tokens"]), str(path), f"<u{width}"
+    for name, tokens in zip(_names(files, _rows(kept, files)), kept["tokens"], strict=True):
+        documents.append(Document(name, where, size, dtype, offset, tokens, None, kept["sample"]))
         offset += width * tokens
     return Documents(tuple(documents), kept["digest"], kept["vocab"])
 
 
-def _written(folder: Path, index: Path, files: Sequence[File], encoder: tuple[Encode, int], ends: int | None) -> Documents:
-    encode, vocab = encoder
+def _written(folder: Path, index: Path, files: Sequence[File], encoding: tuple[Encode, int], ends: int | None) -> Documents:
+    encode, vocab = encoding
     width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
     end = b"" if ends is None else int(ends).to_bytes(width, "little")
-    digest, counts, texts = sha256(), [], []
+    digest, counts, texts, rows = sha256(), [], [], []
     handle, path = tempfile.mkstemp(dir=folder, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as out:
             for file in files:
-                size, text = 0, sha256()
-                for piece in chain(_checked(encode(file, width, text), file), [end]):
-                    out.write(piece)
-                    digest.update(piece)
-                    size += len(piece)
+                text, found = sha256(), []
+                for row, pieces in encode(file, width, text):
+                    size = 0
+                    for piece in chain(pieces, [end]):
+                        out.write(piece)
+                        digest.update(piece)
+                        size += len(piece)
+                    counts.append(size // width)
+                    found.append(row)
                 unchanged(file)
-                counts.append(size // width)
+                rows.append(found if records.is_records(file) else None)
                 texts.append(text.hexdigest())
             out.flush()
             os.fsync(out.fileno())
-        digest.update(json.dumps([VERSION, width, vocab, [file.name for file in files], counts]).encode())
+        digest.update(json.dumps([VERSION, width, vocab, _names(files, rows), counts]).encode())
         kept: dict[str, Any] = {"digest": digest.hexdigest(), "width": width, "vocab": vocab, "tokens": counts, "texts": texts}
         kept["changed"] = [file.changed for file in files]
+        if any(rows):
+            kept["rows"] = rows
         with open_file(path) as written:
             kept["sample"] = sample(written)
         tokens = folder / f"{kept['digest']}.tokens"
@@ -178,92 +193,6 @@ def _write_index(index: Path, text: str) -> None:
     except BaseException:
         Path(path).unlink(missing_ok=True)
         raise
-
-
-def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
-    """Yield ``pieces`` unchanged. Raise ValueError after the last one if all are empty: the text has no tokens."""
-    empty = True
-    for piece in pieces:
-        empty = empty and not piece
-        yield piece
-    if empty:
-        raise ValueError(f"{file.path} makes no tokens: a document has at least one, so delete the file or pass another pattern")
-
-
-Encode = Callable[[File, int, Any], Iterable[bytes]]
-
-
-def _encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
-    """Return the function that encodes a file, and the vocabulary size.
-
-    The function takes the file, the number of bytes of an id, and a hash object that it updates with the text.
-    """
-    end = -1 if settings.end is None else int(settings.end)
-    if tokenizer_text is None:
-        return _bytes, max(BYTES, end + 1)
-    try:
-        from tokenizers import Tokenizer  # type: ignore[import-not-found]  # optional
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError("tokenizer= needs tokenizers: run pip install tokenizers", name="tokenizers") from missing
-    try:
-        tokenizer = Tokenizer.from_buffer(tokenizer_text)
-    except Exception as error:  # its Rust code raises several types
-        raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} is no tokenizer.json of tokenizers: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
-    def encode(file: File, width: int, content: Any) -> Iterator[bytes]:
-        text = b"".join(_utf8(file, content)).decode("utf-8")
-        ids = array(CODES[width], tokenizer.encode(text, add_special_tokens=False).ids)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        yield ids.tobytes()
-
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps
-    return encode, max(largest, end) + 1
-
-
-def _bytes(file: File, width: int, content: Any) -> Iterator[bytes]:
-    """Yield the bytes of a text as little-endian ids of ``width`` bytes."""
-    for chunk in _utf8(file, content):
-        ids = bytearray(width * len(chunk))
-        ids[::width] = chunk
-        yield bytes(ids)
-
-
-def _utf8(file: File, content: Any) -> Iterator[bytes]:
-    """Yield a file in chunks and update the hash ``content`` with them. Raise ValueError if it is not UTF-8 or has a 0 byte."""
-    decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
-    with _opened(file) as opened:
-        while chunk := opened.read(CHUNK):
-            zero = chunk.find(b"\0")
-            try:
-                decoder.decode(chunk)
-            except UnicodeDecodeError as error:
-                raise _binary(file, f"no UTF-8 near byte {seen + error.start}") from error
-            if zero >= 0:
-                raise _binary(file, f"byte {seen + zero} is 0")
-            seen += len(chunk)
-            content.update(chunk)
-            yield chunk
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise _binary(file, "it ends within a letter of UTF-8") from error
-
-
-def _opened(file: File) -> BinaryIO:
-    try:
-        return open_file(file.path)
-    except OSError as error:
-        raise vanished(file.path, error) from error
-
-
-def _binary(file: File, why: str) -> ValueError:
-    return ValueError(
-        f"{file.path} is no text ({why}): convert it to UTF-8, save token ids with numpy.save as .npy, or pass a pattern that "
-        "leaves it out, such as pattern='**/*.txt'"
-    )
 
 
 @contextmanager

@@ -1,14 +1,18 @@
-"""The documents of a folder: its files, and the location of the tokens of each."""
+"""The documents of a folder: its files or their rows, and the location of the tokens of each."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..files import Identity, check_regular, identity
+from ..files import Identity, check_regular, identity, open_file
 from .settings import DatasetSettings
+
+CHUNK = 1 << 20
+"""Bytes of a file that are read at a time."""
 
 
 class File(NamedTuple):
@@ -79,8 +83,8 @@ def found(settings: DatasetSettings) -> list[File]:
             files.append(File(name, str(path), *now[2:]))
     if not files:
         raise ValueError(
-            f"no file in {settings.folder} fits pattern={settings.pattern!r} (hidden ones are left out): put text files in UTF-8 "
-            "or .npy token arrays there, or pass another pattern"
+            f"no file in {settings.folder} fits pattern={settings.pattern!r} (hidden ones are left out): put text files in "
+            "UTF-8, .jsonl, .parquet or .arrow files of rows, or .npy token arrays there, or pass another pattern"
         )
     return sorted(files)
 
@@ -109,6 +113,24 @@ def unchanged(file: File) -> None:
         raise vanished(file.path, error) from error
     if now[2:] != (file.size, file.modified, file.changed):
         raise ValueError(f"{file.path} changed while it was read: begin again when it is written")
+
+
+def content_of(file: File) -> str:
+    """Return the SHA-256 of a file. Raise ValueError if it changes meanwhile."""
+    content = sha256()
+    update(content, file)
+    unchanged(file)
+    return content.hexdigest()
+
+
+def update(content: Any, file: File) -> None:
+    """Update a hash with the bytes of a file."""
+    try:
+        with open_file(file.path) as opened:
+            while chunk := opened.read(CHUNK):
+                content.update(chunk)
+    except OSError as error:
+        raise vanished(file.path, error) from error
 
 
 def vanished(path: str, error: OSError) -> ValueError:

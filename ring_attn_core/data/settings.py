@@ -13,6 +13,9 @@ from ..validation import in_words, is_integer
 BYTES = 256
 """Number of ids without a tokenizer, one for each byte value; an ``end`` id lies above."""
 
+COLUMN = "text"
+"""The column of texts in files of rows, unless another one is passed."""
+
 LARGEST = 2**31 - 1
 """The largest id: ids are int32 in JAX."""
 
@@ -34,6 +37,7 @@ class DatasetSettings:
     epochs: int | None
     last: str
     pattern: str
+    column: str
     tokenizer: Any
     end: int | None
     cache: Any
@@ -65,6 +69,8 @@ class DatasetSettings:
             raise ValueError(f"last must be 'drop' or 'pad', what becomes of the last tokens, got {in_words(self.last)}")
         if not isinstance(self.pattern, str) or not self.pattern or self.pattern.startswith(("/", "\\")):
             raise ValueError(f"pattern must name files inside of the folder, such as '**/*.txt', got {in_words(self.pattern)}")
+        if not isinstance(self.column, str):
+            raise ValueError(f"column must be the name of the column that holds the texts, got {in_words(self.column)}")
         if self.replica >= self.replicas:
             raise ValueError(f"replica={self.replica} is not one of {self.replicas} replicas: pass 0 to {self.replicas - 1}")
         if self.end is not None and not (0 if self.tokenizer is not None else BYTES) <= self.end <= LARGEST:

@@ -17,21 +17,23 @@ from .batch import Shard
 class SequenceShardedDataset(IterableDataset[Shard]):
     """A folder of files as batches of packed documents: an iterable of :class:`Shard`, one rank's part of each batch.
 
-    Each file is a document. Documents are concatenated and cut into packed rows of ``length`` tokens; each span of a document
-    within a row attends only to itself (``extents``). A shard is what ``shard_batch(ids, layout, ranks, rank, documents=...)``
-    makes of the global batch: labels are shifted before sharding, and the last token of a span has none. But a rank reads only
-    its own tokens, plus one more at the end of each of its runs. With ``"striped"`` it reads twice its own, since all its next
-    tokens lie on other ranks.
+    Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
+    each span of a document within a row attends only to itself (``extents``). A shard is what
+    ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of the global batch: labels are shifted before sharding, and
+    the last token of a span has none. But a rank reads only its own tokens, plus one more at the end of each of its runs. With
+    ``"striped"`` it reads twice its own, since all its next tokens lie on other ranks.
 
-    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or ``.npy`` arrays of token ids, integers [tokens].
+    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files of rows, each of them a document: ``.jsonl``,
+    ``.parquet``, or ``.arrow`` of a folder that datasets has saved; or ``.npy`` arrays of token ids, integers [tokens].
     ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards side by
     side. ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take
     different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: their number;
     None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``:
-    the files to read, as a glob of pathlib; hidden files are never read. ``tokenizer``: a tokenizer.json of the package
-    tokenizers. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of
-    texts, ``.ring-attn`` in ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``:
-    as in ``shard_batch``.
+    the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in files of
+    rows; rows whose text is empty or null are left out. ``tokenizer``: a tokenizer.json of the package tokenizers, or its folder.
+    ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
+    ``.ring-attn`` in ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``: as in
+    ``shard_batch``.
 
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
@@ -59,6 +61,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         epochs: int | None = 1,
         last: str = "drop",
         pattern: str = "**/*",
+        column: str = "text",
         tokenizer: str | os.PathLike[str] | None = None,
         end: int | None = None,
         cache: str | os.PathLike[str] | None = None,
@@ -80,6 +83,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
             epochs=epochs,
             last=last,
             pattern=pattern,
+            column=column,
             tokenizer=tokenizer,
             end=end,
             cache=cache,

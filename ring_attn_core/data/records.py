@@ -1,0 +1,129 @@
+"""Files of rows, each row a document: JSON lines, Parquet, and the Arrow files of a folder that datasets has saved.
+
+JSON lines need the standard library only. pyarrow, imported on first use, reads the others: datasets itself is not needed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from ..files import open_file, parse_json
+from ..validation import in_words, missing_package
+from .documents import CHUNK, File, update, vanished
+
+LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
+SUFFIXES = LINES, PARQUET, ARROW
+BESIDE = "dataset_info.json", "state.json", "dataset_dict.json"
+"""Files that ``Dataset.save_to_disk`` writes beside the rows."""
+ROWS = 1024
+"""Rows of a Parquet file that are read at a time."""
+
+
+def is_records(file: File) -> bool:
+    """Return True if each row of the file is a document."""
+    return file.name.endswith(SUFFIXES)
+
+
+def without_descriptions(files: list[File]) -> list[File]:
+    """Return the files without the descriptions that datasets puts beside its Arrow files."""
+    if not any(file.name.endswith(ARROW) for file in files):
+        return files
+    return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
+
+
+def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
+    """Yield the number, from 1, and the text of each row that has one; rows whose text is null or empty are left out.
+
+    Update the hash ``content`` with the file. Raise ValueError if the file cannot be read, or if ``column`` is missing or holds
+    something else than texts.
+    """
+    rows = _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content)
+    for row, text in rows:
+        if text is None or text == "":
+            continue
+        where = f"{file.path}, row {row}"
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: {column!r} must be a text, got {in_words(text)}: pass the column of the texts")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {column!r} is not Unicode text ({error.reason}): mend the row") from error
+        yield row, text
+
+
+def _of_lines(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line that is not blank, and the value of ``column`` of its JSON object."""
+    try:
+        with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
+            for row, line in enumerate(opened, 1):
+                content.update(line)
+                if line.strip():
+                    yield row, _value(file, row, line, column)
+    except OSError as error:
+        raise vanished(file.path, error) from error
+
+
+def _value(file: File, row: int, line: bytes, column: str) -> Any:
+    where = f"{file.path}, line {row},"
+    try:
+        found = parse_json(line.decode("utf-8-sig" if row == 1 else "utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}; a file that ends in {LINES} has an object on each line") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} must be a JSON object, got {in_words(found)}")
+    if column not in found:
+        raise _without(where, column, found)
+    return found[column]
+
+
+def _without(where: str, column: str, names: Any) -> ValueError:
+    return ValueError(f"{where} has no column {column!r}: it has {', '.join(map(str, names)) or 'none'}; pass column=")
+
+
+def _of_arrow(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of ``column`` of each row of a Parquet or Arrow file."""
+    try:
+        import pyarrow as pa  # type: ignore[import-not-found]  # optional
+    except ModuleNotFoundError as missing:
+        raise missing_package(f"reading {file.name}", "pyarrow", "data") from missing
+    update(content, file)
+    row = 0
+    try:
+        with open_file(file.path) as opened:
+            for batch in _batches(pa, file, opened, column):
+                for value in batch.column(column):
+                    row += 1
+                    yield row, value.as_py()
+    except pa.ArrowException as error:
+        kind = "Parquet" if file.name.endswith(PARQUET) else "Arrow"
+        raise ValueError(f"{file.path} cannot be read as {kind} ({error}): write it anew, or pass another pattern") from error
+    except OSError as error:
+        raise vanished(file.path, error) from error
+
+
+def _batches(pa: Any, file: File, opened: Any, column: str) -> Iterator[Any]:
+    """Yield the record batches of an open file. Raise ValueError if it has no column of texts of this name."""
+    if file.name.endswith(PARQUET):
+        import pyarrow.parquet as parquet  # type: ignore[import-not-found]
+
+        found = parquet.ParquetFile(opened)
+        schema, batches = found.schema_arrow, lambda: found.iter_batches(ROWS, columns=[column])
+    else:
+        try:
+            found = pa.ipc.open_stream(opened)  # what datasets writes
+            schema, batches = found.schema, lambda: found
+        except pa.ArrowInvalid:
+            opened.seek(0)
+            found = pa.ipc.open_file(opened)
+            schema, batches = found.schema, lambda: (found.get_batch(i) for i in range(found.num_record_batches))
+    if column not in schema.names:
+        raise _without(file.path, column, schema.names)
+    kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(
+        check(kind) for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    ):
+        raise ValueError(f"{file.path}: column {column!r} must hold texts, got {kind}: pass column=, that of the texts")
+    yield from batches()
