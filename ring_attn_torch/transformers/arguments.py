@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
+from ring_attn_core.data.trees import trees_of
 from ring_attn_core.validation import in_words, is_integer
 
 from ..ring.agreement import same_error, tell
@@ -22,6 +23,7 @@ from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
 from .masks import NAME, ModelRing
 from .models import own_positions, text_config
+from .trees import check_tree
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
 """Losses of transformers that are sums over tokens: of the next token, and of the token itself."""
@@ -33,7 +35,8 @@ REFUSED = {
     "fused_lm_head": "trl's own head would make the loss of a shard: let Trainer.compute_loss compute it, not SFTTrainer's",
     "is_causal": "the config says who sees whom: leave it out",
 }
-SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "token_type_ids")
+LABELS = ("labels", "shift_labels", "label_weights")
+SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS, "tree")
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments added by collators of packed documents.
 
@@ -114,7 +117,7 @@ def _tokens(given: dict[str, Any]) -> Tensor:
 def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
     """Raise ValueError if an argument cannot be split, or is not of ``shape`` [batch, length]."""
     name, length = type(model).__name__, shape[1]
-    if "labels" in given and model.loss_function not in (*SHIFTED, *IN_PLACE):
+    if {"labels", "shift_labels"} & given.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
             f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
@@ -138,7 +141,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
             )
     if cache is not None:
         _check_cached(cache, given, shape)
-    for argument in ("attention_mask", "labels", "shift_labels", "token_type_ids")[cache is not None :]:
+    for argument in ("attention_mask", "token_type_ids", *LABELS)[cache is not None :]:
         x = given.get(argument)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
             raise ValueError(
@@ -146,6 +149,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
                 "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
             )
     _check_visual(model, given, shape, cache is not None)
+    check_tree(model, given, shape, cache is not None)
     _check_positions(model, given, shape)
     if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
         raise ValueError(
@@ -153,7 +157,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
         )
     if "cu_seq_lens_q" in given and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
-    if "shift_labels" in given and "labels" not in given:
+    if "shift_labels" in given and not {"labels", "tree"} & given.keys():
         raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
 
 
@@ -191,10 +195,11 @@ def _description(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(given: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of every integer tensor of a call."""
+    """Return a digest of every integer tensor of a call, of the weights of labels and of the tree."""
     digest = lambda x: blake2b(x.detach().contiguous().cpu().numpy().tobytes(), digest_size=16).hexdigest()
-    tensors = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor) and not x.is_floating_point()}
-    return {name: digest(x) for name, x in tensors.items()}
+    compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
+    tree = {"tree": blake2b(repr(trees_of(*given["tree"])).encode(), digest_size=16).hexdigest()} if "tree" in given else {}
+    return tree | {name: digest(x) for name, x in sorted(given.items()) if compared(name, x)}
 
 
 def _compare(exchanged: list[list[Any]]) -> None:

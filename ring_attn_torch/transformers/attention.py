@@ -128,6 +128,7 @@ def ring_attention_forward(
         layout=mask.ring.layout,
         mask=mask.band,
         extents=mask.extents,
+        key_extents=mask.key_extents,
         key_mask=mask.key_mask,
         length=mask.length,
         strategy=mask.ring.strategy,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -19,9 +20,9 @@ from ring_attn_core.model.chunks import check_chunk
 
 from ..data.gather import gather
 from ..ring.groups import is_dtensor
-from ..training.cross_entropy import Labels, sum_of_hidden
+from ..training.cross_entropy import sum_of_hidden
+from ..training.loss import labels_of, over_ranks
 from ..training.loss import loss as loss_of
-from ..training.loss import over_ranks
 from .models import row_head_remedy
 from .shards import GlobalBatch
 
@@ -54,14 +55,17 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
     """Return the mean loss over all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if it was passed.
 
+    Labels have the weights ``batch.label_weights``, and the mean is divided by their sum.
+
     ``result``: this rank's logits, or the sum of the losses of its labels, as its head returned it.
     """
     group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
     reduction = "mean" if divisor is None else "sum"
     if batch.head_sums:
-        total = over_ranks(result.reshape(()), Labels(labels, ignored, 1), group, reduction)
+        total = over_ranks(result.reshape(()), labels_of(labels, ignored, 1, batch.label_weights, result.dtype), group, reduction)
     else:
-        total = loss_of(result, labels, reduction=reduction, group=group, ignore_index=ignored)
+        weights: dict[str, Any] = {"label_weights": batch.label_weights}
+        total = loss_of(result, labels, **weights, reduction=reduction, group=group, ignore_index=ignored)
     if divisor is not None:
         total = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
     if factor > 1 and total.requires_grad:
@@ -92,7 +96,6 @@ class ChunkedHead:
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
         """Make the head return the sum over ``labels`` as [1, 1, 1] inside this ``with``; the model must return it unchanged."""
         made: list[Tensor] = []
-        tokens = Labels(labels.flatten(), batch.ignore_index, self.chunk)
         batch.head_sums = True
 
         def forward(hidden: Tensor) -> Tensor:
@@ -106,6 +109,8 @@ class ChunkedHead:
                     "the head's weight is a DTensor in the middle of the forward: loss_chunk takes heads that FSDP2 has gathered "
                     "by then, and no tensor parallel ones; leave it out"
                 )
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            tokens = labels_of(labels, batch.ignore_index, self.chunk, batch.label_weights, dtype)
             made.append(sum_of_hidden(hidden.flatten(0, -2), self.linear.weight, tokens).view(1, 1, 1))
             return made[-1]
 

@@ -90,6 +90,7 @@ class LayerMask(NamedTuple):
     dropout_seed: int | None = None
     cached: RunningCall | None = None
     """The ``CachedCall`` whose cache the layers continue."""
+    key_extents: Tensor | None = None
 
 
 class NoWindow(NamedTuple):

@@ -79,6 +79,8 @@ def sequence_parallel(
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
             and [tokens of images, dim] for each of the first layers.
         token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image, which see their whole image.
+        tree (parents, lengths), from :func:`pack_rollouts`: the prefix trees of the rows. It sets position_ids and takes
+            shift_labels in place of labels; ``label_weights`` [batch, length] weigh their losses.
         num_items_in_batch, the divisor of the loss in place of the number of labels.
 
     The call returns the model's output, with

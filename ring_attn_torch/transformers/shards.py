@@ -31,6 +31,7 @@ from ..ring.groups import rank_in
 from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
 from .cache import CachedCall, cached_call
 from .masks import LayerMask, ModelRing, Pattern, RunningCall, running
+from .trees import RowTrees, row_trees
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
@@ -61,12 +62,14 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
     present = None if present is None else present.bool()
     text = None if text is None else text.expand(batch, -1)
     documents = documents_of(text, present, move("cu_seq_lens_q"), length)
+    tree = row_trees(given["tree"], (batch, length), tokens.device) if "tree" in given else None
+    position_ids = position_ids if tree is None else tree.positions
     blocks = None
     if types is not None and model.config.model_type in IMAGE_BLOCKS:
         blocks, types = ends_of_blocks(types == 1), None
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
-    whole = GlobalBatch(ring, batch, length, documents, blocks, seed, device=tokens.device, longest=position_ids.max())
+    whole = GlobalBatch(ring, batch, length, documents, blocks, seed, tree, device=tokens.device, longest=position_ids.max())
     kwargs: dict[str, Any] = {
         "input_ids" if "input_ids" in given else "inputs_embeds": whole.shard(tokens),
         "position_ids": whole.shard(position_ids, -1),
@@ -84,12 +87,14 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
             whole.features = reader, features
     left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
     whole.kwargs = {name: x for name, x in given.items() if name not in left_out} | kwargs
-    if "labels" in given:
+    if {"labels", "shift_labels"} & given.keys():
         whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
-        labels = given.get("shift_labels", given["labels"]).to(tokens.device)
+        labels = given["shift_labels" if "shift_labels" in given else "labels"].to(tokens.device)
         if model.loss_function in SHIFTED and "shift_labels" not in given:
             labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
         whole.labels = whole.filled(labels, whole.ignore_index)
+        weights = move("label_weights")
+        whole.label_weights = None if weights is None else whole.filled(weights, 0)
     return whole
 
 
@@ -128,11 +133,14 @@ class GlobalBatch(RunningCall):
     documents: DocumentBounds
     block_ends: Tensor | None = None
     dropout_seed: int | None = None
+    tree: RowTrees | None = None
     labels: Tensor | None = None
     """int64 [batch, local], the token that each token predicts, or ``ignore_index``; None: the call computes no loss."""
+    label_weights: Tensor | None = None
+    """The factor of each label's loss [batch, local]; None: 1."""
     ignore_index: int = -100
     divisor: Any = None
-    """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks."""
+    """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
     """The part of the model that reads image features and the shards of these, which the model does not pass to it."""
     head_sums: bool = False
@@ -168,6 +176,10 @@ class GlobalBatch(RunningCall):
         return self.known[pattern]
 
     def _mask(self, pattern: Pattern) -> LayerMask:
+        if self.tree is not None:
+            keys, offsets = self.filled(self.tree.key_extents, 0).contiguous(), self.shard(self.tree.positions)
+            band, seed = self.tree.band(pattern), self.dropout_seed
+            return LayerMask(self.ring, band, self.length, offsets=offsets, dropout_seed=seed, key_extents=keys)
         extents, key_mask, begins, packed = self.documents
         band = pattern.band
         if pattern.chunk or self.block_ends is not None:

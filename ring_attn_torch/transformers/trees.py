@@ -1,0 +1,97 @@
+"""Prefix trees inside ``sequence_parallel``: the argument ``tree`` of a call, checked, and its arrays.
+
+A call with ``tree=(parents, lengths)`` has rows that hold prefix trees, as ``pack_rollouts`` makes them. Each token sees its
+ancestors: causal attention with key extents. ``position_ids`` count along the path from the root. A layer's window counts
+positions of the row, so it must hold the longest path; then it hides no ancestor and is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ring_attn_core.data import trees
+from ring_attn_core.masks import causal
+from ring_attn_core.runs import Band
+
+from .masks import Pattern
+from .models import own_positions
+
+REFUSED = {
+    "labels": "labels are shifted here, across segments: pass shift_labels=rollouts.labels, which pack_rollouts has shifted",
+    "attention_mask": "the tree says which tokens see each other, and padding follows its last segment: leave it out",
+    "position_ids": "the tree sets them, along the path from the root: leave them out",
+    "token_type_ids": "the tokens of an image see later ones, and those of a tree see their ancestors: leave them out",
+    "cu_seq_lens_q": "a row holds several documents as several trees, each with a parent of -1: leave it out",
+}
+"""Arguments that say something else than the tree, and what to do."""
+
+
+class RowTrees(NamedTuple):
+    """The prefix trees of the rows of a call."""
+
+    key_extents: Tensor
+    """int32 [batch, length, 2], the interval of the queries that may see each key; [0, 0) in padding."""
+    positions: Tensor
+    """int64 [batch, length], the position of each token on its path from the root."""
+    longest: int
+    """The number of tokens on the longest path."""
+
+    def band(self, pattern: Pattern) -> Band:
+        """Return the band of a layer. Raise ValueError if ``pattern`` would hide an ancestor or show a later token."""
+        if pattern.band.lo != 0:
+            raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
+        if pattern.chunk:
+            raise ValueError(
+                f"this model has layers of chunks of {pattern.chunk} tokens, which count positions of the row, not of the path "
+                "from the root: leave tree out"
+            )
+        if pattern.band.hi is not None and pattern.band.hi + 1 < self.longest:
+            raise ValueError(
+                f"this model has layers with a window of {pattern.band.hi + 1} tokens, which counts positions of the row, and "
+                f"the longest path of the tree has {self.longest}: a window that long hides no ancestor; pass shorter rollouts, "
+                "or leave tree out"
+            )
+        return causal()
+
+
+def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTrees:
+    """Return the trees of a call with ids of ``shape`` [batch, length]. Raise ValueError if they do not fit."""
+    key_extents, positions, _ = (torch.from_numpy(x).to(device) for x in trees.batch_of_trees(tree, *shape))
+    return RowTrees(key_extents, positions.long(), trees.longest_path(trees.trees_of(*tree)))
+
+
+def check_tree(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
+    """Raise ValueError if the arguments of a call do not go with its ``tree``, or label_weights not with its labels."""
+    _check_label_weights(given)
+    if "tree" not in given:
+        return
+    for argument, remedy in REFUSED.items():
+        if argument in given:
+            raise ValueError(f"{type(model).__name__} got {argument} beside tree inside sequence_parallel: {remedy}")
+    if cached:
+        raise ValueError("tree is for training, and use_cache=True for text: serve prompts that share a prefix by KVCache.fork")
+    if not own_positions(model):
+        raise ValueError(
+            f"{type(model).__name__} has no rotary embedding, and tree sets position_ids for rotary embeddings alone: leave "
+            "tree out"
+        )
+    trees.batch_of_trees(given["tree"], *shape)
+
+
+def _check_label_weights(given: dict[str, Any]) -> None:
+    """Raise ValueError if the loss cannot weigh its labels."""
+    weights, labels = given.get("label_weights"), given.get("shift_labels")
+    if weights is None:
+        return
+    if labels is None:
+        raise ValueError("label_weights came without shift_labels, which they weigh: pass both, as pack_rollouts returns them")
+    counted = weights[labels.to(weights.device) != given.get("ignore_index", -100)]
+    if "num_items_in_batch" not in given and not bool(((counted >= 0) & counted.isfinite()).all()):
+        raise ValueError(
+            "label_weights hold a weight that is negative or not finite, and the loss is divided by their sum: pass "
+            "num_items_in_batch=1 for the weighted sum"
+        )
