@@ -85,6 +85,18 @@ def test_an_example_of_a_language_model_trains(framework, tmp_path):
     assert last < first - 0.5
 
 
+@pytest.mark.exhaustive
+def test_grpo_on_a_tree_is_grpo_on_its_rollouts_one_by_one():
+    pytest.importorskip("torch")
+    done = run(str(ROOT / "examples" / "grpo_tree.py"), "torch")
+    found = re.findall(r"reward ([\d.]+), loss (\S+), one by one (\S+), gradients differ by (\S+),", done)
+    rewards, losses, exact, errors = (list(map(float, column)) for column in zip(*found, strict=True))
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0] + 0.2
+    assert losses == pytest.approx(exact, abs=2e-5)
+    assert max(errors) < 1e-5
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_make_target_it_names_exists(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
