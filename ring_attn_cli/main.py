@@ -73,6 +73,10 @@ def plan(
     documents: Annotated[
         str | None, typer.Option(help="Draw packed documents of these tokens: 4096,512,1024 or a file.", show_default="none")
     ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="Draw a prefix tree: 4096,512x8 (a prompt, 8 completions) or a file.", show_default="none"),
+    ] = None,
     all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Compare all layouts, one row each.")] = False,
     model: Annotated[
         str | None, typer.Option(help="A config.json or a name such as llama-8b: say what fits into memory.")
@@ -87,8 +91,8 @@ def plan(
 ) -> None:
     """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work.
 
-    With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --model, print
-    what fits into memory.
+    With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --tree, draw a
+    prefix tree. With --model, print what fits into memory.
     """
     with mistakes_in_one_line():
         if model is not None:
@@ -97,14 +101,21 @@ def plan(
             question = fitting.Question(model, gpus, memory, host_memory, tokens, activations)
             console(plain=True).print(fitting.answer(question))
             return
-        if documents is not None:
+        if documents is not None or tree is not None:
             from .plan import packed
+            from .plan import tree as trees
 
-            others = {"--length": length, "--kv-length": kv_length, "--save": save, "--all-layouts": all_layouts or None}
+            option, others = "--tree" if documents is None else "--documents", {"--length": length, "--kv-length": kv_length}
+            others |= {"--save": save, "--all-layouts": all_layouts or None, "--tree": documents and tree}
+            others |= {"--mask": None if tree is None or mask == "causal" else mask}
             unused = ", ".join(name for name, value in others.items() if value is not None)
             if unused:
-                raise ValueError(f"--documents gives the length and compares all layouts: leave out {unused}")
+                raise ValueError(f"{option} gives the length and compares all layouts: leave out {unused}")
             check_drawable(ranks)
+        if tree is not None:
+            console().print(trees.answer(layout or "zigzag", trees.read_tree(tree), ranks, console().width))
+            return
+        if documents is not None:
             lengths = packed.read_documents(documents)
             drawing = packed.answer(layout or packed.BALANCED, lengths, masks.parse(mask), ranks, console().width)
             console().print(drawing)

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app, make_plan
+from ring_attn_cli.plan.tree import plan_of
+from ring_attn_core.data.trees import Tree
 from ring_attn_core.layouts import LAYOUTS
+
+from ..support.rollouts import ancestors, drawn_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +70,48 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
     ids=" ".join,
 )
 def test_a_mistake_about_documents_is_answered_in_one_line(arguments: list[str], message: str):
+    done = plan(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_tree_is_drawn_with_its_work_and_traffic_beside_the_other_layouts(tmp_path: Path):
+    done = plan("--ranks", "2", "--tree", "8,4x3")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert "4 segments, 3 rollouts of up to 12 tokens" in done.output
+    assert "20 tokens, 36 in rollouts alone: 1.8 times fewer" in done.output
+    assert "162 pairs, 234 in rollouts alone: 1.4 times fewer" in done.output
+    assert ["segments", "AAAAAAAABBBBCCCCDDDD"] in lines and ["ranks", "00000111111111100000"] in lines
+    (tmp_path / "tree").write_text("-1:8 0:4\n0:4, 0:4\n")
+    assert plan("--ranks", "2", "--tree", str(tmp_path / "tree")).output == done.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):
+    drawn = drawn_tree(np.random.default_rng(ranks), 12)
+    paths = ancestors(*drawn)
+    for held, work in zip((each := plan_of(layout, Tree(*map(tuple, drawn)), ranks)).runs, each.work, strict=True):
+        mine = {position for run in held for position in run.positions()}
+        assert work.pairs == sum(len(paths[position]) for position in mine)
+        assert work.remote == len({key for position in mine for key in paths[position]} - mine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tree", "8,y"], "--tree takes the tokens of a prompt and of its completions such as 4096,512x8"),
+        (["--tree", "8,0"], "row 0, segment 1 has 0 tokens"),
+        (["--tree", "8,1:4"], "row 0, segment 1 has the parent 1: a parent comes before its children"),
+        (["--tree", ""], "row 0 of the tree has no segment"),
+        (["--tree", "8,4", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--tree", "8,4", "--mask", "full", "--length", "8"], "--tree gives the length and compares all layouts: leave out"),
+        (["--tree", "8,4", "--documents", "8"], "--documents gives the length and compares all layouts: leave out --tree"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_about_a_tree_is_answered_in_one_line(arguments: list[str], message: str):
     done = plan(*arguments)
     assert done.exit_code == 2 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1

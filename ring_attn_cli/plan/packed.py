@@ -106,15 +106,17 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
         Text(f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)"),
         Text(f"{whole} of {len(documents)} documents on one rank: their keys do not travel"),
         Text(),
-        *_strips(drawn, width),
+        *strips(drawn, width),
     ]
     return Group(
-        *lines, _ranks(drawn, [(sum(holders[d] == 1 for d in each), len(each)) for each in held]), _layouts([drawn, *others])
+        *lines,
+        rank_table(drawn, [(sum(holders[d] == 1 for d in each), len(each)) for each in held]),
+        layout_table([drawn, *others]),
     )
 
 
-def _strips(plan: PackedPlan, width: int) -> list[Text]:
-    """Return two lines from the first position to the last: the document of each cell, and the rank that holds most of it."""
+def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
+    """Return two lines, headed by ``what``: the document of each cell of positions, and the rank that holds most of it."""
     from rich.text import Text
 
     held = plan.seq_local * len(plan.runs)
@@ -127,7 +129,7 @@ def _strips(plan: PackedPlan, width: int) -> list[Text]:
                 tokens = run.before((cell + 1) * block).length - run.before(cell * block).length
                 cells[cell][rank] = cells[cell].get(rank, 0) + tokens
     starts = list(accumulate(plan.documents, initial=0))
-    letters, ranks = Text("documents "), Text("ranks     ")
+    letters, ranks = Text(f"{what:<10}"), Text("ranks     ")
     for cell, counts in enumerate(cells):
         first, end = cell * block, min((cell + 1) * block, starts[-1])
         at = bisect_right(starts, (first + end) // 2) - 1
@@ -138,15 +140,15 @@ def _strips(plan: PackedPlan, width: int) -> list[Text]:
     return [letters, ranks]
 
 
-def _ranks(plan: PackedPlan, documents: Sequence[tuple[int, int]]) -> Table:
-    """Return the table of ranks. ``documents``: for each rank those that it holds whole, and all of which it holds a token."""
+def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:
+    """Return the table of ranks. ``documents``: for each the number that it holds whole, and that of which it holds a token."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("rank", no_wrap=True)
-    for name in ("runs", "documents whole", "in part", "pairs", "share", "keys of other ranks"):
+    for name in ("runs", f"{what} whole", "in part", "pairs", "share", "keys of other ranks"):
         table.add_column(name, justify="right")
     mean = sum(each.pairs for each in plan.work) / len(plan.work)
     for rank, (work, (whole, some)) in enumerate(zip(plan.work, documents, strict=True)):
@@ -156,7 +158,8 @@ def _ranks(plan: PackedPlan, documents: Sequence[tuple[int, int]]) -> Table:
     return table
 
 
-def _layouts(plans: list[PackedPlan]) -> Table:
+def layout_table(plans: list[PackedPlan]) -> Table:
+    """Return the table of layouts, one row for each plan."""
     from rich import box
     from rich.table import Table
 

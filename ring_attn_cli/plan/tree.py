@@ -1,0 +1,93 @@
+"""The drawing of a prefix tree over a ring: the ranks that hold its segments, and the work and traffic of each layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ring_attn_core import layouts
+from ring_attn_core.data.trees import Tree, trees_of
+from ring_attn_core.plan.balanced import RankWork
+from ring_attn_core.runs import Run
+
+from .packed import PackedPlan, layout_table, rank_table, strips
+from .words import short
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def read_tree(text: str) -> Tree:
+    """Return the tree of ``--tree``: segments in depth-first order with commas or spaces between them, or a file of them.
+
+    A segment is its length, of which the first is the prompt and the others its completions, or parent:length; x16 repeats it.
+    Raise ValueError if a segment is something else, or if they are not a tree.
+    """
+    path = Path(text)
+    words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
+    parents, lengths = [], []
+    try:
+        for word in words:
+            segment, _, times = word.partition("x")
+            parent, _, length = segment.rpartition(":")
+            for _ in range(int(times or 1)):
+                parents.append(int(parent) if parent else 0 if parents else -1)
+                lengths.append(int(length))
+    except ValueError as error:
+        raise ValueError(
+            "--tree takes the tokens of a prompt and of its completions such as 4096,512x8, segments as parent:length such as "
+            f"-1:4096 0:512 0:64 2:300, or a file of them, got {text!r}"
+        ) from error
+    return trees_of(parents, lengths)[0]
+
+
+def work_of(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
+    """Return the work of a rank with these runs: a token sees its ancestors and itself."""
+    pairs, remote, begin = 0, 0, 0
+    for length, depth, reach in zip(tree.lengths, tree.depths(), tree.ends(), strict=True):
+        end, newest = begin + length, -1
+        for run in runs:
+            first, count, below = run.before(begin).length, run.before(end).length, run.before(reach).length
+            count -= first
+            pairs += count * (run.start + run.stride * first - begin + depth + 1) + run.stride * count * (count - 1) // 2
+            newest = max(newest, run.start + run.stride * (below - 1)) if below else newest
+        seen = min(newest + 1, end)  # keys from begin to here are seen by a query of this rank
+        own = sum(run.before(seen).length - run.before(begin).length for run in runs)
+        remote += max(seen - begin - own, 0)
+        begin = end
+    return RankWork(pairs, remote)
+
+
+def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
+    """Return the plan of a tree, its segments in place of documents. Raise ValueError if the layout is unknown."""
+    local = layouts.padded_local(layout, ranks, tree.tokens)
+    held = ([run.before(tree.tokens) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
+    runs = [tuple(run for run in each if run.length) for each in held]
+    return PackedPlan(layout, tree.lengths, local, runs, [work_of(tree, each) for each in runs])
+
+
+def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
+    """Return the drawing of one layout, and the figures of all beside it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    drawn = plan_of(layout, tree, ranks)
+    others = [plan_of(name, tree, ranks) for name in layouts.LAYOUTS if name != layout]
+    inner = {parent for parent in tree.parents if parent >= 0}
+    paths = zip(tree.depths(), tree.lengths, strict=True)
+    rollouts = [depth + length for segment, (depth, length) in enumerate(paths) if segment not in inner]
+    tokens, pairs = sum(rollouts), sum(path * (path + 1) // 2 for path in rollouts)
+    own = int(sum(each.pairs for each in drawn.work))
+    lines = [
+        Text(f"{layout} layout, prefix tree, {ranks} rank{'s' if ranks > 1 else ''}", style="bold"),
+        Text(f"{len(tree.lengths)} segments, {len(rollouts)} rollouts of up to {max(rollouts):,} tokens"),
+        Text(f"{tree.tokens:,} tokens, {tokens:,} in rollouts alone: {tokens / tree.tokens:.1f} times fewer"),
+        Text(f"{short(own)} pairs, {short(pairs)} in rollouts alone: {pairs / own:.1f} times fewer"),
+        Text(f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)"),
+        Text(),
+        *strips(drawn, width, "segments"),
+    ]
+    held = [drawn.documents_of(rank) for rank in range(ranks)]
+    holders = [sum(segment in each for each in held) for segment in range(len(tree.lengths))]
+    counts = [(sum(holders[segment] == 1 for segment in each), len(each)) for each in held]
+    return Group(*lines, rank_table(drawn, counts, "segments"), layout_table([drawn, *others]))
