@@ -1,8 +1,9 @@
 """Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
 
-    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0]
+    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees]
 
-The same seed gives the same problems, those of the tests where the number is theirs too.
+The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
+tree.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SLOW_IS_FINE: Any = list(HealthCheck)
 
 
 @st.composite
-def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+def problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False) -> Case:
     """Ring sizes 1 to 8, sequences shorter than the ring, no tokens, no batch, odd sizes, cross-attention, all features."""
     integers, maybe = st.integers, lambda strategy: st.none() | strategy
     offset, side = integers(-LONGEST, LONGEST), integers(0, LONGEST)
@@ -58,7 +59,7 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         tiles=draw(maybe(st.tuples(integers(1, 9), integers(1, 9)))),
         scale=draw(maybe(st.floats(0.05, 0.5) | st.floats(-0.5, -0.05))),
         extents=draw(maybe(st.sampled_from(list(EXTENTS)))),
-        key_extents=draw(maybe(st.sampled_from(list(KEY_EXTENTS)))),
+        key_extents="tree" if trees else draw(maybe(st.sampled_from(list(KEY_EXTENTS)))),
         key_mask=draw(maybe(st.sampled_from(KEY_MASKS))),
         softcap=draw(maybe(st.floats(1, 50))),
         sinks=draw(st.booleans()),
@@ -71,13 +72,13 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
     return fitted(case)
 
 
-def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0) -> None:
+def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, trees: bool = False) -> None:
     """Check what ``run`` gives for that many random cases, those of seed ``number``; raises for the smallest case that fails."""
     print(f"{examples} problems of seed {number}")
 
     @seed(number)
     @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
-    @given(problems())
+    @given(problems(trees))
     def is_exact(case: Case) -> None:
         got = run(case)
         try:
@@ -99,20 +100,20 @@ def lucky_bound(case: Case, name: str) -> float:
     return rounded + max(computed_bound(replace(case, data=data), name) for data in range(DRAWS))
 
 
-def on_torch(examples: int, number: int) -> None:
+def on_torch(examples: int, number: int, trees: bool) -> None:
     from .support.spawn import Ranks
     from .torch.ring import run_or_restart
 
     pool = Ranks()
-    fuzz(partial(run_or_restart, pool), examples, number)
+    fuzz(partial(run_or_restart, pool), examples, number, trees)
     pool.close()
 
 
-def on_jax(examples: int, number: int) -> None:
+def on_jax(examples: int, number: int, trees: bool) -> None:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     from .jax.ring import run_once
 
-    fuzz(run_once, examples, number)
+    fuzz(run_once, examples, number, trees)
 
 
 def main() -> None:
@@ -121,10 +122,11 @@ def main() -> None:
     parser.add_argument("framework", nargs="*", default=[*frameworks], help="torch, jax or both, which is the default")
     parser.add_argument("--problems", type=int, default=2000, help="for each framework")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
+    parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
     arguments = parser.parse_args()
     for name in arguments.framework:
         began = time.perf_counter()
-        frameworks[name](arguments.problems, arguments.seed)
+        frameworks[name](arguments.problems, arguments.seed, arguments.trees)
         print(f"{name}: none of {arguments.problems} failed, {time.perf_counter() - began:.0f} s", flush=True)
 
 
