@@ -59,7 +59,7 @@ if __name__ == "__main__":
         no_peers=False,
         cpu=0,
         rounds=7,
-        out="ring-h100-x2",
+        out="ring-h200-x2",
     )
     asked = [Call(options.tokens, options.heads, options.kv_heads, mask) for mask in options.mask]
     harness.record(__doc__, options.out, "rows", rows(options, TABLE if options.table else asked))
