@@ -28,6 +28,7 @@ from ring_attn_torch.call import prepare
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING, TREES
+from ..support.large_scores import SIZES, check_exact, check_no_ring_adds_errors, large
 from ..support.selection import first
 from ..support.spawn import Ranks
 from ..support.strategies import EACH
@@ -134,6 +135,12 @@ def test_every_feature_at_once_is_exact(interpreter, case):
 @pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100], most=3), ids=str)
 def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_equal_large_scores_are_as_exact_on_a_ring_as_on_one_rank(interpreter, size):
+    cases = [large(size, ranks, heads=2, batch=1, length=61) for ranks in (1, 2)]  # log2 of 61 is rounded
+    check_no_ring_adds_errors([check_exact(case, run(interpreter, case)) for case in cases])
 
 
 @pytest.mark.parametrize("case", first(STRATEGIC, 5), ids=str)

@@ -14,9 +14,9 @@ from ring_attn_torch.call import autograd
 from ring_attn_torch.call.prepare import Arrays
 
 
-def leaves():
+def leaves(dtype=torch.float32):
     torch.manual_seed(0)
-    make = lambda h, d: torch.randn(2, 33, h, d, requires_grad=True)
+    make = lambda h, d: torch.randn(2, 33, h, d, dtype=dtype, requires_grad=True)
     return make(4, 8), make(2, 8), make(2, 5)
 
 
@@ -54,24 +54,30 @@ def test_opcheck_accepts_the_forward_op(passed):
     opcheck(torch.ops.ring_attn.forward.default, (*leaves(), *arguments(passed)))
 
 
+@opcheck_looks_at_grad
+def test_opcheck_accepts_16_bit_inputs_which_have_no_rest():
+    opcheck(torch.ops.ring_attn.forward.default, (*leaves(torch.bfloat16), *arguments(())))
+    opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(torch.bfloat16), *arguments((), 30, 33, 20, 32, 2)))
+
+
 @pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
 def test_opcheck_accepts_the_backward_op(passed):
     q, k, v = (x.detach() for x in leaves())
-    rest = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(passed)]
-    out, lse = torch.ops.ring_attn.forward(q, k, v, *rest)
-    cotangents = torch.randn_like(out), torch.randn_like(lse)
-    opcheck(torch.ops.ring_attn.backward.default, (cotangents, (q, k, v, out, lse), *rest))
+    others = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(passed)]
+    total = torch.ops.ring_attn.forward(q, k, v, *others)
+    cotangents = torch.randn_like(total[0]), torch.randn_like(total[1])
+    opcheck(torch.ops.ring_attn.backward.default, (cotangents, (q, k, v, *total), *others))
 
 
 @opcheck_looks_at_grad
 @pytest.mark.parametrize("passed", [(), set(Arrays._fields) - {"sinks"}], ids=["none", "all"])
 def test_opcheck_accepts_the_ops_of_a_block(passed):
     q, k, v = (x.detach() for x in leaves())
-    rest = arguments(passed, 30, 33, 20, 32, 2)
-    opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *rest))
-    out, lse = torch.ops.ring_attn.attend_block(q, k, v, *rest)
-    cotangents = torch.randn_like(out), torch.randn_like(lse)
-    opcheck(torch.ops.ring_attn.attend_block_backward.default, (cotangents, (q, k, v, out, lse), *rest))
+    others = arguments(passed, 30, 33, 20, 32, 2)
+    opcheck(torch.ops.ring_attn.attend_block.default, (*leaves(), *others))
+    total = torch.ops.ring_attn.attend_block(q, k, v, *others)
+    cotangents = torch.randn_like(total[0]), torch.randn_like(total[1])
+    opcheck(torch.ops.ring_attn.attend_block_backward.default, (cotangents, (q, k, v, *total), *others))
 
 
 @pytest.mark.parametrize("passed", PASSED.values(), ids=PASSED)
@@ -94,5 +100,5 @@ def test_compile_makes_one_graph_with_any_optional_array_and_changes_no_bit(pass
 def test_opcheck_accepts_transposed_views(shape, order):
     views = [torch.randn(shape).permute(order) for _ in range(3)]
     opcheck(torch.ops.ring_attn.forward.default, (*views, *arguments(())))
-    out, lse = torch.ops.ring_attn.forward(*views, *arguments(()))
-    opcheck(torch.ops.ring_attn.backward.default, ((out, lse), (*views, out, lse), *arguments(())))
+    total = torch.ops.ring_attn.forward(*views, *arguments(()))
+    opcheck(torch.ops.ring_attn.backward.default, (total[:2], (*views, *total), *arguments(())))

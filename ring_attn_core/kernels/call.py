@@ -53,6 +53,11 @@ class RingCall:
     tiles_asked: TileConfig | None = None
 
     @property
+    def carries_rest(self) -> bool:
+        """Return whether the state has a rest of lse, as that of float32 inputs does."""
+        return self.dtype == "float32"
+
+    @property
     def features(self) -> frozenset[str]:
         """Return the names of the optional arrays, and "softcap" if the call has one."""
         return self.given if self.softcap is None else self.given | {"softcap"}

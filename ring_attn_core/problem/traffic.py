@@ -135,10 +135,11 @@ def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
     assert shares is not None
     sizes = Sizes(problem, shares.q_local, shares.k_local)
     keys = sizes.kv * sizes.item + sizes.of_keys + sizes.of_queries
-    q, out, number = sizes.queries * d * sizes.item, sizes.queries * e * sizes.item, sizes.queries * sizes.wide
+    q, out, dlse = sizes.queries * d * sizes.item, sizes.queries * e * sizes.item, sizes.queries * sizes.wide
+    lse = dlse * (2 if sizes.item >= 4 else 1)  # with its rest
     dkv = sizes.kv * (sizes.item if shares.copies == 1 else sizes.wide)
-    there, back = Traffic(1, keys + q), Traffic(1, out + number)
-    there_again, gradients = Traffic(1, keys + q + 2 * out + 2 * number), Traffic(1, q + dkv)
+    there, back = Traffic(1, keys + q), Traffic(1, out + lse)
+    there_again, gradients = Traffic(1, keys + q + 2 * out + lse + dlse), Traffic(1, q + dkv)
     forward, backward = _ring(problem)
     others = shares.ranks - 1
     return (there + back).times(others) + forward, (there_again + gradients).times(others) + backward

@@ -4,11 +4,13 @@
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
-The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys seen so
-far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
+The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the state of the keys seen so far:
+with row max lse, row sum exp(rest), and out times that sum. Key tiles outside the band and the extents are never visited, and no
+score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
-           state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
+           state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
+           of q,k / of v
 Tiles      a tile lies within one slot, and all tiles of a slot have the same length. So the last one begins early, to end with
            the slot, and the tokens that it shares with the tile before are not valid in it: each counts once. With extents each
            batch row visits its own range of key tiles, else all batch rows visit the same tiles together
@@ -28,7 +30,7 @@ from jax import lax
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
 from .tiles import Pair, Part, accumulation_dtype, dot, valid_queries
 
 
@@ -40,18 +42,21 @@ class Blockwise:
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
-        out, lse = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
-        return (out.astype(q.dtype) if last else out), lse
+        state = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+        return state._replace(out=state.out.astype(q.dtype)) if last else state
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
-        (out, lse), (dout, dlse) = total, dtotal
+        (out, lse, rest), (dout, dlse, _) = total, dtotal
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
         # einsum, since XLA's sum on a CPU allocates five arrays of out's size and takes 35 times as long (jax 0.10.2)
         of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
         delta = of_out - dlse
-        return BackwardInputs(q, dout, lse, delta, sink_gradient(score, lse, delta))
+        dsinks = sink_gradient(score, total, delta)
+        if rest is not None:
+            dout, delta = dout * jnp.exp(-rest)[..., None], delta * jnp.exp(-rest)
+        return BackwardInputs(q, dout, lse, delta, dsinks)
 
     def attend_backward(
         self,
@@ -71,19 +76,19 @@ class Blockwise:
 
 
 def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
-    """Return the (out, lse) over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
+    """Return the state over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
     lse = jnp.full_like(q, -jnp.inf, shape=(b, s, h), dtype=dtype)
     if score.sinks is not None:
         lse = jnp.where(valid_queries(rows, s)[None, :, None], score.sinks.astype(dtype)[None, None], lse)
-    return out, lse
+    return State(out, lse, jnp.zeros_like(lse) if carries_rest(q.dtype) else None)
 
 
 @jax.jit  # traced once for all steps of a ring
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
-    """Merge attention to the visible keys into ``total``, the (out, lse) over the keys seen so far, and return it."""
+    """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return it."""
     if q.size == 0 or keys.kv.size == 0:
         return total
     part = Part.of(q, keys, rows, score)
@@ -91,7 +96,11 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     def query_tile(index: jax.Array, total: State) -> State:
         queries = part.query_tile(index)
         q_tile = queries.load(q, part.groups) * score.scale
-        out, lse = (queries.load(x, part.groups, valid_only=False) for x in total)
+        out, lse, *rest = (queries.load(x, part.groups, valid_only=False) for x in total.arrays)
+        row_sum = (lse > -jnp.inf).astype(lse.dtype)
+        if rest:
+            row_sum = row_sum * jnp.exp(rest[0])
+            out = out * row_sum[..., None]
 
         def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, l, m = state
@@ -104,9 +113,11 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
             acc = acc * decay[..., None] + dot("bgrqk,bgke->bgrqe", pair.drop(p), v_tile)
             return acc, l * decay + p.sum(-1), m_new
 
-        acc, l, m = part.over_keys(queries, key_tile, (out, (lse > -jnp.inf).astype(lse.dtype), lse))
+        acc, l, m = part.over_keys(queries, key_tile, (out, row_sum, lse))
         out = acc / jnp.where(l == 0, 1, l)[..., None]
-        return queries.store(total[0], out), queries.store(total[1], m + jnp.log(l))
+        lse = m + jnp.log(l)
+        tiles = (out, lse, rest_of(m, jnp.log(l), lse)) if rest else (out, lse)
+        return State(*map(queries.store, total.arrays, tiles))
 
     return lax.fori_loop(0, part.query_tiles, query_tile, total)
 
@@ -121,7 +132,8 @@ def attend_backward(
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
-    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; tanh is that of softcap, 0 without one.
+    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; dout and delta come times exp(-rest_i);
+    tanh is that of softcap, 0 without one.
     """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
@@ -129,7 +141,7 @@ def attend_backward(
         return dq, dkv
     part = Part.of(q, keys, rows, score)
 
-    def query_tile(index: jax.Array, gradients: State) -> State:
+    def query_tile(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dq, dkv = gradients
         queries = part.query_tile(index)
         q_tile = queries.load(q, part.groups) * score.scale

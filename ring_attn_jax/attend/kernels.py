@@ -38,14 +38,13 @@ class Kernels:
         """See ``Backend.attend``."""
         arrays = _arrays(q, keys, rows, score)
         if total is not None:
-            arrays["out_in"], arrays["lse_in"] = total
+            arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
         _add_lists(arrays, steps.lists(self.call, "forward"))
-        out, lse = launch(steps.forward(self.call, total is None, last), arrays)
-        return out, lse
+        return State(*launch(steps.forward(self.call, total is None, last), arrays))
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
-        (out, lse), (dout, dlse) = total, dtotal
+        (out, lse, rest), (dout, dlse, _) = total, dtotal
         dout = dout.astype(q.dtype)
         if self.blanks:
             unseen = (lse == -jnp.inf)[..., None]
@@ -53,11 +52,16 @@ class Kernels:
             if score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
                 q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
         arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-        lse2, delta = launch(portable.delta(self.call, str(out.dtype)), arrays)
+        if rest is not None:
+            arrays["rest"] = rest
+        lse2, delta, *factor = launch(portable.delta(self.call, str(out.dtype)), arrays)
+        dsinks = sink_gradient(score, total, delta.swapaxes(1, 2))
+        if factor:
+            dout, delta = dout * factor[0].swapaxes(1, 2)[..., None], delta * factor[0]
         bounds = None
         if score.extents is not None:
             (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
-        return BackwardInputs(q, dout, lse2, delta, sink_gradient(score, lse, delta.swapaxes(1, 2)), bounds)
+        return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
     def attend_backward(
         self,

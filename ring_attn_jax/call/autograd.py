@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.problem.options import Options
 
-from ..attend.state import State
+from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
 from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
+"""The name of lse and of its rest, so that a policy that saves lse saves both."""
 
 
 class OpInputs(NamedTuple):
@@ -45,7 +46,7 @@ class OpInputs(NamedTuple):
         return cls(q, k, v, arrays)
 
 
-def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> State:
+def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) as ``ring_attention`` does, with its options as one record; differentiable once, in reverse mode."""
     compiled = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
@@ -53,30 +54,38 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> State:
-    return round_the_ring(inputs, compiled, axis_name)
+def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    out, lse, _ = round_the_ring(inputs, compiled, axis_name)
+    return out, lse
 
 
 def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
-    """Return out and lse of this rank's queries, without a derivative; the loop continues from ``total``."""
+    """Return the state of this rank's queries, without a derivative; the loop continues from ``total``."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
         return loop.forward(q, keys, score, compiled.ring(axis_name), compiled.backend, total)
 
-    rows, of_v = sharded_like(inputs.q)[:3], sharded_like(inputs.v)
-    return on_auto_axes(forward, (PartitionSpec(*rows, of_v[3]), PartitionSpec(*rows)))(inputs, total)
+    return on_auto_axes(forward, sharded_state(inputs))(inputs, total)
 
 
-def _forward(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tuple[State, tuple[OpInputs, State]]:
-    out, lse = round_the_ring(inputs, compiled, axis_name)
-    total = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return total, (inputs, total)
+def sharded_state(inputs: OpInputs) -> Any:
+    """Return the sharding of the state over the Explicit mesh axes."""
+    rows, of_v = PartitionSpec(*sharded_like(inputs.q)[:3]), sharded_like(inputs.v)
+    return State(PartitionSpec(*rows, of_v[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
 
 
-def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs, State], dtotal: State) -> tuple[OpInputs]:
-    return (_gradients(*reverse_only(*residuals, dtotal), compiled, axis_name),)
+def _forward(
+    inputs: OpInputs, compiled: CompiledCall, axis_name: str
+) -> tuple[tuple[jax.Array, jax.Array], tuple[OpInputs, State]]:
+    out, lse, rest = round_the_ring(inputs, compiled, axis_name)
+    total = State(checkpoint_name(out, OUT_NAME), *checkpoint_name((lse, rest), LSE_NAME))
+    return total[:2], (inputs, total)
+
+
+def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs, State], dtotal: Any) -> tuple[OpInputs]:
+    return (_gradients(*reverse_only(*residuals, State(*dtotal)), compiled, axis_name),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -11,10 +11,11 @@ from jax import lax
 from ring_attn_core.cache import checks
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Run
 
-from ..attend.state import State
+from ..attend.state import State, rest_of
 from ..axes import ring_size, vary_alike
-from ..block import attend_block
+from ..block import block_state
 from ..call.autograd import OpInputs, round_the_ring
 from ..call.prepare import Arrays, checked, problem_of
 from .cache import KVCache
@@ -83,31 +84,27 @@ def prefill(
     written = cache.append(layer, new[0], new[1], step)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # count once: with the chunk, or with the cached keys
     inputs, total = vary_alike((cache.axis_name,), OpInputs.of(q, k, v, arrays), total)
-    out, _ = round_the_ring(inputs, compiled, cache.axis_name, total)
+    out, *_ = round_the_ring(inputs, compiled, cache.axis_name, total)
     if step.ragged:
         out = jnp.where((step.positions < 0)[..., None, None], jnp.zeros((), out.dtype), out)
     return out, written
 
 
 def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return (out, lse) in float32 of this rank's queries over the keys that all ranks had cached before the step."""
+    """Return the float32 state of this rank's queries over the keys that all ranks had cached before the step."""
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)
     k, v, extents = _in_order(cache, layer, step, options.mask.hi)
-    out, lse = attend_block(
-        queries,
-        restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k,
-        restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v,
-        mask=full(),
-        extents=extents,
-        scale=options.scale,
-        softcap=options.softcap,
-        backend=options.backend,
-    )
-    packed = jnp.concatenate([out, lse[..., None]], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
+    k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
+    v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
+    of_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=options.backend)
+    runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
+    out, *of_lse = block_state(queries, k, v, Arrays(extents), of_block, runs).arrays
+    packed = jnp.concatenate([out, jnp.stack(of_lse, -1)], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
     mine = lax.all_to_all(packed, axis, 0, 0, tiled=True)
-    return _merged(mine[..., :-1], mine[..., -1])
+    width = out.shape[-1]
+    return _merged(State(mine[..., :width], *(mine[..., width + i] for i in range(len(of_lse)))))
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -140,20 +137,22 @@ def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
-def _merged(out: jax.Array, lse: jax.Array) -> State:
-    """Merge the pairs of all ranks, out [ranks b s h e] and lse [ranks b s h], over disjoint keys, in rank order."""
+def _merged(parts: State) -> State:
+    """Merge the states of all ranks, out [ranks b s h e] and so on, over disjoint keys, in rank order."""
+    out, lse, rest = parts
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lse - top[None])
+    weights = jnp.exp(lse - top[None] if rest is None else lse - top[None] + rest)
     z, total = jnp.zeros_like(top), jnp.zeros_like(out[0])
     for rank in range(len(out)):
         z = z + weights[rank]
         total = total + weights[rank][..., None] * out[rank]
-    return total / jnp.where(z == 0, 1, z)[..., None], top + jnp.log(z)
+    after = top + jnp.log(z)
+    return State(total / jnp.where(z == 0, 1, z)[..., None], after, None if rest is None else rest_of(top, jnp.log(z), after))
 
 
 def _with_sinks(total: State, sinks: jax.Array) -> State:
-    """Return the pair with one more key of value 0 and score ``sinks`` [h]."""
-    out, lse = total
-    whole = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, None])
-    return out * jnp.exp(lse - whole)[..., None], whole
+    """Return the state with one more key of value 0 and score ``sinks`` [h]."""
+    lse = jnp.broadcast_to(sinks.astype(total.lse.dtype)[None, None], total.lse.shape)
+    sink = State(jnp.zeros_like(total.out), lse, None if total.rest is None else jnp.zeros_like(total.rest))
+    return _merged(jax.tree.map(lambda *both: jnp.stack(both), total, sink))

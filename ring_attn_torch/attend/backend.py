@@ -22,17 +22,19 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total``, the (out, lse) so far (None: no keys yet), and return it.
+        """Merge attention to the visible keys into ``total``, the state so far (None: no keys yet), and return it.
 
-        The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype.
+        The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype. It has a rest if
+        ``carries_rest`` says so of q's dtype.
         """
         ...
 
     def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse; called once per backward.
 
-        ``total``: (out, lse); ``dtotal``: (dout, dlse). dout and delta become 0 for queries that see no key, because their
-        cotangents, even NaN, must not reach any key.
+        ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and the
+        gradients contain it only times dout or delta. So dout and delta are returned times ``exp(-rest)``, and the steps compute
+        ``exp(s - lse)``. Both become 0 for queries that see no key, because their cotangents, even NaN, must not reach any key.
         """
         ...
 
@@ -53,12 +55,13 @@ class Backend(Protocol):
         ...
 
 
-def sink_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor | None:
+def sink_gradient(score: Score, total: State, delta: Tensor) -> Tensor | None:
     """Return the gradient of the sinks [h], or None without sinks.
 
-    It is ``-sum_bs exp(sink - lse) delta`` over lse and delta [b s h], since a sink is a key whose value is 0.
+    It is ``-sum_bs exp(sink - lse - rest) delta`` over arrays [b s h], since a sink is a key whose value is 0.
     """
     if score.sinks is None:
         return None
-    p = torch.where(lse == -math.inf, 0, torch.exp(score.sinks.to(lse.dtype) - lse))
+    log_p = score.sinks.to(total.lse.dtype) - total.lse
+    p = torch.where(total.lse == -math.inf, 0, torch.exp(log_p if total.rest is None else log_p - total.rest))
     return -torch.sum(p * delta, (0, 1))

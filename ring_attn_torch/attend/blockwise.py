@@ -4,11 +4,13 @@
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
-The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the (out, lse) of the keys seen so
-far. Key tiles outside the band and the extents are never visited, and no score matrix is larger than one tile per head.
+The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the state of the keys seen so far:
+with row max lse, row sum exp(rest), and out times that sum. Key tiles outside the band and the extents are never visited, and no
+score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
-           state out [b s h e], lse [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim of q,k / of v
+           state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
+           of q,k / of v
 Tiles      a tile lies within one run; the r query heads of a key head are rows of one product: [b*g, r*block_q, ...].
            With extents each batch row visits its own range of key tiles, else all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
@@ -27,7 +29,7 @@ from torch import Tensor
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
 from .tiles import Part, Rows, accumulation_dtype
 
 LOG2E = math.log2(math.e)
@@ -41,16 +43,20 @@ class Blockwise:
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
-        out, lse = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
-        return (out.to(q.dtype) if last else out), lse
+        state = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+        return state._replace(out=state.out.to(q.dtype)) if last else state
 
     def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
-        (out, lse), (dout, dlse) = total, dtotal
+        (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
         delta = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse
-        return BackwardInputs(q, dout, lse, delta, sink_gradient(score, lse, delta), out=out)
+        dsinks = sink_gradient(score, total, delta)
+        if rest is not None:
+            factor = torch.exp(-rest)
+            dout, delta = dout.mul_(factor[..., None]), delta.mul_(factor)
+        return BackwardInputs(q, dout, lse, delta, dsinks, out=out)
 
     def attend_backward(
         self,
@@ -78,24 +84,26 @@ class Blockwise:
 
 
 def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
-    """Return the (out, lse) over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
+    """Return the state over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
     if score.sinks is not None:
         for row, *_ in rows:
             lse[:, row.q_base : row.q_base + row.q_len] = score.sinks
-    return out, lse
+    return State(out, lse, torch.zeros_like(lse) if carries_rest(q.dtype) else None)
 
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-    """Merge attention to the visible keys into ``total``, the (out, lse) over the keys seen so far, in place. Return it."""
+    """Merge attention to the visible keys into ``total``, the state over the keys seen so far, in place. Return it."""
     for part in Part.all(q, keys, rows, score):
-        out, lse = (x[part.batch] for x in total)
+        out, lse, *rest = (x[part.batch] for x in total.arrays)
         for queries in part.query_tiles():
             q_tile = queries.load(part.q).mul_(score.scale)
             acc, before = queries.load(out), queries.load(lse)
             m, l = before, (before > -math.inf).to(before.dtype)
+            if rest:
+                acc.mul_(l.mul_(queries.load(rest[0]).exp_()))
             for pair in part.pairs(queries):
                 k_tile, v_tile = pair.load_kv()
                 scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
@@ -108,7 +116,10 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
                 m = m_new
             if m is not before:
                 queries.store(out, acc.div_(l.masked_fill(l == 0, 1)))
-                queries.store(lse, m + l.log())
+                after = m + l.log()
+                queries.store(lse, after)
+                if rest:
+                    queries.store(rest[0], rest_of(m, l.log(), after))
     return total
 
 
@@ -121,7 +132,8 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
 
-    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; tanh is that of softcap, 0 without one.
+    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; dout and delta come times exp(-rest_i);
+    tanh is that of softcap, 0 without one.
     """
     q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]

@@ -41,14 +41,13 @@ class Kernels:
         """See ``Backend.attend``."""
         arrays = _arrays(q, keys, rows, score)
         if total is not None:
-            arrays["out_in"], arrays["lse_in"] = total
+            arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
         _add_lists(arrays, steps.lists(self.call, "forward"))
-        out, lse = launch(steps.forward(self.call, total is None, last), arrays)
-        return out, lse
+        return State(*launch(steps.forward(self.call, total is None, last), arrays))
 
     def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """See ``Backend.cotangents``."""
-        (out, lse), (dout, dlse) = total, dtotal
+        (out, lse, rest), (dout, dlse, _) = total, dtotal
         q, dout = aligned(q), aligned(dout.to(q.dtype))
         if self.blanks:
             unseen = (lse == -math.inf)[..., None]
@@ -56,11 +55,16 @@ class Kernels:
             if score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
                 q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
         arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
-        lse2, delta = launch(portable.delta(self.call, str(out.dtype).removeprefix("torch.")), arrays)
+        if rest is not None:
+            arrays["rest"] = aligned(rest)
+        lse2, delta, *factor = launch(portable.delta(self.call, str(out.dtype).removeprefix("torch.")), arrays)
+        dsinks = sink_gradient(score, total, delta.transpose(1, 2))
+        if factor:
+            dout, delta = aligned(dout * factor[0].transpose(1, 2)[..., None]), delta.mul_(factor[0])
         bounds = None
         if score.extents is not None:
             (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
-        return BackwardInputs(q, dout, lse2, delta, sink_gradient(score, lse, delta.transpose(1, 2)), bounds)
+        return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
     def attend_backward(
         self,

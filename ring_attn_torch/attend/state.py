@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-State = tuple[Tensor, Tensor]
-"""The pair (out [b s h e], lse [b s h]) over the keys seen so far."""
+
+class State(NamedTuple):
+    """The result over the keys seen so far: out [b s h e], lse [b s h] and its ``rest`` [b s h].
+
+    The rest is what the rounding of lse lost: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of
+    a float32 lse alone changes it by 5e-4. Hence float32 and float64 inputs have a rest; it is None for 16-bit inputs, whose
+    scores are less precise than that.
+    """
+
+    out: Tensor
+    lse: Tensor
+    rest: Tensor | None = None
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        """Return (out, lse), or (out, lse, rest) if there is a rest."""
+        return (self.out, self.lse) if self.rest is None else (self.out, self.lse, self.rest)
 
 
 Gradients = Tensor | tuple[Tensor, ...]
@@ -28,3 +45,13 @@ class BackwardInputs(NamedTuple):
     sinks: Tensor | None = None
     bounds: Tensor | None = None
     out: Tensor | None = None
+
+
+def carries_rest(dtype: torch.dtype) -> bool:
+    """Return whether the state of inputs of ``dtype`` has a rest: that of float32 and float64 does."""
+    return dtype in (torch.float32, torch.float64)
+
+
+def rest_of(top: Tensor, log_sum: Tensor, lse: Tensor) -> Tensor:
+    """Return ``top + log_sum - lse``, which the rounding of ``lse = top + log_sum`` lost; 0 for a fully masked query."""
+    return (top - lse).add_(log_sum).masked_fill_(lse == -math.inf, 0)

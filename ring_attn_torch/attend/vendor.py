@@ -55,8 +55,8 @@ class Vendor(Blockwise):
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``total`` (out [b s h e], lse [b s h]), float32, in place; return it."""
-        out, lse = total
+        """Merge attention to the visible keys into ``total``, float32, in place; return it. A rest stays 0: vendors round lse."""
+        out, lse, _ = total
         q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
@@ -66,7 +66,7 @@ class Vendor(Blockwise):
             weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
             out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen), strict=True))
             lse[:, piece.queries] = after
-        return out, lse
+        return total
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradient from these keys to ``dq`` [b s h d] in place.

@@ -23,7 +23,7 @@ from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
 from ..attend.dropout import Dropout, draw_of
-from ..attend.state import Gradients, State
+from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
 from ..ring.agreement import agree, agreed, same_error
 from ..ring.groups import group_of, rank_in, ranks_of
@@ -73,20 +73,20 @@ def attention(
             options = replace(options, dropout_offset=dropout.known_offset)
     call, results = OpCall(options, group_name), stored_results()
     if results is not None and (known := results.known()) is not None:
-        return Eager.apply(call, known, q, k, v, *arrays)
+        return Eager.apply(call, known, q, k, v, *arrays)[:2]
     if not eager:
-        total = torch.ops.ring_attn.forward(q, k, v, options.counts, call.text, *arrays)
+        total = from_outputs(torch.ops.ring_attn.forward(q, k, v, options.counts, call.text, *arrays))
     elif torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
-        total = Eager.apply(call, None, q, k, v, *arrays)
+        total = State(*Eager.apply(call, None, q, k, v, *arrays))
     else:
         total = forward(q, k, v, arrays, call)
     if results is not None:
         results.keep(total)
-    return total
+    return total[:2]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> tuple[Tensor, Tensor]:
-    """Return out and lse of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
+def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
+    """Return the state of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
     group, extents, key_extents = group_of(call.group), arrays.extents, arrays.key_extents
     problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
     with same_error(group):
@@ -108,13 +108,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and the gradient of the sinks, empty without sinks.
 
-    ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse).
+    ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse), and the rest of lse if there is one.
     """
-    (dout, dlse), (q, k, v, out, lse), group = cotangents, saved, group_of(call.group)
+    (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
     compiled = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
     with no_autocast(q.device.type):
         keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
-        dq, dkv, dsinks = loop.backward(q, keys, (out, lse), (dout, dlse), score, ring, compiled.backend)
+        dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, compiled.backend)
     dk, dv = gradients_apart(dkv, k, v)
     dsinks = q.new_empty(0) if dsinks is None or arrays.sinks is None else dsinks.to(arrays.sinks.dtype)
     return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk, dv, dsinks
@@ -150,16 +150,35 @@ def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
 
 
-@as_op(f"forward(Tensor q, Tensor k, Tensor v, SymInt[] counts, str call, {OPTIONAL}) -> (Tensor, Tensor)")
-def _forward(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], call: str, *arrays: Tensor | None) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, Arrays(*arrays), OpCall.read(call, tuple(counts)))
+Outputs = tuple[Tensor, Tensor, Tensor]
+"""The outputs of a forward op: out, lse and its rest, which is empty where the state has none."""
+
+
+def as_outputs(total: State) -> Outputs:
+    """Return the outputs of an op from the state."""
+    return total.out, total.lse, total.lse.new_empty(0) if total.rest is None else total.rest
+
+
+def from_outputs(outputs: Outputs) -> State:
+    """Return the state from the outputs of an op."""
+    out, lse, rest = outputs
+    return State(out, lse, rest if rest.shape == lse.shape else None)
+
+
+def fake_outputs(q: Tensor, v: Tensor) -> Outputs:
+    """Return outputs without values."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty((*q.shape[:3], v.shape[-1])), lse, torch.empty_like(lse) if carries_rest(q.dtype) else lse.new_empty(0)
+
+
+@as_op(f"forward(Tensor q, Tensor k, Tensor v, SymInt[] counts, str call, {OPTIONAL}) -> (Tensor, Tensor, Tensor)")
+def _forward(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], call: str, *arrays: Tensor | None) -> Outputs:
+    return as_outputs(forward(q, k, v, Arrays(*arrays), OpCall.read(call, tuple(counts))))
 
 
 @torch.library.register_fake("ring_attn::forward")
 def _(q, k, v, *_):  # type: ignore[no-untyped-def]
-    b, s, h, _ = q.shape
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((b, s, h, v.shape[-1])), q.new_empty((b, s, h), dtype=lse_dtype)
+    return fake_outputs(q, v)
 
 
 @as_op(
@@ -178,16 +197,23 @@ def _(cotangents, saved, counts, call, *arrays: Tensor | None):  # type: ignore[
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     """Save the inputs and outputs of an op for its backward."""
     q, k, v, ctx.counts, ctx.call, *arrays = inputs
-    ctx.save_for_backward(q, k, v, *output, *arrays)
+    ctx.save_for_backward(*arrays, q, k, v, *from_outputs(output).arrays)
+
+
+def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
+    """Return what a forward saved: (q, k, v, out, lse) and the rest if there is one; and the optional arrays."""
+    saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
+    optional = len(Arrays._fields)
+    return saved[optional:], Arrays(*saved[:optional])
 
 
 def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
-    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(cotangents, saved[:5], ctx.counts, ctx.call, *saved[5:])
-    return dq, dk, dv, None, None, *_gradients(Arrays(*saved[5:]), dsinks)
+    saved, arrays = saved_of(ctx)
+    dq, dk, dv, dsinks = torch.ops.ring_attn.backward(cotangents[:2], saved, ctx.counts, ctx.call, *arrays)
+    return dq, dk, dv, None, None, *_gradients(arrays, dsinks)
 
 
 def _gradients(arrays: Arrays, dsinks: Tensor) -> Arrays:
@@ -209,21 +235,22 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: OpCall, known: State | None, q: Tensor, k: Tensor, v: Tensor, *arrays: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, Arrays(*arrays), call) if known is None else known
+    ) -> tuple[Tensor, ...]:
+        total = forward(q, k, v, Arrays(*arrays), call) if known is None else known
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, *arrays)
-        return out, lse
+        ctx.save_for_backward(*arrays, q, k, v, *total.arrays)
+        if total.rest is not None:
+            ctx.mark_non_differentiable(total.rest)
+        return total.arrays
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        call, saved = ctx.call, ctx.saved_tensors
-        first, arrays = saved[:5], Arrays(*saved[5:])
-        watched = torch.is_grad_enabled() or not unwatched([x for x in (*cotangents, *saved) if x is not None])
+        call, (saved, arrays), cotangents = ctx.call, saved_of(ctx), cotangents[:2]
+        watched = torch.is_grad_enabled() or not unwatched([x for x in (*cotangents, *saved, *arrays) if x is not None])
         if watched:  # the op refuses create_graph, and can be traced
-            parts = torch.ops.ring_attn.backward(cotangents, first, call.options.counts, call.text, *arrays)
+            parts = torch.ops.ring_attn.backward(cotangents, saved, call.options.counts, call.text, *arrays)
         else:
-            parts = backward(cotangents, first, arrays, call)
+            parts = backward(cotangents, saved, arrays, call)
         dq, dk, dv, dsinks = parts
         return None, None, dq, dk, dv, *_gradients(arrays, dsinks)
 
@@ -242,9 +269,9 @@ def unwatched(tensors: Iterable[Any]) -> bool:
 
 
 class StoredResults:
-    """A context that lets a recomputed function reuse its stored (out, lse) instead of running the ring again.
+    """A context that lets a recomputed function reuse its stored results instead of running the ring again.
 
-    Inside this ``with``, every call asks ``known`` for its (out, lse) before it runs, and passes its result to ``keep``. It is
+    Inside this ``with``, every call asks ``known`` for its state before it runs, and passes its result to ``keep``. It is
     reentrant and may be entered on any thread.
     """
 
@@ -252,11 +279,11 @@ class StoredResults:
         self._tokens: list[Token[StoredResults | None]] = []
 
     def known(self) -> State | None:
-        """Return the stored pair of the next call, in call order and without gradients, or None to compute it."""
+        """Return the stored state of the next call, in call order and without gradients, or None to compute it."""
         return None
 
     def keep(self, total: State) -> None:
-        """Store the pair that a call returned."""
+        """Store the state after a call."""
 
     def __enter__(self) -> None:
         self._tokens.append(_innermost.set(self))

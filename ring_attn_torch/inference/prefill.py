@@ -13,9 +13,10 @@ from ring_attn_core.cache import checks
 from ring_attn_core.kernels.backends import VENDORS
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_core.problem.options import Options
+from ring_attn_core.runs import Run
 
-from ..attend.state import State
-from ..block import attend_block
+from ..attend.state import State, rest_of
+from ..block import block_state
 from ..call.autograd import OpCall, forward
 from ..call.prepare import Arrays, check_tensors, checked, dtype_name, problem_of
 from ..ring.agreement import agree, same_error
@@ -88,7 +89,7 @@ def prefill(
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # sinks count once: with the chunk or the cached keys
-    out, _ = forward(q, k, v, arrays, of_ring._replace(options=options), total)
+    out, *_ = forward(q, k, v, arrays, of_ring._replace(options=options), total)
     cache.append(layer, k, v, step)  # after the attention, since a window's slots are reused
     return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
 
@@ -104,7 +105,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: De
 
 
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the float32 (out, lse) of this rank's queries over the keys that all ranks had cached before the step."""
+    """Return the float32 state of this rank's queries over the keys that all ranks had cached before the step."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
     queries = q
@@ -113,22 +114,20 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
         dist.all_gather_into_tensor(gathered, q.contiguous(), group=ring)
         queries = gathered.view(ranks, *q.shape).transpose(0, 1).reshape(batch, ranks * local, heads, dim)
     k, v, extents = _in_order(cache, layer, step, options.mask.hi)
-    part = attend_block(
-        queries,
-        restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k,
-        restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v,
-        mask=full(),
-        extents=extents,
-        scale=options.scale,
-        softcap=options.softcap,
-        backend="auto" if options.backend in VENDORS else options.backend,
-    )
+    k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
+    v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
+    backend = "auto" if options.backend in VENDORS else options.backend
+    of_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=backend)
+    runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
+    part = block_state(queries, k, v, Arrays(extents), of_block, runs)
     if ranks == 1:
         return part
-    packed = torch.cat([part[0], part[1][..., None]], -1).view(batch, ranks, local, heads, -1).transpose(0, 1).contiguous()
+    out, *of_lse = part.arrays
+    packed = torch.cat([out, torch.stack(of_lse, -1)], -1).view(batch, ranks, local, heads, -1).transpose(0, 1).contiguous()
     mine = torch.empty_like(packed)
     dist.all_to_all_single(mine, packed, group=ring)
-    return _merged(mine[..., :-1], mine[..., -1])
+    out, *of_lse = mine.tensor_split([out.shape[-1] + i for i in range(len(of_lse))], -1)
+    return _merged(State(out, *(x.squeeze(-1) for x in of_lse)))
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,20 +158,23 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
     return k, v, torch.stack([first, torch.maximum(end, first)], -1) * real[..., None]
 
 
-def _merged(out: Tensor, lse: Tensor) -> State:
-    """Merge out [ranks b s h e] and lse [ranks b s h] of all ranks, over disjoint keys, in rank order."""
+def _merged(parts: State) -> State:
+    """Merge the states of all ranks, out [ranks b s h e] and so on, over disjoint keys, in rank order."""
+    out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)
-    weights = torch.exp(lse - top)
+    weights = torch.exp(lse - top if rest is None else (lse - top).add_(rest))
     z, total = torch.zeros_like(top), torch.zeros_like(out[0])
     for weight, of_rank in zip(weights, out, strict=True):
         z = z + weight
         total = total + weight[..., None] * of_rank
-    return total / z.masked_fill(z == 0, 1)[..., None], top + z.log()
+    after = top + z.log()
+    return State(total / z.masked_fill(z == 0, 1)[..., None], after, None if rest is None else rest_of(top, z.log(), after))
 
 
 def _with_sinks(total: State, sinks: Tensor) -> State:
-    """Merge a key of value 0 and score ``sinks`` [h] into the pair."""
-    out, lse = total
-    whole = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return out * torch.exp(lse - whole)[..., None], whole
+    """Merge a key of value 0 and score ``sinks`` [h] into the state."""
+    sink = State(torch.zeros_like(total.out), sinks.to(total.lse.dtype).expand_as(total.lse))
+    if total.rest is not None:
+        sink = sink._replace(rest=torch.zeros_like(total.rest))
+    return _merged(State(*(torch.stack(x) for x in zip(total.arrays, sink.arrays, strict=True))))

@@ -49,8 +49,9 @@ class RecordPass(StoredResults):
         self._put, self._kept = put, kept
 
     def keep(self, total: State) -> None:
-        out, lse = total
-        self._kept.append((self._put(out.detach()), self._put(lse.detach())))
+        out, lse, rest = total
+        of_lse = lse[None] if rest is None else torch.stack((lse, rest))
+        self._kept.append((self._put(out.detach()), self._put(of_lse.detach())))
 
 
 class ReplayPass(StoredResults):
@@ -67,6 +68,6 @@ class ReplayPass(StoredResults):
     def known(self) -> State | None:
         if self._at == len(self._kept):
             return None
-        out, lse = self._kept[self._at]
+        out, of_lse = self._kept[self._at]
         self._at += 1
-        return out().detach(), lse().detach()
+        return State(out().detach(), *of_lse().detach().unbind())

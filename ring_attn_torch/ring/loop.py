@@ -16,18 +16,18 @@ from .strategies import STRATEGIES
 
 
 def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
-    """Return out [b s h e] in q's dtype and lse [b s h] in float32 of this rank's queries.
+    """Return out [b s h e] in q's dtype, and lse and its rest [b s h] in float32, of this rank's queries.
 
-    ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: the float32 (out, lse) to continue from, if the queries
-    have already seen other keys and the sinks.
+    ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: the float32 state to continue from, if the queries have
+    already seen other keys and the sinks.
     """
     strategy = STRATEGIES[ring.strategy]
-    (q, *seen), keys, score = strategy.spread((q, *(total or ())), keys, score, ring)
-    total = (seen[0], seen[1]) if seen else None
+    (q, *seen), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
+    total = State(*seen) if seen else None
     for step in strategy.circulate(keys, ring):
         total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
     assert total is not None
-    return strategy.collect(total, ring)
+    return State(*strategy.collect(total.arrays, ring))
 
 
 def backward(
@@ -35,15 +35,15 @@ def backward(
 ) -> tuple[Tensor, Gradients, Tensor | None]:
     """Return dq [b s h d], dkv [b t g d+e] or (dk, dv), and the gradient of the sinks [h].
 
-    ``total``: (out [b s h e], lse [b s h]) of the forward pass; ``dtotal``: their cotangents. dq and dkv are those of this rank's
+    ``total``: the state after the forward pass; ``dtotal``: the cotangents of out and lse. dq and dkv are those of this rank's
     own shards, in float32, or in q's dtype if no other rank adds to them. The gradient of the sinks is the part from this rank's
     queries, or None without sinks.
     """
     strategy = STRATEGIES[ring.strategy]
-    (q, out, lse, dout, dlse), keys, score = strategy.spread((q, *total, *dtotal), keys, score, ring)
+    (q, dout, dlse, *seen), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
     of_q = dq = None
     for step in strategy.circulate(keys, ring):
-        of_q = backend.cotangents(q, keys, step.rows, score, (out, lse), (dout, dlse)) if of_q is None else of_q
+        of_q = backend.cotangents(q, keys, step.rows, score, State(*seen), State(dout, dlse)) if of_q is None else of_q
         dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
         step.send_home(dkv)
     assert of_q is not None and dq is not None

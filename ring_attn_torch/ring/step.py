@@ -11,7 +11,7 @@ from ring_attn_core.plan.ring import RingPlan
 
 from ..attend.keys import Keys
 from ..attend.score import Score
-from ..attend.state import BackwardInputs, Gradients, State
+from ..attend.state import BackwardInputs, Gradients
 from ..attend.tiles import Rows
 from .groups import Group
 
@@ -66,8 +66,8 @@ class Strategy(Protocol):
         """Yield a ``Step`` for each shard of keys that this rank sees."""
         ...
 
-    def collect(self, total: State, ring: Ring) -> State:
-        """Return (out, lse) of this rank's own queries: the inverse of ``spread``."""
+    def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
+        """Return the results [b s h ...] of this rank's own queries: the inverse of ``spread`` for ``queries``."""
         ...
 
     def collect_gradients(

@@ -1,13 +1,14 @@
 """Inputs of the backward: lse2 and delta of each query, and bounds of the extents of each query tile, in Triton.
 
-    lse2_i  = log2(e) lse_i                     +inf if the query is fully masked: its probabilities become 0
+    lse2_i  = log2(e) (lse_i + rest_i)          +inf if the query is fully masked: its probabilities become 0
     delta_i = out_i . dout_i - dlse_i           0 if the query is fully masked
+    factor_i = 2^-r_i                           only if there is a rest; r_i: what the rounding of lse2_i lost
     bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
 
-Shapes     out_BSHE, lse_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS f32; extents int32 [B, S, 2],
-           rows int32 [q_runs, k_runs, fields] -> bounds int32 [B, q tiles, 4]
+Shapes     out_BSHE, lse_BSH and rest_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS, factor_BHS f32; extents int32
+           [B, S, 2], rows int32 [q_runs, k_runs, fields] -> bounds int32 [B, q tiles, 4]
 Program    of ``delta`` one (tile of tokens, head, batch row); of ``extent_bounds`` one (q tile, batch row), a q tile in one run
-Precision  f32
+Precision  f32; lse2 is computed in f64 if there is a rest
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from .scores import LOG2E
 def delta(
     out_BSHE,
     lse_BSH,
+    rest_BSH,
     dout_BSHE,
     dlse_BSH,
     lse2_BHS,
     delta_BHS,
+    factor_BHS,
     S,
     H: tl.constexpr,
     E: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute and store lse in base 2 and delta for a tile of tokens."""
+    """Compute and store lse in base 2, delta and the factor of dout and delta for a tile of tokens."""
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
     head = program // tiles % H
@@ -50,7 +53,14 @@ def delta(
     dlse = tl.load(dlse_BSH + at, mask=seen, other=0.0)
     to = (batch * H + head) * S + token
     tl.store(delta_BHS + to, tl.sum(out * dout, 1) - dlse, mask=inside)
-    tl.store(lse2_BHS + to, tl.where(seen, lse * LOG2E, float("inf")), mask=inside)
+    if rest_BSH is None:
+        tl.store(lse2_BHS + to, tl.where(seen, lse * LOG2E, float("inf")), mask=inside)
+    else:
+        exact = (lse.to(tl.float64) + tl.load(rest_BSH + at, mask=seen, other=0.0)) * LOG2E
+        lse2 = exact.to(tl.float32)
+        tl.store(lse2_BHS + to, tl.where(seen, lse2, float("inf")), mask=inside)
+        lost = (exact - lse2.to(tl.float64)).to(tl.float32)
+        tl.store(factor_BHS + to, tl.where(seen, tl.exp2(-lost), 1.0), mask=inside)
 
 
 @triton.jit

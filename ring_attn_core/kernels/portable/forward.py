@@ -5,18 +5,21 @@
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                    z_ij = kept / (1 - dropout_rate)
 
 One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithm 1). The epilogue merges the result
-with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys.
+with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys. For
+inputs in f32 it also stores rest_i, which the rounding of lse_i lost, and the weights are those of lse + rest.
 
 Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_extents int32
            [B, T, 2], key_mask_BT f32 (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
+           and, for inputs in f32, rest_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
            heaviest; a q tile lies within one run
 K tiles    every query sees one interval of every run (rows.keys_seen); tiles outside all intervals are not visited, and
            tiles inside all intervals need no mask. Key extents are tested tile by tile (rows.some_query_sees)
-State      FIRST: no keys have been seen yet; else out_in f32 and lse_in, which out and lse may overwrite in place. A q tile
-           that sees no key here writes only at the first step and at the LAST, where out gets the input's dtype
-Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype
+State      FIRST: no keys have been seen yet; else out_in f32, lse_in and rest_in, which out, lse and rest may overwrite in
+           place. A q tile that sees no key here writes only at the first step and at the LAST, where out gets the input's dtype
+Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype;
+           lse + rest in f64
 """
 
 from __future__ import annotations
@@ -56,8 +59,10 @@ def forward(
     dropout_BH,
     out_in_BSHE,
     lse_in_BSH,
+    rest_in_BSH,
     out_BSHE,
     lse_BSH,
+    rest_BSH,
     inner,
     softcap,
     threshold,
@@ -143,7 +148,12 @@ def forward(
         at_lse = (batch.to(tl.int64) * S + q_run * q_slot + i) * H + head
         at_out = at_lse[:, None] * E + e[None, :]
         inside_out = inside[:, None] & (e[None, :] < E)
-        here = m * LN2 + tl.log(tl.where(l > 0, l, 1.0))
+        if rest_BSH is None:
+            here = m * LN2 + tl.log(tl.where(l > 0, l, 1.0))
+        else:
+            exact = m.to(tl.float64) * LN2 + tl.log(tl.where(l > 0, l, 1.0))
+            here = exact.to(tl.float32)
+            rest = tl.where(l > 0, (exact - here.to(tl.float64)).to(tl.float32), 0.0)
         if FIRST and sinks_ptr is None:
             acc = acc / tl.where(l > 0, l, 1.0)[:, None]
             lse = tl.where(l > 0, here, float("-inf"))
@@ -154,16 +164,27 @@ def forward(
                 before = tl.load(lse_in_BSH + at_lse, mask=inside, other=float("-inf"))
             greater = tl.maximum(tl.where(l > 0, here, float("-inf")), before)
             greater = tl.where(greater == float("-inf"), 0.0, greater)
-            w_here = tl.where(l > 0, tl.exp(here - greater), 0.0)
-            w_before = tl.exp(before - greater)
+            if rest_BSH is None:
+                w_here = tl.where(l > 0, tl.exp(here - greater), 0.0)
+                w_before = tl.exp(before - greater)
+            else:
+                rest_before = tl.zeros_like(rest)
+                if not FIRST:
+                    rest_before = tl.load(rest_in_BSH + at_lse, mask=inside, other=0.0)
+                w_here = tl.where(l > 0, tl.exp(here - greater + rest), 0.0)
+                w_before = tl.exp(before - greater + rest_before)
             both = w_here + w_before
             acc *= (w_here / (tl.where(l > 0, l, 1.0) * tl.where(both > 0, both, 1.0)))[:, None]
             if not FIRST:
                 out_in = tl.load(out_in_BSHE + at_out, mask=inside_out, other=0.0)
                 acc += out_in * (w_before / tl.where(both > 0, both, 1.0))[:, None]
             lse = tl.where(l > 0, greater + tl.log(both), before)
+            if rest_BSH is not None:
+                rest = tl.where(l > 0, (greater - lse) + tl.log(both), rest_before)
         tl.store(out_BSHE + at_out, acc.to(out_BSHE.dtype.element_ty), mask=inside_out)
         tl.store(lse_BSH + at_lse, lse, mask=inside)
+        if rest_BSH is not None:
+            tl.store(rest_BSH + at_lse, rest, mask=inside)
 
 
 @triton.jit

@@ -24,15 +24,17 @@ MERGED_AT_ONCE = 32
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys into ``out`` and ``lse``.
+    """Return the launch that merges one shard of keys into ``out``, ``lse`` and, if the call has one, ``rest``.
 
-    After the first step the outputs overwrite ``out_in``, if out is float32, and ``lse_in``.
+    After the first step the outputs overwrite ``out_in``, if out is float32, ``lse_in`` and ``rest_in``.
     """
     tiles = call.tiles("forward")
     out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
-    lse = Output("lse", (call.batch, call.seq_local, call.heads), "float32")
+    of_lse = tuple(
+        Output(name, (call.batch, call.seq_local, call.heads), "float32", None if first else name + "_in")
+        for name in (("lse", "rest") if call.carries_rest else ("lse",))
+    )
     if not first:
-        lse = Output(*_fields(lse), over="lse_in")
         out = out if last and call.dtype != "float32" else Output(*_fields(out), over="out_in")
     arguments = {
         **_inputs(call, tiles, "q", "q_BSHD"),
@@ -46,8 +48,10 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         "dropout_BH": call.array("dropout_seed", "uint32", "dropout"),
         "out_in_BSHE": None if first else Array("out_in", "float32"),
         "lse_in_BSH": None if first else Array("lse_in", "float32"),
+        "rest_in_BSH": Array("rest_in", "float32") if call.carries_rest and not first else None,
         "out_BSHE": Array("out", out.dtype),
         "lse_BSH": Array("lse", "float32"),
+        "rest_BSH": Array("rest", "float32") if call.carries_rest else None,
         **call.numbers,
     }
     constants = {
@@ -58,25 +62,31 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         "CLEAN": _clean(call),
     }
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    return _launch("forward", grid, arguments, constants, (out, lse), tiles)
+    return _launch("forward", grid, arguments, constants, (out, *of_lse), tiles)
 
 
 @lru_cache(maxsize=4096)
 def delta(call: RingCall, out_dtype: str) -> Launch:
-    """Return the launch that computes the outputs ``lse2`` and ``delta`` [b h s] for the backward, from out in ``out_dtype``."""
+    """Return the launch that computes ``lse2`` and ``delta`` [b h s] for the backward, from out in ``out_dtype``.
+
+    If the call has a rest, the third output is ``factor`` [b h s], by which dout and delta are to be multiplied.
+    """
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
     arguments = {
         "out_BSHE": Array("out", out_dtype),
         "lse_BSH": Array("lse", "float32"),
+        "rest_BSH": Array("rest", "float32") if call.carries_rest else None,
         "dout_BSHE": Array("dout", call.dtype),
         "dlse_BSH": Array("dlse", "float32"),
         "lse2_BHS": Array("lse2", "float32"),
         "delta_BHS": Array("delta", "float32"),
+        "factor_BHS": Array("factor", "float32") if call.carries_rest else None,
         "S": Scalar(call.seq_local, "i32"),
     }
     constants = {"H": call.heads, "E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": padded(call.v_dim)}
-    outputs = Output("lse2", shape, "float32"), Output("delta", shape, "float32")
+    names = ("lse2", "delta", "factor") if call.carries_rest else ("lse2", "delta")
+    outputs = tuple(Output(name, shape, "float32") for name in names)
     grid = -(-call.seq_local // tiles.block_q) * call.heads * call.batch
     return _launch("delta", grid, arguments, constants, outputs, tiles)
 

@@ -17,7 +17,7 @@ from ring_attn_core.runs import row
 
 from ...attend.keys import Keys
 from ...attend.score import Score
-from ...attend.state import BackwardInputs, Gradients, State
+from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring, T
 from ..transfer import send
 
@@ -40,9 +40,9 @@ class OneWay:
             yield step
             keys, travelling = step.next_keys, step.travelling
 
-    def collect(self, total: State, ring: Ring) -> State:
+    def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """See ``Strategy.collect``."""
-        return total
+        return results
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring

@@ -2,11 +2,11 @@
 
     before     each rank: the tokens of its shard, all heads
     inside     each rank: the tokens of its group's shards, its share of the heads (``HeadShares``)
-    after      out, lse and the gradients go back the same way
+    after      out, lse, its rest and the gradients go back the same way
 
 Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
-out, lse and the gradients of out and lse are exchanged like q. Extents, key mask and key extents go to all ranks of a group. A
-rank takes the sinks, slopes and dropout's head index of its own heads. If several ranks of a group use one key head, its
+out, lse, its rest and the gradients of out and lse are exchanged like q. Extents, key mask and key extents go to all ranks of a
+group. A rank takes the sinks, slopes and dropout's head index of its own heads. If several ranks of a group use one key head, its
 gradients are added in the order of these ranks.
 """
 
@@ -22,7 +22,7 @@ from ring_attn_core.plan.ulysses import HeadShares
 
 from ...attend.keys import Keys, clipped, joined, side_by_side
 from ...attend.score import Score
-from ...attend.state import BackwardInputs, Gradients, State
+from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
 from ..transfer import all_gather, exchange, groups_of
 from .gather import by_rank, summed
@@ -46,10 +46,9 @@ class HeadExchange(OneWay):
         rest = joined(Keys(by_rank(kv, shares.ranks), bits, None, key_extents), keys.kv.shape[1])
         return tuple(inside), rest, _shared(score, extents, shares, place)
 
-    def collect(self, total: State, ring: Ring) -> State:
+    def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """See ``Strategy.collect``."""
-        out, lse = _collected(total, ring)
-        return out, lse
+        return tuple(_collected(results, ring))
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...attend.keys import Keys
 from ...attend.score import Score
-from ...attend.state import BackwardInputs, Gradients, State
+from ...attend.state import BackwardInputs, Gradients
 from ...attend.tiles import Rows
 from ..groups import rank_in
 from ..step import Ring, Step, T
@@ -38,9 +38,9 @@ class OneWay:
             yield step
             keys, travelling = step.next_keys, step.travelling
 
-    def collect(self, total: State, ring: Ring) -> State:
+    def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
         """See ``Strategy.collect``."""
-        return total
+        return results
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
