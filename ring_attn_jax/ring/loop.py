@@ -11,6 +11,7 @@ from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
 from ..attend.state import Gradients, State
+from .ranges import named
 from .step import Ring
 from .strategies import STRATEGIES
 
@@ -24,8 +25,9 @@ def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend
     strategy = STRATEGIES[ring.strategy]
     (q, *seen), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
     total = State(*seen) if seen else None
-    for step in strategy.circulate(keys, ring):
-        total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
+    for number, step in enumerate(strategy.circulate(keys, ring), 1):
+        with named(ring, number, step):
+            total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
     assert total is not None
     return State(*strategy.collect(total.arrays, ring))
 
@@ -42,9 +44,10 @@ def backward(
     strategy = STRATEGIES[ring.strategy]
     (q, dout, dlse, *seen), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
     of_q = dq = None
-    for step in strategy.circulate(keys, ring):
-        of_q = backend.cotangents(q, keys, step.rows, score, State(*seen), State(dout, dlse)) if of_q is None else of_q
-        dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
-        step.send_home(dkv)
+    for number, step in enumerate(strategy.circulate(keys, ring), 1):
+        with named(ring, number, step, " backward"):
+            of_q = backend.cotangents(q, keys, step.rows, score, State(*seen), State(dout, dlse)) if of_q is None else of_q
+            dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
+            step.send_home(dkv)
     assert of_q is not None and dq is not None
     return strategy.collect_gradients(dq, step.home(), of_q, ring)

@@ -32,6 +32,8 @@ class Step(Protocol):
     rows: jax.Array
     """A ``Row`` for each pair of runs, int32 [q_runs, k_runs, fields]: the part of ``keys`` that this rank may see."""
     last: bool
+    shift: int
+    """Number of ranks that the keys have travelled, 0 for this rank's own."""
 
     def settle(self, state: T) -> T:
         """Return ``state``. The next step must not begin before it is computed."""

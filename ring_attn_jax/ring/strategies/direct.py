@@ -47,7 +47,7 @@ class Visit:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
         self.own, self.next_keys = own, keys
         self.total: jax.Array | None = None
-        self._before, self._ring, self._shift = before, ring, shift
+        self._before, self._ring, self.shift = before, ring, shift
 
     def settle(self, state: T) -> T:
         """Return ``state``, tied by an optimization barrier to the next keys and the gradients that came home before.
@@ -74,10 +74,10 @@ class Visit:
             return
         self.total = self._before.total
         assert self.total is not None
-        for each in slices(self._ring, self._shift):
+        for each in slices(self._ring, self.shift):
             part = lax.dynamic_slice_in_dim(dkv, each.theirs, each.tokens, 1)
-            readers = [(owner + self._shift) % self._ring.plan.ranks for owner in each.owners]
-            part = send_from(part, readers, -self._shift, self._ring.axis, self._ring.plan.ranks)
+            readers = [(owner + self.shift) % self._ring.plan.ranks for owner in each.owners]
+            part = send_from(part, readers, -self.shift, self._ring.axis, self._ring.plan.ranks)
             before = lax.dynamic_slice_in_dim(self.total, each.mine, each.tokens, 1)
             self.total = lax.dynamic_update_slice_in_dim(self.total, before + part, each.mine, 1)
 

@@ -55,7 +55,7 @@ class Hop:
     """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks; they go on to ``rank + hop``."""
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
-        self.keys = keys
+        self.keys, self.shift = keys, shift
         self.last = shift == ring.plan.shifts[-1]
         self.rows = rows(ring, shift)
         self.next_keys = send(keys, hop, ring.axis, ring.plan.ranks) if hop else keys

@@ -60,7 +60,7 @@ class Visit:
 
     def __init__(self, keys: Keys, before: Visit | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
-        self._before, self._ring, self._shift = before, ring, shift
+        self._before, self._ring, self.shift = before, ring, shift
         self._returning: Transfer | None = None
         self._total: Gradients | None = None
 
@@ -78,17 +78,17 @@ class Visit:
             return
         assert isinstance(dkv, Tensor), "what travels is packed"
         part = lambda first, tokens: dkv[:, first : first + tokens].contiguous()
-        sent = tuple(part(*of) for of in visible(self._ring, self._shift, -self._shift))
+        sent = tuple(part(*of) for of in visible(self._ring, self.shift, -self.shift))
         b, _, *rest = dkv.shape
-        arriving = tuple(dkv.new_empty((b, tokens, *rest)) for _, tokens in visible(self._ring, self._shift, 0))
-        self._returning = swap(sent, arriving, -self._shift, self._ring.group)
+        arriving = tuple(dkv.new_empty((b, tokens, *rest)) for _, tokens in visible(self._ring, self.shift, 0))
+        self._returning = swap(sent, arriving, -self.shift, self._ring.group)
         self._total, self._before = self._before.home(), None
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys from the ranks of this step and of all before it, in their order."""
         assert isinstance(self._total, Tensor), "what travels is packed"
         if self._returning is not None:
-            for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self._shift, 0), strict=True):
+            for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):
                 self._total[:, first : first + tokens] += part
         return self._total
 

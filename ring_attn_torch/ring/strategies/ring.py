@@ -53,7 +53,7 @@ class LocalStep:
     """The only ``Step`` of a ring in which no keys travel."""
 
     def __init__(self, keys: Keys, rows: Rows) -> None:
-        self.keys, self.rows, self.last = keys, rows, True
+        self.keys, self.rows, self.last, self.shift = keys, rows, True, 0
         self._dkv: Gradients | None = None
 
     def settle(self, state: T) -> T:
@@ -80,7 +80,7 @@ class Hop:
     """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
-        self.keys = keys
+        self.keys, self.shift = keys, shift
         self.last = shift == ring.plan.shifts[-1]
         self.rows = rows(ring, shift)
         self._next = send(keys, hop, ring.group) if hop else None

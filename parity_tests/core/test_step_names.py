@@ -1,0 +1,43 @@
+"""The name of a step says its number, and how many bytes of keys came from which rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from ring_attn_core import causal, sliding_window
+from ring_attn_core.plan.direct import DirectPlan
+from ring_attn_core.plan.joined import JoinedPlan
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.plan.step_names import in_units, step_name
+
+SHARD = 32 << 20
+
+
+@pytest.mark.parametrize(("shift", "owner"), [(1, 1), (2, 0), (3, 3)])
+def test_a_step_names_the_owner_of_its_keys(shift: int, owner: int):
+    plan = RingPlan("zigzag", causal(), 4, 64)
+    assert step_name(plan, shift + 1, shift, SHARD, rank=2) == f"ring step {shift + 1} of 4, 32 MiB from rank {owner}"
+    before = "1 rank" if shift == 1 else f"{shift} ranks"
+    assert step_name(plan, shift + 1, shift, SHARD) == f"ring step {shift + 1} of 4, 32 MiB from {before} before"
+    assert step_name(plan, 1, 0, SHARD, rank=2) == "ring step 1 of 4, own keys"
+
+
+def test_a_step_on_joined_shards_names_their_owners():
+    plan = JoinedPlan("zigzag", causal(), 8, 64, q_shards=2, k_shards=2)
+    assert step_name(plan, 1, 0, SHARD, rank=5) == "ring step 1 of 4, 32 MiB of 2 ranks"
+    assert step_name(plan, 2, 2, SHARD, rank=1) == "ring step 2 of 4, 32 MiB from ranks 6 to 7"
+
+
+def test_a_step_of_direct_counts_its_slices_only():
+    plan = DirectPlan("contiguous", sliding_window(16), 4, 64)
+    assert step_name(plan, 2, 1, SHARD, rank=3) == "ring step 2 of 2, 8 MiB from rank 2"
+    assert step_name(plan, 2, 1, SHARD, rank=0) == "ring step 2 of 2, 0 bytes from rank 3"
+    assert step_name(plan, 2, 1, SHARD) == "ring step 2 of 2, 8 MiB from 1 rank before"
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536, "1.5 KiB"), (3 << 30, "3 GiB"), (5 << 41, "1.024e+04 GiB")],
+)
+def test_bytes_have_a_unit(size: int, words: str):
+    assert in_units(size) == words

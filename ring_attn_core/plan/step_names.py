@@ -1,0 +1,34 @@
+"""Names of the steps of a ring, which profilers show: "ring step 2 of 4, 32 MiB from rank 3"."""
+
+from __future__ import annotations
+
+from .direct import DirectPlan
+from .ring import RingPlan
+
+UNITS = "bytes", "KiB", "MiB", "GiB"
+
+
+def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
+    """Return the name of a step: its number, from 1, and how many bytes of keys have come from where.
+
+    ``shift``: how far its keys have travelled. ``size``: bytes of these keys with all that travels with them. ``rank``: this
+    rank; None: a traced one, so the name says the distance instead of the owner. Under "direct" only the slices count.
+    """
+    steps = f"ring step {number} of {len(plan.shifts)}"
+    if shift == 0:
+        return f"{steps}, own keys" if plan.k_shards == 1 else f"{steps}, {in_units(size)} of {plan.k_shards} ranks"
+    owner = None if rank is None else (rank - shift) % plan.ranks
+    if isinstance(plan, DirectPlan):
+        tokens = sum(each.longest if owner is None else each.lengths[owner] for each in plan.slices(shift))
+        size = size * tokens // plan.kv_local
+    if owner is None:
+        return f"{steps}, {in_units(size)} from {shift} rank{'s' * (shift > 1)} before"
+    first = owner - owner % plan.k_shards
+    owners = f"rank {owner}" if plan.k_shards == 1 else f"ranks {first} to {first + plan.k_shards - 1}"
+    return f"{steps}, {in_units(size)} from {owners}"
+
+
+def in_units(size: int) -> str:
+    """Return a number of bytes in the largest unit that leaves at least 1."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{size / (1 << 10 * power):.4g} {UNITS[power]}"

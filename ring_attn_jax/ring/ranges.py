@@ -1,0 +1,18 @@
+"""Names around the steps of a ring, which JAX's profiler shows with each operation of a step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from ring_attn_core.plan.step_names import step_name
+
+from .step import Ring, Step
+
+
+def named(ring: Ring, number: int, step: Step, suffix: str = "") -> AbstractContextManager[Any]:
+    """Return a context that gives a step, the ``number``-th from 1, its name while it is traced; a running step pays nothing."""
+    size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
+    return jax.named_scope(step_name(ring.plan, number, step.shift, size) + suffix)
