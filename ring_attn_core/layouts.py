@@ -79,6 +79,11 @@ def check_rank(rank: object, ranks: int) -> None:
 
 def named(layout: str) -> Layout:
     """Return the layout called ``layout``. Raise ValueError if it is not in LAYOUTS."""
+    if layout == "balanced" or hasattr(layout, "runs"):
+        raise ValueError(
+            f"a balanced layout follows from documents, and this call takes one of {', '.join(LAYOUTS)}. ring_attention, "
+            'to_layout and from_layout take the .layout of shard_batch(..., layout="balanced")'
+        )
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[layout]

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import check_array, check_extents, rate_of
@@ -42,7 +43,7 @@ def sharded_ring_attention(
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
     head_axis: str | None = None,
-    layout: str = "zigzag",
+    layout: str | BalancedLayout = "zigzag",
     mask: Band = causal(),
     extents: Int[Array, "batch tokens 2"] | None = None,
     key_extents: Int[Array, "batch kv_tokens 2"] | None = None,

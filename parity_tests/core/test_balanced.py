@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from parity_tests.support.document_lengths import BATCHES, packed_lengths
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_core.plan.balanced import BalancedLayout, balanced_layout, work_of
+from ring_attn_core.plan.balanced import balanced_layout, work_of
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.documents import PackedDocuments
 from ring_attn_core.runs import Run
 

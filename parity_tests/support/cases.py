@@ -17,6 +17,7 @@ import numpy as np
 from ring_attn_core import Band, RingPlan, Ulysses, causal, full, sliding_window
 from ring_attn_core.dropout import kept
 from ring_attn_core.layouts import LAYOUTS, padded_local, slots
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.reference.oracle import Attention, exact, plain, rounding, visible
 from ring_attn_core.reference.tolerance import bound, bound_of_sinks, relative_error
 
@@ -38,7 +39,7 @@ class Case:
     a ring, which must change nothing.
     """
 
-    layout: str = "zigzag"
+    layout: str | BalancedLayout = "zigzag"
     mask: Band = MASKS["causal"]
     ranks: int = 4
     heads: int = 4
@@ -71,6 +72,8 @@ class Case:
 
     @property
     def plan(self) -> RingPlan:
+        if isinstance(self.layout, BalancedLayout):
+            return RingPlan(self.layout, self.mask, self.ranks, self.layout.seq_local)
         keys = self.length if self.kv_length is None else self.kv_length
         local = [padded_local(self.layout, self.ranks, n) + self.more_slots * slots(self.layout) for n in (self.length, keys)]
         return RingPlan(self.layout, self.mask, self.ranks, local[0], local[1], self.length, keys)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..plan.balanced_layout import BalancedLayout
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..releases import warn_if_untried
@@ -42,6 +43,8 @@ class Candidate:
 def _triton(problem: Problem) -> str | None:
     if not isinstance(problem.q_shape[0], int):
         return f"its kernels are launched for a known batch, and this one is the symbolic size {problem.q_shape[0]} of jax.export"
+    if isinstance(problem.options.layout, BalancedLayout):
+        return "its kernels take runs of equal length, and those of a balanced layout are of any length"
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -71,7 +74,7 @@ def _has_gluon() -> bool:
 
 
 def _hopper(problem: Problem) -> str | None:
-    if not problem.capability or not isinstance(problem.q_shape[0], int):
+    if not problem.capability or not isinstance(problem.q_shape[0], int) or isinstance(problem.options.layout, BalancedLayout):
         return _triton(problem)
     if problem.capability != 90:
         return f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{problem.capability}"
@@ -114,6 +117,8 @@ def _vendor(problem: Problem, widest: int) -> str | None:
     """
     if problem.framework != "torch":
         return "it is there in PyTorch only"
+    if isinstance(problem.options.layout, BalancedLayout):
+        return "it takes runs of equal length, and those of a balanced layout are of any length"
     if problem.options.mask.hi is not None:
         return "it knows no windows: masks without an upper side only"
     names = [array.name for array in problem.arrays if array.name not in ("sinks", "dropout_seed")]

@@ -20,15 +20,16 @@ full: one rank holds the queries that see all of it, the next ones see less.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from ..layouts import check_length, check_ranks
+from ..layouts import check_ranks
 from ..runs import Band, Run
 from ..validation import in_words, is_integer
+from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, PairCost, count_inside
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
@@ -42,60 +43,6 @@ MOST_WHOLE = 4
 
 SLACK = 0.004
 """The share of its cost by which a rank may get too much or too little if that cuts fewer documents."""
-
-
-@dataclass(frozen=True)
-class BalancedLayout:
-    """The token positions that each rank holds, as :func:`balanced_layout` deals them. It is data, equal on every rank.
-
-    ``runs``: for each rank the (start, length) of its runs of consecutive positions, in order of position; the lengths of each
-    rank add up to ``seq_local``. ``length``: the true tokens; positions from ``length`` on are padding. Raise ValueError if the
-    runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` once.
-    """
-
-    runs: tuple[tuple[tuple[int, int], ...], ...]
-    length: int
-
-    def __post_init__(self) -> None:
-        check_length(self.length)
-        counts = {sum(length for _, length in rank) for rank in self.runs}
-        ends = 0
-        for start, length in sorted(run for rank in self.runs for run in rank):
-            if start != ends or length < 1:
-                raise ValueError(
-                    f"the runs of a BalancedLayout hold each position once, got one of {length} tokens at {start} after those up "
-                    f"to {ends}: make it with balanced_layout"
-                )
-            ends = start + length
-        if len(counts) != 1 or self.length > ends:
-            raise ValueError(
-                f"each rank of a BalancedLayout holds the same number of tokens, together at least length={self.length}, got "
-                f"{sorted(counts)} on {len(self.runs)} ranks: make it with balanced_layout"
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return len(self.runs)
-
-    @cached_property
-    def seq_local(self) -> int:
-        """Return the number of tokens of each rank, padding included."""
-        return sum(length for _, length in self.runs[0])
-
-    @property
-    def most_runs(self) -> int:
-        """Return the largest number of runs of a rank."""
-        return max(map(len, self.runs))
-
-    def held(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of a rank without padding."""
-        kept = (Run(start, length).before(self.length) for start, length in self.runs[rank])
-        return tuple(run for run in kept if run.length)
-
-    def positions(self, rank: int) -> list[int]:
-        """Return the global position of each token of a rank, in shard order; padding has positions >= length."""
-        return [position for start, length in self.runs[rank] for position in range(start, start + length)]
 
 
 def balanced_layout(
@@ -135,6 +82,25 @@ def balanced_layout(
     dealt = _deal([tokens - end for end in reversed(ends)], ranks, local, mirrored)
     back = tuple(tuple((tokens - start - length, length) for start, length in reversed(rank)) for rank in dealt)
     return BalancedLayout(back, packed.length)
+
+
+def layout_of_ids(ids: Sequence[Sequence[int]], ranks: int) -> BalancedLayout:
+    """Deal the documents of batch rows to ranks, under a causal mask.
+
+    ``ids``: the document of each token of each row, of one length; negative ids are padding, which costs nothing at the end of a
+    row, and elsewhere as much as a document of one token.
+    """
+    length, rows = len(ids[0]) if ids else 0, []
+    for row in ids:
+        lengths: list[int] = []
+        stretches = [(document, sum(1 for _ in same)) for document, same in groupby(row, key=lambda i: max(i, -1))]
+        if stretches and stretches[-1][0] < 0:
+            stretches.pop()
+        for document, tokens in stretches:
+            lengths.extend([1] * tokens if document < 0 else [tokens])
+        if lengths:
+            rows.append(lengths)
+    return replace(balanced_layout(rows, ranks, seq_local=-(-length // ranks)), length=length)
 
 
 class RankWork(NamedTuple):

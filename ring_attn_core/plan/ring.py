@@ -17,6 +17,7 @@ from ..dropout import SPAN
 from ..masks import check_mask, with_numbers
 from ..runs import Band, Row, Run, row
 from ..validation import hold_numbers, number_in_words
+from .balanced_layout import BalancedLayout
 from .ulysses import HeadShares
 
 
@@ -31,9 +32,9 @@ def check_steps(steps: Any) -> None:
 class RingPlan:
     """The plan of one ring, frozen and hashable: equal plans run the same program.
 
-    ``layout``: a name in LAYOUTS. ``mask``: a Band in global positions. ``ranks``: members of the ring. ``seq_local``,
-    ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true global lengths in
-    tokens; the rest of the shards is padding, masked as keys, out 0 and lse -inf as queries.
+    ``layout``: a name in LAYOUTS, or a BalancedLayout. ``mask``: a Band in global positions. ``ranks``: members of the ring.
+    ``seq_local``, ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true
+    global lengths in tokens; the rest of the shards is padding, masked as keys, out 0 and lse -inf as queries.
 
     ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that
     leaves out other shifts must mask their keys by extents or a key mask.
@@ -42,7 +43,7 @@ class RingPlan:
     else ``kv_local * ranks``. Raise ValueError if these do not fit together.
     """
 
-    layout: str
+    layout: str | BalancedLayout
     mask: Band
     ranks: int
     seq_local: int
@@ -66,6 +67,8 @@ class RingPlan:
         fill = object.__setattr__
         if self.kv_local is None:
             fill(self, "kv_local", self.seq_local)
+        if isinstance(self.layout, BalancedLayout):
+            self._take_lengths_of(self.layout)
         if self.length is None:
             fill(self, "length", self.seq_local * self.ranks)
         if self.kv_length is None:
@@ -79,11 +82,24 @@ class RingPlan:
                     f"steps are shifts between {self.ranks} ranks, 0 to {self.ranks - 1}, got {self.steps}: leave out the others"
                 )
 
+    def _take_lengths_of(self, layout: BalancedLayout) -> None:
+        """Take the lengths of a balanced layout as the default. Raise ValueError if ranks, shards or lengths are not its own."""
+        for name in ("length", "kv_length"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, layout.length)
+            layout.check(self.ranks, getattr(self, name))
+        if not self.seq_local == self.kv_local == layout.seq_local:
+            raise ValueError(
+                f"each shard of this balanced layout has {layout.seq_local} tokens, got {self.seq_local} in q and "
+                f"{self.kv_local} in k: shard with to_layout or shard_batch, by this layout"
+            )
+
     def _check_lengths(self, name: str, length: int, array: str, local: int) -> None:
-        needed = layouts.slots(self.layout)
+        layout = "contiguous" if isinstance(self.layout, BalancedLayout) else self.layout  # both have equal shards of any size
+        needed = layouts.slots(layout)
         held = local * self.ranks
         if local % needed:
-            padded = layouts.padded_local(self.layout, self.ranks, held) * self.ranks
+            padded = layouts.padded_local(layout, self.ranks, held) * self.ranks
             raise ValueError(
                 f"{self.layout} over {self.ranks} ranks needs an even number of tokens a rank, got {local} ({held} in all) "
                 f"in {array}: shard with to_layout, which pads to {padded}, and pass {name}={min(length, held)}"
@@ -96,7 +112,7 @@ class RingPlan:
         if length > held:
             raise ValueError(
                 f"{name}={length} is more than the {self.ranks} shards of {array} hold ({local} tokens each, {held} in all): "
-                f"pass every rank a shard of at least {layouts.padded_local(self.layout, self.ranks, length)} tokens"
+                f"pass every rank a shard of at least {layouts.padded_local(layout, self.ranks, length)} tokens"
             )
 
     @cached_property
@@ -109,28 +125,32 @@ class RingPlan:
         return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
 
     def _runs(self, rank: int, local: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
+        if isinstance(self.order, BalancedLayout):
+            return self.order.padded_runs(rank)
         slots = layouts.named(self.order)(rank, self.ranks, local)
         kept = [slot.before(length) for slot in slots]
         return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
 
     def positions(self, rank: int) -> list[int]:
         """Return the global position of every query slot of a rank, in shard order; padding has positions >= length."""
+        if isinstance(self.layout, BalancedLayout):
+            return self.layout.positions(rank)
         slots = layouts.named(self.layout)(rank, self.ranks, self.seq_local)
         return [position for slot in slots for position in slot.positions()]
 
     @property
-    def order(self) -> str:
+    def order(self) -> str | BalancedLayout:
         """Return the layout; for one rank "contiguous", which holds the same positions in the fewest runs."""
-        return self.layout if self.ranks > 1 else "contiguous"
+        return self.layout if self.ranks > 1 or isinstance(self.layout, BalancedLayout) else "contiguous"
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens in one query slot."""
-        return self.seq_local // layouts.slots(self.order)
+        """Return the number of tokens in one query slot; in a balanced layout, whose runs are of any length, those of a shard."""
+        return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 
     @property
     def k_slot(self) -> int:
-        return self.kv_local // layouts.slots(self.order)
+        return self.kv_local if isinstance(self.order, BalancedLayout) else self.kv_local // layouts.slots(self.order)
 
     @cached_property
     def band(self) -> Band:

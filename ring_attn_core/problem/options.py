@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask, with_numbers
+from ..plan.balanced_layout import BalancedLayout
 from ..plan.ring import check_steps
 from ..records import hashed_once
 from ..runs import Band
@@ -29,7 +30,7 @@ class Options:
     value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
     """
 
-    layout: str = "zigzag"
+    layout: str | BalancedLayout = "zigzag"
     mask: Band = field(default_factory=causal)
     length: int | None = None
     kv_length: int | None = None
@@ -48,7 +49,7 @@ class Options:
         hold_numbers(self, ("length", "kv_length", "scale", "softcap", "dropout_rate"))
         object.__setattr__(self, "mask", with_numbers(self.mask))
         for name, text in (("layout", self.layout), ("backend", self.backend)):
-            if not isinstance(text, str):
+            if not isinstance(text, str) and not (name == "layout" and isinstance(text, BalancedLayout)):
                 raise ValueError(f"{name} must be its name, a str, got {in_words(text)}")
         sides = ("mask.lo", self.mask.lo), ("mask.hi", self.mask.hi)
         for name, count in (*sides, ("length", self.length), ("kv_length", self.kv_length)):
@@ -83,7 +84,8 @@ class Options:
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)
-        return f"({self.layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps})"
+        layout = (self.layout.runs, self.layout.length) if isinstance(self.layout, BalancedLayout) else self.layout
+        return f"({layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
@@ -91,7 +93,7 @@ class Options:
         layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
-            layout=layout,
+            layout=layout if isinstance(layout, str) else BalancedLayout(*layout),
             mask=Band(lo, hi),
             length=length,
             kv_length=kv_length,

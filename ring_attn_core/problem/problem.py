@@ -71,7 +71,7 @@ class Problem:
             raise ValueError(
                 f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
-        check_fit(self.options.strategy, self.ranks, self.q_shape[2])
+        check_fit(self.options.strategy, self.ranks, self.q_shape[2], self.plan.layout)
         return self.plan
 
     @property
@@ -82,7 +82,7 @@ class Problem:
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that all ranks of a ring must share, by name, ready for JSON."""
         own = asdict(self)
-        options: dict[str, Any] = own.pop("options")
+        options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
         return own | options | lengths | {"scale": self.scale, "strategy": str(self.options.strategy)}
 

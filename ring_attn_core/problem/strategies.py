@@ -9,6 +9,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from ..plan.balanced_layout import BalancedLayout
 from ..plan.direct import DirectPlan
 from ..plan.joined import JoinedPlan
 from ..plan.ring import RingPlan
@@ -59,9 +60,11 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int)
     return plan
 
 
-def check_fit(strategy: Strategy, ranks: int, heads: int) -> None:
-    """Raise ValueError if the strategy cannot run on so many ranks or query heads."""
+def check_fit(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> None:
+    """Raise ValueError if the strategy cannot run on so many ranks or query heads, or in this layout."""
     objection = _of_ulysses(_group(strategy, ranks), ranks, heads) if name_of(strategy) == "ulysses" else None
+    if name_of(strategy) == "direct" and isinstance(layout, BalancedLayout):
+        objection = "its slices are cut from runs of equal length, and those of a balanced layout are of any length"
     if objection is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {objection}. strategy="auto" takes {name_of("auto")!r}')
 

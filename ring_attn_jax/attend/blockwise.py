@@ -12,8 +12,9 @@ Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), ro
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one slot, and all tiles of a slot have the same length. So the last one begins early, to end with
-           the slot, and the tokens that it shares with the tile before are not valid in it: each counts once. With extents each
-           batch row visits its own range of key tiles, else all batch rows visit the same tiles together
+           the slot, and the tokens that it shares with the tile before are not valid in it: each counts once. In a balanced
+           layout the slot of a run is the rest of the shard. With extents each batch row visits its own range of key tiles, else
+           all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
 """
 
@@ -21,28 +22,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ring_attn_core.runs import Row
+
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
 from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
-from .tiles import Pair, Part, accumulation_dtype, dot, valid_queries
+from .tiles import Pair, Part, accumulation_dtype, dot
 
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile."""
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: see ``Part``."""
 
     apart: ClassVar[bool] = False
+    even: bool = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
-        state = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+        state = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total, even=self.even)
         return state._replace(out=state.out.astype(q.dtype)) if last else state
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
@@ -70,7 +75,7 @@ class Blockwise:
     ) -> tuple[jax.Array, Gradients]:
         """See ``Backend.attend_backward``."""
         total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
-        total, dkv = attend_backward(of_q, keys, rows, score, total)
+        total, dkv = attend_backward(of_q, keys, rows, score, total, even=self.even)
         before = arrived()
         return total, dkv if before is None else before + dkv
 
@@ -86,12 +91,19 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
     return State(out, lse, jnp.zeros_like(lse) if carries_rest(q.dtype) else None)
 
 
-@jax.jit  # traced once for all steps of a ring
-def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State) -> State:
+def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
+    """Return bool [tokens]: True for slots of the query shard that hold a token, False for padding."""
+    row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
+    return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
+
+
+@partial(jax.jit, static_argnames="even")  # traced once for all steps of a ring
+def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, *, even: bool = True) -> State:
     """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return it."""
     if q.size == 0 or keys.kv.size == 0:
         return total
-    part = Part.of(q, keys, rows, score)
+    part = Part.of(q, keys, rows, score, even)
 
     def query_tile(index: jax.Array, total: State) -> State:
         queries = part.query_tile(index)
@@ -122,9 +134,9 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     return lax.fori_loop(0, part.query_tiles, query_tile, total)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="even")
 def attend_backward(
-    of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array
+    of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array, *, even: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the gradients of q, k and v in one pass over the tiles.
 
@@ -139,7 +151,7 @@ def attend_backward(
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv
-    part = Part.of(q, keys, rows, score)
+    part = Part.of(q, keys, rows, score, even)
 
     def query_tile(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dq, dkv = gradients

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(
-        cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: int, block: int, batch: BatchRows
+        cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: Any, block: int, batch: BatchRows
     ) -> Tile:
         """Return tile ``tile``, of ``block`` tokens, of a run of ``length`` tokens in a slot of ``slot`` tokens at ``base``."""
         first = tile * block
@@ -87,6 +87,7 @@ class Part:
     """The inputs of a call, and the ranges of tiles to visit.
 
     ``seen`` bool [b t]: the key mask. ``key_extents`` int32 [b t 2]. ``streams`` uint32 [b h]: the Philox keys of dropout.
+    ``even``: whether the shard is cut into equal slots, one for each run; else runs are of any length, one after the other.
     """
 
     q: jax.Array
@@ -96,11 +97,12 @@ class Part:
     rows: jax.Array
     score: Score
     streams: jax.Array | None
+    even: bool = True
 
     @classmethod
-    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> Part:
+    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, even: bool = True) -> Part:
         draws = None if score.dropout_seed is None else streams(score.dropout_seed, q.shape[0], q.shape[2])
-        return cls(q, keys.kv, unpack(keys), keys.extents, rows, score, draws)
+        return cls(q, keys.kv, unpack(keys), keys.extents, rows, score, draws, even)
 
     @property
     def groups(self) -> int:
@@ -122,14 +124,26 @@ class Part:
 
     @property
     def query_tiles(self) -> int:
-        return self.q.shape[0] // self.batch_rows * self.rows.shape[0] * -(-self.slots[0] // self.blocks[0])
+        return self.q.shape[0] // self.batch_rows * self.tiles_of_row
+
+    @property
+    def tiles_of_row(self) -> int:
+        """Return the largest number of query tiles of a batch row."""
+        runs, block = self.rows.shape[0], self.blocks[0]
+        return runs * -(-self.slots[0] // block) if self.even else self.q.shape[1] // block + runs
 
     def query_tile(self, index: jax.Array) -> Tile:
         index = jnp.asarray(index, jnp.int32)  # a loop's counter has 64 bits under x64, and rows are int32
+        batch, index = index // self.tiles_of_row, index % self.tiles_of_row
         tiles = -(-self.slots[0] // self.blocks[0])
-        batch, run, tile = index // (tiles * self.rows.shape[0]), index // tiles % self.rows.shape[0], index % tiles
+        run, tile = index // tiles, index % tiles
+        if not self.even:
+            ends = jnp.cumsum(-(-Row(*jnp.unstack(self.rows[:, 0], axis=-1)).q_len // self.blocks[0]), dtype=jnp.int32)
+            run = jnp.minimum((ends <= index).sum(dtype=jnp.int32), len(ends) - 1)
+            tile = index - jnp.where(run > 0, ends[run - 1], 0)  # beyond the tiles of the last run none of its tokens is valid
         row = self.row(run, 0)
-        return Tile.of(run, row.q_base, row.q_len, tile, self.slots[0], self.blocks[0], BatchRows(batch, self.batch_rows))
+        slot = self.slots[0] if self.even else self.q.shape[1] - row.q_base
+        return Tile.of(run, row.q_base, row.q_len, tile, slot, self.blocks[0], BatchRows(batch, self.batch_rows))
 
     def row(self, q_run: jax.Array, k_run: jax.Array | int) -> Row:
         return Row(*jnp.unstack(self.rows[q_run, k_run]))
@@ -145,7 +159,8 @@ class Part:
             first, last = visible_tiles(queries.first, queries.end, row.lo, row.hi, begin, end, block_k)
 
             def pair(tile: jax.Array) -> Pair:
-                keys = Tile.of(k_run, row.k_base, row.k_len, tile, self.slots[1], block_k, queries.batch)
+                slot = self.slots[1] if self.even else self.kv.shape[1] - row.k_base
+                keys = Tile.of(k_run, row.k_base, row.k_len, tile, slot, block_k, queries.batch)
                 return Pair(self, queries, keys, row)
 
             def visit(tile: jax.Array, state):  # type: ignore[no-untyped-def]
@@ -231,9 +246,8 @@ class Pair:
     @cached_property
     def visible(self) -> jax.Array:
         """The mask, bool [b or 1, 1, 1, block_q, block_k]: True if the query sees the key and both are valid in their tiles."""
-        lag = self.queries.index[:, None] - self.keys.index[None]
+        lag = (self.queries.index[:, None] - self.keys.index[None])[None]
         visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[:, None] & self.keys.valid[None]
-        visible = visible[None]
         if self.part.score.extents is not None:
             first, end = (x[..., None] for x in self.part.extents(self.queries))
             k_pos = self.k_pos[None, None]
@@ -266,13 +280,6 @@ class Pair:
     def k_pos(self) -> jax.Array:
         """Global positions of the keys, int32 [block_k]."""
         return self.row.k_start + self.row.stride * self.keys.index
-
-
-def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
-    """Return bool [tokens]: True for slots of the query shard that hold a token, False for padding."""
-    row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
-    index = jnp.arange(tokens, dtype=jnp.int32)[None]
-    return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
 
 
 def zero_unless(seen: jax.Array, tile: jax.Array) -> jax.Array:

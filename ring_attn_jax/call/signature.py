@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
@@ -26,7 +27,7 @@ def ring_attention(
     v: Float[Array, "batch kv_local kv_heads v_dim"],
     *,
     axis_name: str = "seq",
-    layout: str = "zigzag",
+    layout: str | BalancedLayout = "zigzag",
     mask: Band = causal(),
     extents: Int[Array, "batch seq_local 2"] | None = None,
     key_extents: Int[Array, "batch kv_local 2"] | None = None,
@@ -62,6 +63,7 @@ def ring_attention(
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit; backend "blockwise" only.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``.

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from ring_attn_core.data.trees import batch_of_trees
 from ring_attn_core.layouts import check_rank
+from ring_attn_core.plan.balanced import layout_of_ids
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_number
 
-from .extents import converted, document_extents, integers, whole
+from .extents import converted, document_extents, integers, on_host, whole
 from .layout import _order, positions, to_layout
 
 if TYPE_CHECKING:
@@ -35,11 +37,13 @@ class Shard(NamedTuple):
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: jax.Array | None = None
     """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
+    layout: BalancedLayout | None = None
+    """The layout of these documents for ``ring_attention(..., layout=layout)``; None if a layout was named."""
 
 
 def shard_batch(
     ids: Int[Array, "batch length"],
-    layout: str,
+    layout: str | BalancedLayout,
     ranks: int,
     rank: int | jax.Array | None = None,
     *,
@@ -63,6 +67,9 @@ def shard_batch(
     document; tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
     may differ, while :func:`positions` returns [tokens].
 
+    ``layout``: a name; or "balanced", which deals ``documents`` to the ranks so that all compute the same under a causal mask,
+    and returns the layout in ``.layout``, to be passed on: ``ring_attention(..., layout=shard.layout)``; or such a layout.
+
     Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
     would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
 
@@ -79,6 +86,8 @@ def shard_batch(
         extents = document_extents(owner)
     elif restart_positions:
         raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
+    if layout == "balanced":
+        layout = _balanced(owner, ranks, tree)
     key_extents = of_path = None
     if tree is not None:
         if documents is not None:
@@ -96,6 +105,7 @@ def shard_batch(
         x = to_layout(x, layout, ranks, pad_value=padding)
         return x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
 
+    dealt = layout if isinstance(layout, BalancedLayout) else None
     own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
     where = jnp.broadcast_to(own, (ids.shape[0], len(own)))
     extents, key_extents, key_mask = (None if x is None else shard(x) for x in (extents, key_extents, key_mask))
@@ -103,7 +113,20 @@ def shard_batch(
         where = where - extents[..., 0]
     if of_path is not None:
         where = shard(of_path)
-    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents)
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt)
+
+
+def _balanced(owner: jax.Array, ranks: int, tree: Any) -> BalancedLayout:
+    """Return the balanced layout of the documents of a batch."""
+    if tree is not None:
+        raise ValueError('layout="balanced" deals documents, and a tree was given: choose "zigzag", "striped" or "contiguous"')
+    ids = on_host(owner)
+    if ids is None:
+        raise ValueError(
+            'layout="balanced" follows from the values of documents, which a compiled function does not know: call shard_batch '
+            "before it"
+        )
+    return layout_of_ids(ids.tolist(), ranks)
 
 
 def _shaped_like(ids: jax.Array, **given: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
 from .extents import whole
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
-def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
+def to_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the least number that
-    the layout can cut equally. Raise ValueError if the layout is unknown, or if ``x``, ``dim`` or ``ranks`` is invalid.
+    the layout can cut equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or ``ranks``
+    is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
@@ -34,7 +36,7 @@ def to_layout(x: jax.Array, layout: str, ranks: int, dim: int = 1, pad_value: An
     return jnp.take(jnp.pad(whole(x, dim), padding, constant_values=pad_value), order, axis=dim)
 
 
-def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1) -> jax.Array:
+def from_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
     """Invert :func:`to_layout`: return the tokens in natural order, with padding cut off at ``length``.
 
     Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
@@ -49,7 +51,7 @@ def from_layout(x: jax.Array, layout: str, ranks: int, length: int, dim: int = 1
     return jnp.take(whole(x, dim), jnp.argsort(order)[:length], axis=dim)
 
 
-def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
+def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
     """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
     Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are
@@ -59,6 +61,9 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> In
     ``rank`` may be traced (``lax.axis_index``). Raise ValueError if an int is not a rank of the ring.
     """
     check_rank(rank, ranks)
+    if isinstance(layout, BalancedLayout):
+        layout.check(ranks, length)
+        return jnp.asarray([layout.positions(each) for each in range(ranks)], jnp.int32)[rank]
     local = padded_local(layout, ranks, length)
     starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
     slot = named(layout)(0, ranks, local)[0]
@@ -66,7 +71,10 @@ def positions(layout: str, ranks: int, length: int, rank: int | jax.Array) -> In
     return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)[None]).reshape(-1)
 
 
-def _order(layout: str, ranks: int, length: int) -> jax.Array:
+def _order(layout: str | BalancedLayout, ranks: int, length: int) -> jax.Array:
     """Return the position of each token of the padded array, in layout order."""
     check_ranks(ranks)
+    if isinstance(layout, BalancedLayout):
+        layout.check(ranks, length)
+        return jnp.asarray([position for rank in range(ranks) for position in layout.positions(rank)], jnp.int32)
     return jnp.concatenate([positions(layout, ranks, length, rank) for rank in range(ranks)])

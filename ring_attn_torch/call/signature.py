@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import VENDORS, check_vendor
 from ring_attn_core.masks import causal
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
@@ -33,7 +34,7 @@ def ring_attention(
     v: Float[Tensor, "batch kv_local kv_heads v_dim"],
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    layout: str = "zigzag",
+    layout: str | BalancedLayout = "zigzag",
     mask: Band = causal(),
     extents: Int[Tensor, "batch seq_local 2"] | None = None,
     key_extents: Int[Tensor, "batch kv_local 2"] | None = None,
@@ -70,6 +71,7 @@ def ring_attention(
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": the tokens that a rank holds; to_layout and from_layout convert.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, with backend "blockwise" only.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see, as ``document_extents`` and ``prefix_extents`` return them. Values outside the keys and reversed

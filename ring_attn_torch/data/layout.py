@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
 if TYPE_CHECKING:
     from jaxtyping import Int
 
 
-def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
+def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the least number that
-    the layout can cut equally. Raise ValueError if the layout is unknown, or if ``x``, ``dim`` or ``ranks`` is invalid.
+    the layout can cut equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or ``ranks``
+    is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
@@ -33,7 +35,7 @@ def to_layout(x: Tensor, layout: str, ranks: int, dim: int = 1, pad_value: Any =
     return padded.index_select(dim, order.to(x.device))
 
 
-def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -> Tensor:
+def from_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> Tensor:
     """Invert :func:`to_layout`: return the tokens in natural order, with padding cut off at ``length``.
 
     Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
@@ -48,7 +50,7 @@ def from_layout(x: Tensor, layout: str, ranks: int, length: int, dim: int = 1) -
     return x.index_select(dim, order.argsort()[:length].to(x.device))
 
 
-def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
+def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
     """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
     Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are
@@ -58,11 +60,14 @@ def positions(layout: str, ranks: int, length: int, rank: int) -> Int[Tensor, " 
     Raise ValueError if ``rank`` is not one of the ``ranks``.
     """
     check_rank(rank, ranks)
+    if isinstance(layout, BalancedLayout):
+        layout.check(ranks, length)
+        return torch.tensor(layout.positions(rank), dtype=torch.int32)
     runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
     return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
 
 
-def _order(layout: str, ranks: int, length: int) -> Tensor:
+def _order(layout: str | BalancedLayout, ranks: int, length: int) -> Tensor:
     """Return the position of each token of the padded array, in layout order."""
     check_ranks(ranks)
     return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])

@@ -1,0 +1,60 @@
+"""Cases of attention in a balanced layout: many runs of unequal length on each rank, with features and strategies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.reference.oracle import exact, plain
+from ring_attn_core.reference.tolerance import bound, relative_error
+
+from .cases import Case
+
+DOCUMENTS = (5, 1, 12, 3, 8, 2, 2, 17, 4, 6, 1)
+"""Tokens of documents, 61 in all."""
+
+
+def case_of(ranks: int, more: int = 0, **options) -> Case:
+    """Return a case of ``DOCUMENTS`` over ``ranks`` ranks, with ``more`` padded tokens on each."""
+    length = sum(DOCUMENTS)
+    layout = balanced_layout(DOCUMENTS, ranks, seq_local=-(-length // ranks) + more, mask=options.get("mask"))
+    return Case(layout, ranks=ranks, length=length, **options)
+
+
+CASES = [
+    case_of(4, extents="documents"),
+    case_of(8, 2, extents="documents", dtype="float64", sinks=True, poison=True),
+    case_of(3, extents="documents", alibi=True, dropout_rate=0.3, key_mask="random"),
+    case_of(2, 3, mask=sliding_window(9), softcap=2.0, dtype="bfloat16", v_dim=24),
+    case_of(4, 1, mask=full(), key_extents="tree", strategy="gather"),
+    case_of(4, mask=causal(), extents="documents", strategy="ulysses", poison=True),
+    case_of(4, mask=causal(), extents="documents", strategy="two_way"),
+    case_of(4, extents="documents", tiles=None),
+    case_of(1, extents="documents"),
+]
+
+
+def batch_of_documents() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Return ids and documents [2, 61], and q, k, v, dout [2, 61, 4 or 2, 8]; the documents of the rows differ, with padding."""
+    rng, length = np.random.default_rng(3), sum(DOCUMENTS)
+    rows = [np.repeat(np.arange(len(DOCUMENTS)), DOCUMENTS), np.repeat([0, -1, 3, 5, -1], [30, 2, 11, 10, length - 53])]
+    ids = rng.integers(0, 99, (2, length))
+    return ids, np.stack(rows), [rng.standard_normal((2, length, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4)]
+
+
+def check_documents(documents: np.ndarray, arrays: list[np.ndarray], results: list[np.ndarray]) -> None:
+    """Assert that out, dq, dk and dv are those of each document alone, and 0 at padding."""
+    truth, rounded = ([np.zeros_like(x, np.float64) for x in results] for _ in range(2))
+    for row, owner in enumerate(documents):
+        for document in np.unique(owner[owner >= 0]):
+            of = np.flatnonzero(owner == document)
+            q, k, v, dout = (x[row : row + 1, of] for x in arrays)
+            given = {"q": q, "k": k, "v": v, "dout": dout, "dlse": np.zeros(q.shape[:3], np.float32)}
+            alone = exact(mask=causal(), **given), plain(mask=causal(), dtype="float32", **given)
+            for whole, found in zip((truth, rounded), alone, strict=True):
+                for x, part in zip(whole, (found.out, found.dq, found.dk, found.dv), strict=True):
+                    x[row, of] = part[0]
+    for name, mine, x, y in zip(("out", "dq", "dk", "dv"), results, truth, rounded, strict=True):
+        assert relative_error(mine, x) <= bound(y, x, "float32"), name
+        assert (mine[documents < 0] == 0).all(), name

@@ -1,0 +1,131 @@
+"""The balanced layout of PyTorch: exact with each feature, refused by name where it does not run, and equal documents alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_torch import from_layout, gather, ring_attention, shard_batch, to_layout
+
+from ..support.balanced import CASES, batch_of_documents, check_documents
+from ..support.cases import check, check_same
+from ..support.selection import first
+from ..support.spawn import PerRank
+from .ring import run
+
+
+@pytest.mark.parametrize("case", first(CASES, 4), ids=str)
+def test_each_feature_and_strategy_is_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+def test_two_runs_give_the_same_bits(gloo):
+    check_same(run(gloo, CASES[0]), run(gloo, CASES[0]))
+
+
+def attend_shard(group: Any, ids: np.ndarray, documents: np.ndarray, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Return whole out and gradients of q, k and v of packed documents, from this rank's shard."""
+    rank, ranks = group.rank(), group.size()
+    whole = shard_batch(torch.from_numpy(ids), "balanced", ranks, documents=torch.from_numpy(documents))
+    shard = shard_batch(torch.from_numpy(ids), "balanced", ranks, rank, documents=torch.from_numpy(documents))
+    assert shard.layout is not None and shard.layout == whole.layout
+    for name in ("ids", "labels", "positions", "extents"):
+        assert torch.equal(getattr(whole, name).chunk(ranks, 1)[rank], getattr(shard, name))
+    layout = shard.layout
+    own = lambda x: to_layout(torch.from_numpy(x), layout, ranks).chunk(ranks, 1)[rank].clone()
+    q, k, v, dout = map(own, arrays)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    call: dict[str, Any] = {"layout": shard.layout, "extents": shard.extents, "length": shard.length}
+    out = ring_attention(q, k, v, group=group, **call)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    results = []
+    for x in (out.detach(), *gradients):
+        parts = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        results.append(from_layout(torch.cat(parts, 1), layout, ranks, shard.length).numpy())
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_packed_documents_are_each_as_if_alone(gloo, ranks):
+    ids, documents, arrays = batch_of_documents()
+    for results in gloo(ranks, attend_shard, ids, documents, arrays):
+        check_documents(documents, arrays, results)
+
+
+def test_a_document_changes_no_bit_of_another(gloo):
+    ids, documents, arrays = batch_of_documents()
+    before = gloo(4, attend_shard, ids, documents, arrays)[0]
+    changed = documents == 3
+    other = [np.where(changed[..., None, None], -3 * x, x) for x in arrays]
+    after = gloo(4, attend_shard, ids, documents, other)[0]
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x[~changed], y[~changed])
+        assert (x[changed] != y[changed]).any()
+
+
+def refusal(group: Any, layout: Any, options: dict[str, Any]) -> str:
+    q = torch.zeros(1, 16, 4, 8)
+    try:
+        ring_attention(q, q, q, group=group, layout=layout, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+OF_TWO: Any = balanced_layout((20, 12), 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (OF_TWO, {"backend": "triton"}, "its kernels take runs of equal length"),
+        (OF_TWO, {"backend": "hopper"}, "its kernels take runs of equal length"),
+        (OF_TWO, {"backend": "flash"}, "it takes runs of equal length"),
+        (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
+        (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
+        (balanced_layout((20, 12), 4), {}, "this layout deals 32 tokens to 4 ranks, got 32 tokens and 2 ranks"),
+        (balanced_layout((20, 20), 2), {}, "each shard of this balanced layout has 20 tokens, got 16 in q and 16 in k"),
+        ("balanced", {}, "a balanced layout follows from documents"),
+    ],
+)
+def test_what_does_not_run_is_refused_by_name_on_all_ranks(gloo, layout, options, message):
+    refused = gloo(2, refusal, layout, options)
+    assert len(set(refused)) == 1 and message in refused[0]
+
+
+def test_another_list_of_documents_on_one_rank_is_refused_on_all(gloo):
+    layouts = balanced_layout((20, 12), 2), balanced_layout((7, 25), 2)
+    for message in gloo(2, refusal, PerRank(*layouts), {}):
+        assert "layout" in message and "balanced over 2 ranks, length 32" in message
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: gather(x[..., None], layout=OF_TWO), "a balanced layout follows from documents"),
+        (lambda x: to_layout(x, OF_TWO, 2), "this layout deals 32 tokens to 2 ranks, got 9 tokens"),
+        (lambda x: shard_batch(x, "balanced", 2, tree=([-1], [9])), "deals documents, and a tree was given"),
+        (lambda x: shard_batch(x, "balanced", 2, documents=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0]])), "must not decrease"),
+        (lambda x: shard_batch(x.to("meta"), "balanced", 2), "follows from the values of documents"),
+    ],
+)
+def test_a_mistake_says_what_to_do(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_a_layout_survives_torch_compile():
+    q = torch.randn(1, 32, 2, 8)
+    layout = BalancedLayout((((7, 25), (0, 7)),), 32)
+    compiled = torch.compile(lambda q: ring_attention(q, q, q, layout=layout), fullgraph=True, backend="eager")
+    order = torch.tensor(layout.positions(0))
+    expected = ring_attention(q[:, order.argsort()], q[:, order.argsort()], q[:, order.argsort()])[:, order]
+    torch.testing.assert_close(compiled(q), expected)

@@ -1,0 +1,90 @@
+"""The record of a balanced layout: the runs of consecutive token positions that each rank holds, of any number and length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate
+
+from ..layouts import check_length
+from ..records import hashed_once
+from ..runs import Run
+from ..validation import in_words
+
+
+@hashed_once
+@dataclass(frozen=True)
+class BalancedLayout:
+    """The token positions that each rank holds, as :func:`balanced_layout` deals them. It is data, equal on every rank.
+
+    ``runs``: for each rank the (start, length) of its runs of consecutive positions, in order of position; the lengths of each
+    rank add up to ``seq_local``. ``length``: the true tokens; positions from ``length`` on are padding. Raise ValueError if the
+    runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` once.
+    """
+
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+    length: int
+
+    def __post_init__(self) -> None:
+        check_length(self.length)
+        counts = {sum(length for _, length in rank) for rank in self.runs}
+        ends = 0
+        for start, length in sorted(run for rank in self.runs for run in rank):
+            if start != ends or length < 1:
+                raise ValueError(
+                    f"the runs of a BalancedLayout hold each position once, got one of {length} tokens at {start} after those up "
+                    f"to {ends}: make it with balanced_layout"
+                )
+            ends = start + length
+        if len(counts) != 1 or self.length > ends:
+            raise ValueError(
+                f"each rank of a BalancedLayout holds the same number of tokens, together at least length={self.length}, got "
+                f"{sorted(counts)} on {len(self.runs)} ranks: make it with balanced_layout"
+            )
+
+    def __str__(self) -> str:
+        """Return ranks, length and a digest of the runs, by which ranks compare their layouts."""
+        digest = sha256(repr(self.runs).encode()).hexdigest()[:16]
+        return f"balanced over {self.ranks} ranks, length {self.length}, runs {digest}"
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.runs)
+
+    @cached_property
+    def seq_local(self) -> int:
+        """Return the number of tokens of each rank, padding included."""
+        return sum(length for _, length in self.runs[0])
+
+    @property
+    def most_runs(self) -> int:
+        """Return the largest number of runs of a rank."""
+        return max(map(len, self.runs))
+
+    def held(self, rank: int) -> tuple[Run, ...]:
+        """Return the runs of a rank without padding."""
+        kept = (Run(start, length).before(self.length) for start, length in self.runs[rank])
+        return tuple(run for run in kept if run.length)
+
+    def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return (base, length, start, stride) of each run of a rank, as a plan has them: as many runs as any rank has.
+
+        ``base``: offset in the shard; ``length``: true tokens, 0 for a run that is there to make the count equal.
+        """
+        bases = accumulate((length for _, length in self.runs[rank]), initial=0)
+        own = [(base, Run(*run).before(self.length).length, run[0], 1) for base, run in zip(bases, self.runs[rank], strict=False)]
+        return (*own, *[(0, 0, 0, 1)] * (self.most_runs - len(own)))
+
+    def check(self, ranks: object, length: object) -> None:
+        """Raise ValueError if this layout is of another number of ranks or of tokens."""
+        if ranks != self.ranks or length != self.length:
+            raise ValueError(
+                f"this layout deals {self.length} tokens to {self.ranks} ranks, got {in_words(length)} tokens and "
+                f"{in_words(ranks)} ranks: pass the layout that was made for these documents, the .layout of their shard"
+            )
+
+    def positions(self, rank: int) -> list[int]:
+        """Return the global position of each token of a rank, in shard order; padding has positions >= length."""
+        return [position for start, length in self.runs[rank] for position in range(start, start + length)]
