@@ -92,4 +92,6 @@ def side_by_side(x: jax.Array) -> jax.Array:
 
 
 def _mask_of(bits: jax.Array, tokens: int) -> jax.Array:
+    if not bits.size:  # jnp.unpackbits divides by the size of a batch
+        return jnp.zeros((*bits.shape[:1], tokens), bool)
     return jnp.unpackbits(bits, axis=1, count=tokens, bitorder="little").astype(bool)
