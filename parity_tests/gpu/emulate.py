@@ -103,8 +103,9 @@ def _ring(
         last = shift == plan.shifts[-1]
         for r in every:
             total[r] = backend.attend(q[r], keys[r - shift], rows(r, shift), scores[r], total[r], last)
-    out, lse = zip(*total, strict=True)
-    start = lambda r: backend.cotangents(q[r], keys[r], rows(r, 0), scores[r], (out[r], lse[r]), (dout[r], dlse[r]))
+    state: Any = type(total[0])
+    out, lse, _ = zip(*total, strict=True)
+    start = lambda r: backend.cotangents(q[r], keys[r], rows(r, 0), scores[r], total[r], state(dout[r], dlse[r]))
     of_q = [start(r) for r in every]
     for shift in plan.shifts:
         last = shift == plan.shifts[-1]
