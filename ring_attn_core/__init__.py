@@ -3,8 +3,9 @@
 from .layouts import LAYOUTS
 from .masks import MASKS, causal, full, sliding_window
 from .plan.ring import RingPlan
+from .plan.two_level import TwoLevel
 from .plan.ulysses import Ulysses
 from .runs import Band, Run
 
 __version__ = "0.1.0"
-__all__ = ["LAYOUTS", "MASKS", "Band", "RingPlan", "Run", "Ulysses", "causal", "full", "sliding_window"]
+__all__ = ["LAYOUTS", "MASKS", "Band", "RingPlan", "Run", "TwoLevel", "Ulysses", "causal", "full", "sliding_window"]

@@ -18,9 +18,9 @@ from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import check_array, check_extents, rate_of
 from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
 from .attend.dropout import draw_of
@@ -57,7 +57,7 @@ def sharded_ring_attention(
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     length: int | None = None,
     kv_length: int | None = None,
-    strategy: str | Ulysses = "auto",
+    strategy: Strategy = "auto",
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,

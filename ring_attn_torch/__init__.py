@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from ring_attn_core import Band, RingPlan, Run, Ulysses, causal, full, sliding_window
+from ring_attn_core import Band, RingPlan, Run, TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
@@ -71,6 +71,7 @@ __all__ = [
     "SummaryAttention",
     "TransformerConfig",
     "TreeExtents",
+    "TwoLevel",
     "Ulysses",
     "YaRN",
     "attend_block",

@@ -9,6 +9,7 @@ from ring_attn_core.plan.direct import DirectPlan
 from ring_attn_core.plan.joined import JoinedPlan
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.step_names import in_units, step_name
+from ring_attn_core.plan.two_level import TwoLevelPlan
 
 SHARD = 32 << 20
 
@@ -33,6 +34,12 @@ def test_a_step_of_direct_counts_its_slices_only():
     assert step_name(plan, 2, 1, SHARD, rank=3) == "ring step 2 of 2, 8 MiB from rank 2"
     assert step_name(plan, 2, 1, SHARD, rank=0) == "ring step 2 of 2, 0 bytes from rank 3"
     assert step_name(plan, 2, 1, SHARD) == "ring step 2 of 2, 8 MiB from 1 rank before"
+
+
+def test_a_step_on_two_levels_names_the_owner_or_how_many_hosts_and_places_away_it_is():
+    plan = TwoLevelPlan("zigzag", causal(), 8, 64, host_ranks=4)
+    assert step_name(plan, 6, plan.shift(0, 1, 1), SHARD, rank=0) == "ring step 6 of 8, 32 MiB from rank 7"
+    assert step_name(plan, 6, 5, SHARD) == "ring step 6 of 8, 32 MiB from 1 hosts and 1 places before"
 
 
 @pytest.mark.parametrize(

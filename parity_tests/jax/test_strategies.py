@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from ring_attn_core import Ulysses, full, sliding_window
+from ring_attn_core import TwoLevel, Ulysses, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
@@ -141,6 +141,14 @@ def test_groups_wait_for_each_step_before_the_next_hop():
     assert len(re.findall("stablehlo.optimization_barrier", text)) == 2 * 3
     assert len(re.findall('"stablehlo.collective_permute"', text)) == 3 + 3 + 4
     assert "all_gather" not in text
+
+
+def test_two_levels_wait_for_each_step_before_the_next_hop():
+    """Two hosts of four ranks: a barrier between any two steps; 3 hops a host and one crossing; gradients also go home."""
+    ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout="striped", strategy=TwoLevel(ranks=4))
+    text = gradients(ring).lower(*arrays()).as_text()
+    assert len(re.findall("stablehlo.optimization_barrier", text)) == 2 * 7
+    assert len(re.findall('"stablehlo.collective_permute"', text)) == 7 + 7 + (4 + 4 + 2)
 
 
 def test_both_ways_wait_for_each_step_before_the_next_hop():

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ring_attn_core import Band, RingPlan, Ulysses, causal, full, sliding_window
+from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.dropout import kept
 from ring_attn_core.layouts import LAYOUTS, padded_local, slots
 from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.reference.oracle import Attention, exact, plain, rounding, visible
 from ring_attn_core.reference.tolerance import bound, bound_of_sinks, relative_error
 
@@ -63,7 +64,7 @@ class Case:
     poison: bool = False
     data: int = 0
     key_extents: str | None = None
-    strategy: str | Ulysses = "auto"
+    strategy: Strategy = "auto"
 
     def __str__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -74,7 +74,7 @@ FEATURES = [
         tests=dict.fromkeys(FRAMEWORKS, "test_ring::test_nan_that_nobody_may_see_changes_no_bit"),
     ),
     Feature(
-        '`strategy`: `"ring"`, `"direct"`, `"two_way"`, `"gather"`, `"ulysses"`',
+        '`strategy`: `"ring"`, `"direct"`, `"two_way"`, `"gather"`, `"ulysses"`, `TwoLevel`',
         tests=dict.fromkeys(FRAMEWORKS, "test_strategies::test_every_feature_at_once_is_exact_and_hides_nan"),
     ),
     Feature("`attend_block`, `merge`", tests=dict.fromkeys(FRAMEWORKS, "test_block::test_blocks_merged_are_the_whole")),

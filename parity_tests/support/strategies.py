@@ -5,29 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ring_attn_core import Ulysses, causal, sliding_window
+from ring_attn_core import TwoLevel, Ulysses, causal, sliding_window
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
+from ring_attn_core.problem.strategies import Strategy
 
 from .cases import Case
 from .combinations import AXES, COMBINATIONS, EVERYTHING, covering
 
-STRATEGIES: dict[str, str | Ulysses] = {
+STRATEGIES: dict[str, Strategy] = {
     "direct": "direct",
     "two_way": "two_way",
     "gather": "gather",
     "ulysses": "ulysses",
     "in pairs": Ulysses(ranks=2),
+    "two_level": TwoLevel(ranks=2),
 }
 """The strategies besides the ring, which all other tests run, by a name for tests."""
 
 
 def fitted(case: Case) -> Case:
     """Return ``case`` with as many ranks and query heads as its strategy can deal."""
-    if isinstance(case.strategy, Ulysses):
+    size = case.ranks if case.strategy == "ulysses" else 1
+    if not isinstance(case.strategy, str):
         case = replace(case, ranks=-(-case.ranks // case.strategy.ranks) * case.strategy.ranks)
-    size = {"ulysses": case.ranks}.get(str(case.strategy), getattr(case.strategy, "ranks", 1))
+        size = case.strategy.ranks if isinstance(case.strategy, Ulysses) else 1
     return case if case.heads % size == 0 else replace(case, heads=case.heads * size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .direct import DirectPlan
 from .ring import RingPlan
+from .two_level import TwoLevelPlan
 
 UNITS = "bytes", "KiB", "MiB", "GiB"
 
@@ -12,15 +13,20 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
     """Return the name of a step: its number, from 1, and how many bytes of keys have come from where.
 
     ``shift``: how far its keys have travelled. ``size``: bytes of these keys with all that travels with them. ``rank``: this
-    rank; None: a traced one, so the name says the distance instead of the owner. Under "direct" only the slices count.
+    rank; None: a traced one, so the name says the distance instead of the owner. Under "direct" only the slices count. On two
+    levels the shift of a traced rank is ``outer * host_ranks + inner``.
     """
-    steps = f"ring step {number} of {len(plan.shifts)}"
+    of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
+    steps = f"ring step {number} of {sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)}"
     if shift == 0:
         return f"{steps}, own keys" if plan.k_shards == 1 else f"{steps}, {in_units(size)} of {plan.k_shards} ranks"
     owner = None if rank is None else (rank - shift) % plan.ranks
     if isinstance(plan, DirectPlan):
         tokens = sum(each.longest if owner is None else each.lengths[owner] for each in plan.slices(shift))
         size = size * tokens // plan.kv_local
+    if owner is None and isinstance(plan, TwoLevelPlan):
+        hosts, places = divmod(shift, plan.host_ranks)
+        return f"{steps}, {in_units(size)} from {hosts} hosts and {places} places before"
     if owner is None:
         return f"{steps}, {in_units(size)} from {shift} rank{'s' * (shift > 1)} before"
     first = owner - owner % plan.k_shards

@@ -13,18 +13,20 @@ from ..plan.balanced_layout import BalancedLayout
 from ..plan.direct import DirectPlan
 from ..plan.joined import JoinedPlan
 from ..plan.ring import RingPlan
+from ..plan.two_level import TwoLevel, TwoLevelPlan
 from ..plan.ulysses import HeadShares, Ulysses
 
-STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses")
+STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level")
+RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
+"""The records of options, by the name of their strategy."""
 
-
-Strategy = str | Ulysses
+Strategy = str | Ulysses | TwoLevel
 """The name of a strategy, or a record of its options."""
 
 
 def check_strategy(strategy: Any) -> None:
     """Raise ValueError if the strategy is unknown."""
-    if not isinstance(strategy, Ulysses) and strategy not in STRATEGIES:
+    if not isinstance(strategy, tuple(RECORDS.values())) and strategy not in STRATEGIES:
         raise ValueError(
             f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}, or a record such as Ulysses(ranks=2)"
         )
@@ -32,13 +34,15 @@ def check_strategy(strategy: Any) -> None:
 
 def read_strategy(text: str) -> Strategy:
     """Return the strategy whose ``str`` is ``text``."""
-    found = re.fullmatch(r"Ulysses\(ranks=(\d+)\)", text)
-    return Ulysses(ranks=int(found[1])) if found else text
+    found = re.fullmatch(r"(\w+)\(ranks=(\d+)\)", text)
+    makes = {record.__name__: record for record in RECORDS.values()}
+    return makes[found[1]](ranks=int(found[2])) if found else text
 
 
 def name_of(strategy: Strategy) -> str:
     """Return the name of the strategy; "auto" stands for "ring"."""
-    name = "ulysses" if isinstance(strategy, Ulysses) else strategy
+    is_record = not isinstance(strategy, str)
+    name = next(name for name, record in RECORDS.items() if type(strategy) is record) if is_record else str(strategy)
     return "ring" if name == "auto" else name
 
 
@@ -57,13 +61,19 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int)
     if name == "ulysses":
         size = _group(strategy, plan.ranks)
         return JoinedPlan(**own, q_shards=size, k_shards=size, shares=HeadShares(heads, kv_heads, size))
+    if name == "two_level":
+        return TwoLevelPlan(**own, host_ranks=_group(strategy, plan.ranks))
     return plan
 
 
 def check_fit(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> None:
     """Raise ValueError if the strategy cannot run on so many ranks or query heads, or in this layout."""
-    objection = _of_ulysses(_group(strategy, ranks), ranks, heads) if name_of(strategy) == "ulysses" else None
-    if name_of(strategy) == "direct" and isinstance(layout, BalancedLayout):
+    size, name, objection = _group(strategy, ranks), name_of(strategy), None
+    if name == "ulysses":
+        objection = _of_ulysses(size, ranks, heads)
+    elif name == "two_level":
+        objection = _of_hosts(strategy, size, ranks)
+    elif name == "direct" and isinstance(layout, BalancedLayout):
         objection = "its slices are cut from runs of equal length, and those of a balanced layout are of any length"
     if objection is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {objection}. strategy="auto" takes {name_of("auto")!r}')
@@ -77,5 +87,11 @@ def _of_ulysses(size: int, ranks: int, heads: int) -> str | None:
     return None
 
 
+def _of_hosts(strategy: Strategy, size: int, ranks: int) -> str | None:
+    if isinstance(strategy, str):
+        return "how many ranks a host has is not known, pass TwoLevel(ranks=n)"
+    return f"hosts of {size} ranks do not divide a ring of {ranks}" if ranks % size else None
+
+
 def _group(strategy: Strategy, ranks: int) -> int:
-    return strategy.ranks if isinstance(strategy, Ulysses) else ranks
+    return ranks if isinstance(strategy, str) else strategy.ranks

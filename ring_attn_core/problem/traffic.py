@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..plan.direct import DirectPlan
+from ..plan.two_level import TwoLevelPlan
 from .problem import Problem
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -83,7 +84,8 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
     """Return what ``rank`` sends in the forward and in the backward of ``problem``."""
     if problem.strategy == "direct":
         return _direct(problem, rank)
-    return {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses}[problem.strategy](problem)
+    of = {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}
+    return of[problem.strategy](problem)
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
@@ -143,3 +145,14 @@ def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
     forward, backward = _ring(problem)
     others = shares.ranks - 1
     return (there + back).times(others) + forward, (there_again + gradients).times(others) + backward
+
+
+def _two_level(problem: Problem) -> tuple[Traffic, Traffic]:
+    """Return the traffic of the hops inside hosts and between them."""
+    plan, sizes = problem.steps, Sizes(problem, 0, problem.k_shape[2])
+    assert isinstance(plan, TwoLevelPlan)
+    rings = plan.inner_rings
+    crossings = len(rings) - 1
+    keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(crossings + sum(ring.key_hops for ring in rings))
+    hops = crossings + (plan.crossing_home > 0) + sum(ring.gradient_hops for ring in rings)
+    return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import draw_of
@@ -41,7 +41,7 @@ def ring_attention(
     dropout_offset: tuple[int | Array, int | Array] = (0, 0),
     length: int | None = None,
     kv_length: int | None = None,
-    strategy: str | Ulysses = "auto",
+    strategy: Strategy = "auto",
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -86,7 +86,7 @@ def ring_attention(
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
         strategy: the way in which keys travel (docs/strategies.md): "auto", which is "ring", or "direct", "two_way",
-            "gather", "ulysses", Ulysses(ranks=n).
+            "gather", "ulysses", Ulysses(ranks=n), TwoLevel(ranks=n).
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``

@@ -24,6 +24,12 @@ def send_from(x: T, senders: Sequence[int], hop: int, axis: str, ranks: int) -> 
     return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in senders])
 
 
+def send_inside(x: T, hop: int, ranks: int, axis: str, members: int) -> T:
+    """Send ``x`` as ``send`` does, on each ring of ``ranks`` consecutive ranks; the axis has ``members`` ranks."""
+    place = lambda rank: rank // ranks * ranks + (rank + hop) % ranks
+    return lax.ppermute(x, axis, [(rank, place(rank)) for rank in range(members)])
+
+
 def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> jax.Array:
     """Send a part of dimension ``split`` to each rank of the group; what arrives stands side by side on dimension ``join``."""
     call = lambda x: lax.all_to_all(x, axis, split, join, tiled=True, axis_index_groups=groups)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.kernels.backends import VENDORS, check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.plan.ulysses import Ulysses
 from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 
@@ -48,7 +48,7 @@ def ring_attention(
     dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
     length: int | None = None,
     kv_length: int | None = None,
-    strategy: str | Ulysses = "auto",
+    strategy: Strategy = "auto",
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -95,7 +95,7 @@ def ring_attention(
         length, kv_length: true global numbers of queries and keys; tokens beyond them are padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         strategy: the way in which keys travel (docs/strategies.md): "auto", which is "ring", or "direct", "two_way",
-            "gather", "ulysses", Ulysses(ranks=n).
+            "gather", "ulysses", Ulysses(ranks=n), TwoLevel(ranks=n).
         backend: "auto": the first that supports the call, of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (all
             devices); "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", FlashAttention-2 and cuDNN as
             PyTorch carries them, and "flash4", FlashAttention-4 if installed, with their own precision and without windows,

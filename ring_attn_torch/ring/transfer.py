@@ -78,18 +78,26 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
 
     All arrays that are not None go in one batch. A hop of 0 sends nothing.
     """
+    return send_inside(arrays, hop, ranks_of(group), group)
+
+
+def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
+    """Send ``arrays`` as ``send`` does, on one of the rings of ``ranks`` consecutive ranks that make up the group."""
     if hop == 0:
         return Transfer(arrays, arrays)
-    return swap(*_both(arrays, lambda x: x.shape), hop, group)
+    return swap(*_both(arrays, lambda x: x.shape), hop, group, ranks)
 
 
-def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group) -> Transfer:
+def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
     """Send ``sent`` to the rank ``hop`` after this one, and receive ``arriving`` from the rank ``hop`` before it.
 
-    The arrays of both are contiguous; ``arriving`` are new ones, as many and as large as that rank sends.
+    The arrays of both are contiguous; ``arriving`` are new ones, as many and as large as that rank sends. ``ranks``: the size of
+    the rings of consecutive ranks that make up the group; None: all are one ring.
     """
-    rank, ranks = rank_in(group), ranks_of(group)
-    to, from_ = (rank + hop) % ranks, (rank - hop) % ranks
+    ranks = ranks_of(group) if ranks is None else ranks
+    place = rank_in(group) % ranks
+    first = rank_in(group) - place
+    to, from_ = first + (place + hop) % ranks, first + (place - hop) % ranks
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
     return _started(operations, Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group))

@@ -87,10 +87,10 @@ class Hop:
         return self.travelling
 
 
-def rows(ring: Ring, shift: int) -> jax.Array:
+def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
     """Return a Row for each pair of runs, int32 [q_runs, k_runs, fields]: this rank's queries, and the keys of rank - ``shift``.
 
-    Rows are arrays here, because the rank is traced.
+    Rows are arrays here, because the rank is traced; ``shift`` may be traced too.
     """
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]

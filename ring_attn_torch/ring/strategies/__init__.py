@@ -7,6 +7,7 @@ from ..step import Strategy
 from .direct import Direct
 from .gather import Gather
 from .ring import OneWay
+from .two_level import TwoLevels
 from .two_way import TwoWay
 from .ulysses import HeadExchange
 
@@ -16,4 +17,5 @@ STRATEGIES: dict[str, Strategy] = {
     "two_way": TwoWay(),
     "gather": Gather(),
     "ulysses": HeadExchange(),
+    "two_level": TwoLevels(),
 }

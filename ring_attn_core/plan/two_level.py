@@ -1,0 +1,101 @@
+"""The plan of a ring over two levels: inner rings inside hosts, and an outer ring that keys cross between hosts.
+
+    host 0     host 1        hosts of n = 2 ranks; keys of rank 0
+    0 -> 1     2 -> 3        inner ring of host 0: ranks 0, 1; at the same time the keys cross to rank 2
+    |          ^             inner ring of host 1: ranks 2, 3
+    +----------+
+
+After crossing ``outer`` hosts and going ``inner`` ranks on inside a host, the keys of place ``p`` of host ``h`` are on place
+``(p + inner) % n`` of host ``(h + outer) % hosts``. A link between hosts carries each shard once per host, and has the time of a
+whole inner ring for it (double ring: LoongTrain, arXiv:2406.18485).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from ..validation import in_words, is_integer
+from .ring import RingPlan
+
+Rank = TypeVar("Rank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevel:
+    """The strategy "two_level" on hosts of ``ranks`` consecutive ranks.
+
+    Keys go round a ring inside each host, and from host to host on an outer ring.
+
+    ``ranks`` divides the ranks of the ring. Raise ValueError if it is not an int of at least 1.
+    """
+
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if not is_integer(self.ranks) or self.ranks < 1:
+            raise ValueError(f"TwoLevel(ranks=...) is the number of ranks of a host, at least 1, got {in_words(self.ranks)}")
+        object.__setattr__(self, "ranks", int(self.ranks))
+
+    def __str__(self) -> str:
+        return f"TwoLevel(ranks={self.ranks})"
+
+
+class InnerRing(NamedTuple):
+    """The steps on the keys of one host: ``outer`` hosts away, at the shifts ``inner`` inside a host, in increasing order.
+
+    ``crossing``: number of hosts that the keys cross next, while these steps run; 0 if these are the last.
+    """
+
+    outer: int
+    inner: tuple[int, ...]
+    crossing: int
+
+    @property
+    def key_hops(self) -> int:
+        """Return the number of hops of keys inside a host."""
+        return len(self.inner) - 1 + (self.inner[0] > 0)
+
+    @property
+    def gradient_hops(self) -> int:
+        """Return the number of hops of gradients inside a host, the way home included."""
+        return len(self.inner) - 1 + (self.inner[-1] > 0)
+
+
+@dataclass(frozen=True)
+class TwoLevelPlan(RingPlan):
+    """The plan of the strategy "two_level". ``host_ranks``: ranks of a host, which divide ``ranks``."""
+
+    host_ranks: int = 1
+
+    def shift(self, rank: Rank, outer: int, inner: int) -> Rank:
+        """Return how many ranks away the owner of the keys is that ``rank`` computes on: an index, or a traced array of one."""
+        n, host, place = self.host_ranks, rank // self.host_ranks, rank % self.host_ranks  # type: ignore[operator]
+        hosts = self.ranks // n
+        owner = (host - outer) % hosts * n + (place - inner) % n
+        return (rank - owner) % self.ranks  # type: ignore[operator]
+
+    @cached_property
+    def inner_rings(self) -> tuple[InnerRing, ...]:
+        """Return the inner rings that have a step at which some rank may see a key; the first one is that of the own host."""
+        n = self.host_ranks
+        needed = {
+            outer: tuple(inner for inner in range(n) if (not outer and not inner) or self._seen(outer, inner))
+            for outer in range(self.ranks // n)
+        }
+        outers = [outer for outer, inner in needed.items() if inner]
+        crossings = [b - a for a, b in pairwise(outers)] + [0]
+        return tuple(InnerRing(outer, needed[outer], crossing) for outer, crossing in zip(outers, crossings, strict=True))
+
+    def _seen(self, outer: int, inner: int) -> bool:
+        shifts = ((rank, self.shift(rank, outer, inner)) for rank in range(self.ranks))
+        if self.steps is not None:
+            return any(shift in self.steps for _, shift in shifts)
+        return any(self.area(rank, shift) for rank, shift in shifts)
+
+    @property
+    def crossing_home(self) -> int:
+        """Return the number of hosts that gradients cross from the last inner ring to the host of their owner."""
+        return -self.inner_rings[-1].outer % (self.ranks // self.host_ranks)

@@ -1,0 +1,114 @@
+"""The strategy "two_level": keys go round an inner ring in each host while they cross to the next host of an outer ring.
+
+Each inner ring sums the gradients of the keys on it and brings them back to the place at which the keys entered the host. There
+the sum of the hosts before is added, and the new sum crosses to the next host during the next inner ring: what crosses has the
+time of all steps of a host. The sums of the hosts are added in the order in which the keys visit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from ring_attn_core.plan.two_level import InnerRing, TwoLevelPlan
+
+from ...attend.keys import Keys
+from ...attend.state import Gradients
+from ..groups import rank_in
+from ..step import Ring, Step
+from ..transfer import Transfer, send, send_inside
+from .ring import Hop, OneWay, rows
+
+
+class TwoLevels(OneWay):
+    """The strategy "two_level"."""
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a step for each shift of each inner ring of the plan."""
+        plan = plan_of(ring)
+        sums = HostSums(ring)
+        for inner_ring in plan.inner_rings:
+            crossing = sums.cross(keys, inner_ring.crossing)
+            if inner_ring.inner[0]:
+                keys = Keys(*send_inside(keys, inner_ring.inner[0], plan.host_ranks, ring.group).wait())
+            stop = None
+            for number in range(len(inner_ring.inner)):
+                stop = Stop(keys, stop, ring, inner_ring, number, sums)
+                yield stop
+                keys = stop.next_keys
+            assert stop is not None
+            sums.left, sums.crossing = stop, inner_ring.crossing or plan.crossing_home
+            keys = Keys(*crossing.wait())
+
+
+def plan_of(ring: Ring) -> TwoLevelPlan:
+    """Return the plan of the ring, one of two levels."""
+    assert isinstance(ring.plan, TwoLevelPlan)
+    return ring.plan
+
+
+class HostSums:
+    """The gradients of the keys that visit this rank's host, summed over the hosts that they have visited.
+
+    ``left``: the last step of the previous inner ring, until its gradients are added; ``crossing``: the hosts they cross then.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ranks, self._group = plan_of(ring).host_ranks, ring.group
+        self._arriving: Transfer | None = None
+        self.left: Stop | None = None
+        self.crossing = 0
+
+    def cross(self, arrays: tuple[Tensor | None, ...], hosts: int) -> Transfer:
+        """Send ``arrays`` to the same place of another host, ``hosts`` hosts on."""
+        return send(arrays, hosts * self._ranks, self._group)
+
+    def add(self) -> None:
+        """Add the gradients of the previous inner ring, if they are not added yet, and start to send the sum."""
+        if self.left is None:
+            return
+        travelling = self.left.travelling
+        assert travelling is not None
+        (total,) = travelling.wait()
+        if self._arriving is not None:
+            (before,) = self._arriving.wait()
+            total = before.add_(total)
+        self._arriving, self.left = self.cross((total,), self.crossing), None
+
+    def home(self) -> Tensor:
+        """Return the sum over all hosts of the gradients of this rank's own keys."""
+        self.add()
+        assert self._arriving is not None
+        return self._arriving.wait()[0]
+
+
+class Stop(Hop):
+    """A ``Step`` of an inner ring; ``before``: the step before it on this inner ring.
+
+    Unless it is the last one, its constructor starts to send the keys to the next rank inside the host.
+    """
+
+    def __init__(self, keys: Keys, before: Stop | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums) -> None:
+        plan, inner = plan_of(ring), inner_ring.inner
+        inside = partial(send_inside, ranks=plan.host_ranks, group=ring.group)
+        hop = inner[number + 1] - inner[number] if number + 1 < len(inner) else 0
+        self.keys, self.travelling = keys, None if before is None else before.travelling
+        self.shift = plan.shift(rank_in(ring.group), inner_ring.outer, inner[number])
+        self.rows = rows(ring, self.shift)
+        self.last = not hop and not inner_ring.crossing
+        self._next = inside(keys, hop) if hop else None
+        self._onward, self._inside, self._sums = hop or -inner[number] % plan.host_ranks, inside, sums
+
+    def send_home(self, dkv: Gradients) -> None:
+        """Send ``dkv`` to the next rank inside the host, or to the rank at which the keys entered it.
+
+        The gradients of the previous inner ring have arrived there during this step, and cross to the next host.
+        """
+        self.travelling = self._inside((dkv,), self._onward)
+        self._sums.add()
+
+    def home(self) -> Gradients:
+        """Return the gradients of this rank's own keys, summed over all hosts."""
+        return self._sums.home()
