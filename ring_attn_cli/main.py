@@ -227,7 +227,7 @@ def _comparison(plans: list[RingPlan]) -> Table:
     for each in plans:
         work = [each.work(rank) for rank in range(each.ranks)]
         travel = (f"{len(each.shifts)}", f"{len(each.hops)}", f"{each.home}")
-        table.add_row(each.layout, *travel, f"{each.balance:.3f}", words.short(sum(work)), words.short(max(work)))
+        table.add_row(str(each.layout), *travel, f"{each.balance:.3f}", words.short(sum(work)), words.short(max(work)))
     table.caption = (
         "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work of a rank over mean"
     )

@@ -39,12 +39,12 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 """The layouts by name. Each maps (rank, ranks, tokens of a shard) to the runs that the rank holds."""
 
 
-def slots(layout: str) -> int:
+def slots(layout: object) -> int:
     """Return the number of runs of each rank; a shard is cut into as many equal slots."""
     return len(named(layout)(0, 1, 0))
 
 
-def padded_local(layout: str, ranks: int, length: int) -> int:
+def padded_local(layout: object, ranks: int, length: int) -> int:
     """Return the smallest shard size in tokens, padding included, at which ``ranks`` equal shards hold ``length`` tokens."""
     runs = slots(layout)
     check_ranks(ranks)
@@ -77,7 +77,7 @@ def check_rank(rank: object, ranks: int) -> None:
         raise ValueError(f"rank={rank} is not one of {ranks} ranks: pass 0 to {ranks - 1}")
 
 
-def named(layout: str) -> Layout:
+def named(layout: object) -> Layout:
     """Return the layout called ``layout``. Raise ValueError if it is not in LAYOUTS."""
     if layout == "balanced" or hasattr(layout, "runs"):
         raise ValueError(

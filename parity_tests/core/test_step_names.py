@@ -39,7 +39,7 @@ def test_a_step_of_direct_counts_its_slices_only():
 def test_a_step_on_two_levels_names_the_owner_or_how_many_hosts_and_places_away_it_is():
     plan = TwoLevelPlan("zigzag", causal(), 8, 64, host_ranks=4)
     assert step_name(plan, 6, plan.shift(0, 1, 1), SHARD, rank=0) == "ring step 6 of 8, 32 MiB from rank 7"
-    assert step_name(plan, 6, 5, SHARD) == "ring step 6 of 8, 32 MiB from 1 hosts and 1 places before"
+    assert step_name(plan, 6, 5, SHARD) == "ring step 6 of 8, 32 MiB from 1 host and 1 place before"
 
 
 @pytest.mark.parametrize(

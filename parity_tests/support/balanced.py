@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ring_attn_core import causal, full, sliding_window
+from ring_attn_core import TwoLevel, causal, full, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
@@ -30,6 +30,7 @@ CASES = [
     case_of(4, 1, mask=full(), key_extents="tree", strategy="gather"),
     case_of(4, mask=causal(), extents="documents", strategy="ulysses", poison=True),
     case_of(4, mask=causal(), extents="documents", strategy="two_way"),
+    case_of(4, extents="documents", strategy=TwoLevel(ranks=2)),
     case_of(4, extents="documents", tiles=None),
     case_of(1, extents="documents"),
 ]

@@ -36,11 +36,11 @@ class Feature:
     def layouts(self, framework: str) -> frozenset[str]:
         """Return the layouts in which a test of the framework covers the feature; empty without a test."""
         if self.of:
-            return frozenset(case.layout for case in cases(framework) if self.of(case))
+            return frozenset(str(case.layout) for case in cases(framework) if self.of(case))
         name, function = self.tests[framework].split("::")  # type: ignore[index]
         test = getattr(import_module(f"parity_tests.{FRAMEWORKS[framework]}.{name}"), function)
         tried = [*_parameters(test, "layout"), *(case.layout for case in _parameters(test, "case"))]
-        return frozenset(tried) or frozenset({Case.layout})
+        return frozenset(map(str, tried)) or frozenset({str(Case.layout)})
 
 
 def _features_of(case: Case) -> int:

@@ -51,8 +51,8 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     sum_gradients(layer, group)
     assert shard.grad is not None
     return {
-        "out": whole(out, layer.options.layout, group),
-        "dx": whole(shard.grad, layer.options.layout, group),
+        "out": whole(out, str(layer.options.layout), group),
+        "dx": whole(shard.grad, str(layer.options.layout), group),
         **gradients(layer),
     }
 

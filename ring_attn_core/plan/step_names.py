@@ -26,7 +26,7 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
         size = size * tokens // plan.kv_local
     if owner is None and isinstance(plan, TwoLevelPlan):
         hosts, places = divmod(shift, plan.host_ranks)
-        return f"{steps}, {in_units(size)} from {hosts} hosts and {places} places before"
+        return f"{steps}, {in_units(size)} from {hosts} host{'s' * (hosts != 1)} and {places} place{'s' * (places != 1)} before"
     if owner is None:
         return f"{steps}, {in_units(size)} from {shift} rank{'s' * (shift > 1)} before"
     first = owner - owner % plan.k_shards

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
 from ..data.extents import whole
 from ..data.layout import from_layout
 
@@ -34,7 +36,7 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(mask.reshape(shape) != 0, (*scores[:-3], *kept)).reshape(-1, *kept)
 
 
-def parts_of(visible: jax.Array, layout: str, ranks: int) -> Parts:
+def parts_of(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> Parts:
     """Return the parts of ``visible`` bool [rows, heads, queries, keys], with queries and keys in layout order.
 
     If ``visible`` is one interval of keys per query, plus keys hidden from all queries, then the tightest interval around the
