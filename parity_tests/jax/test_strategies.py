@@ -36,6 +36,11 @@ TRAVELS = [
 ]
 
 
+def test_a_batch_without_rows_may_have_a_key_mask_under_gather():
+    case = Case(batch=0, key_mask="random", strategy="gather")
+    check(case, run(case))
+
+
 @pytest.mark.parametrize("case", first(PAIRS, 4), ids=str)
 def test_every_strategy_is_exact_with_every_feature(case):
     check(case, run_once(case))
