@@ -247,7 +247,7 @@ class Pair:
     def visible(self) -> jax.Array:
         """The mask, bool [b or 1, 1, 1, block_q, block_k]: True if the query sees the key and both are valid in their tiles."""
         lag = (self.queries.index[:, None] - self.keys.index[None])[None]
-        visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[:, None] & self.keys.valid[None]
+        visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[None, :, None] & self.keys.valid[None, None]
         if self.part.score.extents is not None:
             first, end = (x[..., None] for x in self.part.extents(self.queries))
             k_pos = self.k_pos[None, None]
