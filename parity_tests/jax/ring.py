@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -92,3 +93,19 @@ def patch_tiles(case: Case):
     small = case.tiles
     choose = (lambda rows, q, k: (min(small[0], q), min(small[1], k))) if small else tiles.blockwise_tiles
     return patch.object(tiles, "blockwise_tiles", choose)
+
+
+def hops_tied_to_steps(text: str, others: int) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
+    """Assert that each barrier of the gradients on 8 ranks, lowered to ``text``, ties one hop to more than ``others`` values.
+
+    Return the permutes as (result, operand), and the operands of each barrier by its result.
+    """
+    permutes = re.findall(r'(%\w+) = "stablehlo.collective_permute"\((%\w+)', text)
+    ties = {made: re.findall(r"%\w+", of) for made, of in re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier (.*) :", text)}
+    assert len(permutes) == 7 + 7 + 7
+    assert len(ties) == 2 * 7
+    results = [made for made, _ in permutes]
+    for operands in ties.values():
+        assert sum(operand in results for operand in operands) == 1
+        assert len(operands) > others
+    return permutes, ties

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ from ring_attn_jax import sharded_ring_attention
 from ..support.cases import check
 from ..support.selection import first
 from ..support.strategies import SLICED, of_a_window, problem_of
-from .ring import mesh_of, run_once
+from .ring import hops_tied_to_steps, mesh_of, run_once
 from .test_strategies import arrays, gradients, traced_bytes
 
 
@@ -41,11 +40,4 @@ def test_each_step_waits_for_the_slices_of_the_next():
     """Each barrier ties a step to the next slices and to this rank's own keys, from which the slices after these are cut."""
     ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout="striped", strategy="direct")
     text = gradients(ring).lower(*arrays()).as_text()
-    permutes = re.findall(r'(%\w+) = "stablehlo.collective_permute"\((%\w+)', text)
-    ties = {made: re.findall(r"%\w+", of) for made, of in re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier (.*) :", text)}
-    assert len(permutes) == 7 + 7 + 7
-    assert len(ties) == 2 * 7
-    results = [made for made, _ in permutes]
-    for operands in ties.values():
-        assert sum(operand in results for operand in operands) == 1
-        assert len(operands) > 2
+    hops_tied_to_steps(text, others=2)

@@ -25,7 +25,7 @@ from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
 from ..support.cases import Case, check, check_future_unseen, check_same
 from ..support.selection import first
 from ..support.strategies import COMBINED, EACH, PAIRS, SHARED, STRATEGIES, problem_of
-from .ring import mesh_of, program, run, run_once, whole
+from .ring import hops_tied_to_steps, mesh_of, program, run, run_once, whole
 
 ONE_EACH = EACH[::4] + [case for case in EACH if case not in EACH[::4]]
 TRAVELS = [
@@ -160,14 +160,7 @@ def test_both_ways_wait_for_each_step_before_the_next_hop():
     """Each barrier ties a step to the keys of the next one, and all hops but the first of a way send what comes out of it."""
     ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout="striped", strategy="two_way")
     text = gradients(ring).lower(*arrays()).as_text()
-    permutes = re.findall(r'(%\w+) = "stablehlo.collective_permute"\((%\w+)', text)
-    ties = {made: re.findall(r"%\w+", of) for made, of in re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier (.*) :", text)}
-    assert len(permutes) == 7 + 7 + 7
-    assert len(ties) == 2 * 7
-    results = [made for made, _ in permutes]
-    for operands in ties.values():
-        assert sum(operand in results for operand in operands) == 1
-        assert len(operands) > 1
+    permutes, ties = hops_tied_to_steps(text, others=1)
     assert len([operand for _, operand in permutes if operand in ties]) >= 2 * (7 - 2)
 
 
