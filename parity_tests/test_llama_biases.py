@@ -72,6 +72,19 @@ def expected(name: str, model: Any) -> dict[str, np.ndarray]:
     }
 
 
+def assert_near_theirs(got: dict[str, np.ndarray], name: str, theirs: Any) -> None:
+    """Assert that results differ from those of transformers in float64 by 1e-5, or by eight times what transformers itself does.
+
+    The gradient of the last block's k_norm is a small remainder of large terms: float32 of transformers misses it by 5.4e-6 in norm,
+    and ours by 1e-6 to 2e-5, as the order of the sums falls. Everything else stays below 5e-6.
+    """
+    exact, rounded = expected(name, their_model(name).double()), expected(name, theirs)
+    assert got.keys() == exact.keys()
+    for weight, value in exact.items():
+        rounding = np.linalg.norm(rounded[weight] - value) / np.linalg.norm(value)
+        assert_near({weight: got[weight]}, {weight: value}, max(1e-5, 8 * rounding))
+
+
 def in_torch(group: Any, folder: Any) -> dict[str, np.ndarray]:
     """The same of this rank."""
     model = ring_attn_torch.load_llama(folder, group=group)
@@ -90,7 +103,7 @@ def test_torch_computes_logits_and_gradients_of_transformers(name, gloo, tmp_pat
     found = gloo(2, in_torch, tmp_path / "theirs")
     shards = torch.from_numpy(np.concatenate([each["logits"] for each in found], 1))
     logits = ring_attn_torch.from_layout(shards, "zigzag", 2, ids().shape[1]).numpy()
-    assert_near(found[0] | {"logits": logits}, expected(name, theirs), 1e-5)
+    assert_near_theirs(found[0] | {"logits": logits}, name, theirs)
 
 
 @pytest.mark.parametrize("name", [x if x == "Llama both" else pytest.param(x, marks=pytest.mark.exhaustive) for x in BIASED])
@@ -110,7 +123,7 @@ def test_jax_computes_logits_and_gradients_of_transformers(name, tmp_path):
     gradients = ring_attn_jax.to_numpy(_with(model, grads))
     assert found.keys() == gradients.keys()
     whole = ring_attn_jax.from_layout(logits, "zigzag", 2, ids().shape[1])
-    assert_near(gradients | {"logits": np.asarray(whole)}, expected(name, theirs), 1e-5)
+    assert_near_theirs(gradients | {"logits": np.asarray(whole)}, name, theirs)
 
 
 def _with(model: Any, state: Any) -> Any:

@@ -50,11 +50,11 @@ def optimizer_of(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def sharded(step: int, mesh: Mesh) -> dict[str, jax.Array]:
-    """Return the arrays of ``shard_batch`` by name, in layout order on the devices."""
+    """Return the arrays of ``shard_batch`` that this training needs by name, in layout order on the devices."""
     whole: dict[str, Any] = {name: jnp.asarray(x) for name, x in batch(step).items()}
-    shards = shard_batch(layout="zigzag", ranks=mesh.shape["seq"], **whole)._asdict()
+    shard = shard_batch(layout="zigzag", ranks=mesh.shape["seq"], **whole)
     there = NamedSharding(mesh, PartitionSpec("fsdp", "seq"))
-    return {name: jax.device_put(x, there) for name, x in shards.items() if name != "length"}
+    return {name: jax.device_put(getattr(shard, name), there) for name in ("ids", "labels", "positions", "extents", "key_mask")}
 
 
 @partial(nnx.jit, static_argnames=("mesh",))
