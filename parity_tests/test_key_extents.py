@@ -1,0 +1,115 @@
+"""What key_extents hide: as documents they equal extents, and as trees nothing leaks from a branch into its siblings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ring_attn_core.data.trees import tree_extents
+from ring_attn_core.layouts import LAYOUTS
+
+from .support.models import assert_near
+from .support.rollouts import ancestors, drawn_tree
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+import jax.numpy as jnp  # noqa: E402
+
+import ring_attn_jax  # noqa: E402
+import ring_attn_torch  # noqa: E402
+
+from .jax.ring import mesh_of  # noqa: E402
+from .torch.models import rank_in, ranks_of  # noqa: E402
+
+Arrays = dict[str, np.ndarray]
+
+RINGS = [
+    (4, "zigzag"),
+    *(
+        pytest.param(ranks, layout, marks=pytest.mark.exhaustive)
+        for ranks in (1, 2, 4)
+        for layout in LAYOUTS
+        if (ranks, layout) != (4, "zigzag")
+    ),
+]
+
+
+class InTorch:
+    """Attention of ``x`` over itself on a ring of gloo processes."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+
+    def __call__(self, ranks: int, layout: str, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
+        shards = self._gloo(ranks, _on_rank, layout, x, cotangent, extents)
+        whole = {name: torch.from_numpy(np.concatenate([shard[name] for shard in shards], 1)) for name in ("out", "dx")}
+        return {name: ring_attn_torch.from_layout(y, layout, ranks, x.shape[1]).numpy() for name, y in whole.items()}
+
+
+def _on_rank(group: Any, layout: str, x: np.ndarray, cotangent: np.ndarray, extents: Arrays) -> Arrays:
+    ranks, rank = ranks_of(group), rank_in(group)
+    mine = lambda y: ring_attn_torch.to_layout(torch.from_numpy(y), layout, ranks).chunk(ranks, 1)[rank]
+    leaf = mine(x).clone().requires_grad_()
+    hides = {name: mine(y) for name, y in extents.items()}
+    out = ring_attn_torch.ring_attention(leaf, leaf, leaf, layout=layout, length=x.shape[1], group=group, **hides)
+    (dx,) = torch.autograd.grad(out, leaf, mine(cotangent))
+    return {"out": out.detach().numpy(), "dx": dx.numpy()}
+
+
+class InJax:
+    """The same on a mesh of devices."""
+
+    def __call__(self, ranks: int, layout: str, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
+        with jax.enable_x64(True):
+            placed = lambda y: ring_attn_jax.to_layout(jnp.asarray(y), layout, ranks)
+            hides = {name: placed(y) for name, y in extents.items()}
+            given: dict[str, Any] = {"mesh": mesh_of(ranks), "layout": layout, "length": x.shape[1]}
+
+            @jax.jit
+            def both(x: Any, cotangent: Any) -> Any:
+                out, back = jax.vjp(lambda x: ring_attn_jax.sharded_ring_attention(x, x, x, **given, **hides), x)
+                return {"out": out, "dx": back(cotangent)[0]}
+
+            found = both(placed(x), placed(cotangent))
+            return {name: np.asarray(ring_attn_jax.from_layout(y, layout, ranks, x.shape[1])) for name, y in found.items()}
+
+
+@pytest.fixture(params=["jax", "torch"])
+def attention(request: pytest.FixtureRequest) -> Any:
+    return InJax() if request.param == "jax" else InTorch(request.getfixturevalue("gloo"))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), RINGS)
+def test_key_extents_of_documents_are_their_extents(attention: Any, ranks: int, layout: str):
+    rng = np.random.default_rng(8)
+    x, cotangent = rng.standard_normal((2, 2, 37, 2, 8))
+    extents = np.stack([ring_attn_torch.document_extents(torch.from_numpy(np.sort(rng.integers(0, 5, 37)))[None])[0] for _ in x])
+    assert_near(
+        attention(ranks, layout, x, cotangent, key_extents=extents),
+        attention(ranks, layout, x, cotangent, extents=extents),
+        1e-13,
+    )
+
+
+@pytest.mark.parametrize(("ranks", "layout"), RINGS)
+def test_a_branch_changes_no_bit_of_what_does_not_descend_from_it(attention: Any, ranks: int, layout: str):
+    rng = np.random.default_rng(9)
+    parents, lengths = drawn_tree(rng, 12)
+    key_extents = np.asarray(tree_extents(parents, lengths)[0])
+    branch = np.repeat(np.arange(12), lengths) == max(parents)  # the last segment with children
+    (tokens,) = np.nonzero(branch)
+    heirs = np.array([bool({*path} & {*tokens.tolist()}) for path in ancestors(parents, lengths)])
+    assert 0 < heirs.sum() < heirs.size
+    assert heirs.sum() > branch.sum()
+    x, cotangent = rng.standard_normal((2, 1, heirs.size, 2, 8))
+    cotangent[:, heirs] = 0
+    before = attention(ranks, layout, x, cotangent, key_extents=key_extents)
+    x[:, branch] = rng.standard_normal(x[:, branch].shape) * 100
+    after = attention(ranks, layout, x, cotangent, key_extents=key_extents)
+    for name in ("out", "dx"):
+        np.testing.assert_array_equal(after[name][:, ~heirs], before[name][:, ~heirs])
+    assert not np.array_equal(after["out"][:, heirs & ~branch], before["out"][:, heirs & ~branch])
+    assert not after["dx"][:, heirs].any()
