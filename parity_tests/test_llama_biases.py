@@ -81,7 +81,7 @@ def assert_near_theirs(got: dict[str, np.ndarray], name: str, theirs: Any) -> No
     exact, rounded = expected(name, their_model(name).double()), expected(name, theirs)
     assert got.keys() == exact.keys()
     for weight, value in exact.items():
-        rounding = np.linalg.norm(rounded[weight] - value) / np.linalg.norm(value)
+        rounding = float(np.linalg.norm(rounded[weight] - value) / np.linalg.norm(value))
         assert_near({weight: got[weight]}, {weight: value}, max(1e-5, 8 * rounding))
 
 

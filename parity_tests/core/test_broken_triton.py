@@ -13,6 +13,7 @@ from ring_attn_core.kernels.backends import runnable, select
 from ring_attn_core.kernels.compile import triton_release
 from ring_attn_core.kernels.obstacles import cause_of
 from ring_attn_core.kernels.ptx import changed_for_products
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 
@@ -32,9 +33,10 @@ def nothing_remembered(monkeypatch):
         each.cache_clear()
 
 
-def on_a_gpu(backend: str, tokens: int = 256) -> Problem:
+def on_a_gpu(backend: str, tokens: int = 256, **options: Any) -> Problem:
     shape = (1, tokens, 2, 64)
-    return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", 1, Options(backend=backend), capability=90)
+    given = Options(backend=backend, **options)
+    return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", 1, given, capability=90)
 
 
 def test_a_name_that_only_the_start_needs_is_missed_before_the_start(monkeypatch):
@@ -60,6 +62,12 @@ def test_a_triton_that_does_not_start_is_an_objection(monkeypatch, error):
     for name in ("hopper", "triton"):
         with pytest.raises(ValueError, match=f"the package triton does not start \\({type(error).__name__}: .*install it anew"):
             select(problem, name)
+
+
+def test_auto_says_that_no_kernel_takes_a_balanced_layout():
+    problem = on_a_gpu("auto", layout=BalancedLayout((((0, 256),),), 256))
+    with pytest.warns(UserWarning, match="^triton: it takes runs of equal length.*'blockwise' runs this instead, slower"):
+        assert runnable(problem) is None
 
 
 def test_a_compile_that_failed_is_not_tried_again(monkeypatch):

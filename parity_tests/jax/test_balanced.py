@@ -73,8 +73,8 @@ OF_TWO = balanced_layout((20, 12), 2)
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (OF_TWO, {"backend": "triton"}, "its kernels take runs of equal length"),
-        (OF_TWO, {"backend": "hopper"}, "its kernels take runs of equal length"),
+        (OF_TWO, {"backend": "triton"}, "it takes runs of equal length"),
+        (OF_TWO, {"backend": "hopper"}, "it takes runs of equal length"),
         (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
         (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
         (balanced_layout((20, 12), 4), {}, "this layout deals 32 tokens to 4 ranks, got 32 tokens and 2 ranks"),

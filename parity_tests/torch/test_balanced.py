@@ -86,8 +86,8 @@ OF_TWO: Any = balanced_layout((20, 12), 2)
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (OF_TWO, {"backend": "triton"}, "its kernels take runs of equal length"),
-        (OF_TWO, {"backend": "hopper"}, "its kernels take runs of equal length"),
+        (OF_TWO, {"backend": "triton"}, "it takes runs of equal length"),
+        (OF_TWO, {"backend": "hopper"}, "it takes runs of equal length"),
         (OF_TWO, {"backend": "flash"}, "it takes runs of equal length"),
         (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
         (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),

@@ -40,11 +40,17 @@ class Candidate:
     leaves: Callable[[Problem], str | None] = lambda problem: None
 
 
+def _uneven(problem: Problem) -> str | None:
+    if isinstance(problem.options.layout, BalancedLayout):
+        return "it takes runs of equal length, and those of a balanced layout are of any length"
+    return None
+
+
 def _triton(problem: Problem) -> str | None:
     if not isinstance(problem.q_shape[0], int):
         return f"its kernels are launched for a known batch, and this one is the symbolic size {problem.q_shape[0]} of jax.export"
-    if isinstance(problem.options.layout, BalancedLayout):
-        return "its kernels take runs of equal length, and those of a balanced layout are of any length"
+    if (uneven := _uneven(problem)) is not None:
+        return uneven
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -117,8 +123,8 @@ def _vendor(problem: Problem, widest: int) -> str | None:
     """
     if problem.framework != "torch":
         return "it is there in PyTorch only"
-    if isinstance(problem.options.layout, BalancedLayout):
-        return "it takes runs of equal length, and those of a balanced layout are of any length"
+    if (uneven := _uneven(problem)) is not None:
+        return uneven
     if problem.options.mask.hi is not None:
         return "it knows no windows: masks without an upper side only"
     names = [array.name for array in problem.arrays if array.name not in ("sinks", "dropout_seed")]
@@ -215,8 +221,9 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
-            if automatic and not failed and problem.capability >= OLDEST_GPU and (broken := broken_triton()) is not None:
-                warnings.warn(f"triton: {broken}. backend={chosen!r} runs this instead, slower", stacklevel=2)
+            reason = _uneven(problem) or broken_triton() if automatic and problem.capability >= OLDEST_GPU else None
+            if reason is not None and not failed:
+                warnings.warn(f"triton: {reason}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None
         if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):
             warnings.warn(f"hopper: {untried}. backend='triton' runs this instead, slower", stacklevel=2)
