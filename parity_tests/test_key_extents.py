@@ -53,7 +53,7 @@ def _on_rank(group: Any, layout: str, x: np.ndarray, cotangent: np.ndarray, exte
     ranks, rank = ranks_of(group), rank_in(group)
     mine = lambda y: ring_attn_torch.to_layout(torch.from_numpy(y), layout, ranks).chunk(ranks, 1)[rank]
     leaf = mine(x).clone().requires_grad_()
-    hides = {name: mine(y) for name, y in extents.items()}
+    hides: dict[str, Any] = {name: mine(y) for name, y in extents.items()}
     out = ring_attn_torch.ring_attention(leaf, leaf, leaf, layout=layout, length=x.shape[1], group=group, **hides)
     (dx,) = torch.autograd.grad(out, leaf, mine(cotangent))
     return {"out": out.detach().numpy(), "dx": dx.numpy()}
@@ -65,7 +65,7 @@ class InJax:
     def __call__(self, ranks: int, layout: str, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
         with jax.enable_x64(True):
             placed = lambda y: ring_attn_jax.to_layout(jnp.asarray(y), layout, ranks)
-            hides = {name: placed(y) for name, y in extents.items()}
+            hides: dict[str, Any] = {name: placed(y) for name, y in extents.items()}
             given: dict[str, Any] = {"mesh": mesh_of(ranks), "layout": layout, "length": x.shape[1]}
 
             @jax.jit
