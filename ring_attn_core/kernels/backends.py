@@ -221,8 +221,8 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
-            reason = _uneven(problem) or broken_triton() if automatic and problem.capability >= OLDEST_GPU else None
-            if reason is not None and not failed:
+            expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, of which nothing was said yet
+            if expected and (reason := _uneven(problem) or broken_triton()) is not None:
                 warnings.warn(f"triton: {reason}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None
         if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):
