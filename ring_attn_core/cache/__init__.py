@@ -1,1 +1,1 @@
-"""Arithmetic of a key/value cache sharded over the ring: the rank of each token, and checks of what fits."""
+"""A key/value cache sharded over the ring: the rank of each token, the sizes, and argument checks."""

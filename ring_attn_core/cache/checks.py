@@ -1,4 +1,4 @@
-"""Checks of the arguments with which a KVCache is called."""
+"""Checks of the arguments of a KVCache's methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds the room of a cache with a window."""
+    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds ``spec.room`` of a cache with a window."""
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
     if spec.room is not None and tokens > spec.room:
@@ -34,7 +34,7 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """Raise ValueError if a rank has too few slots for its ``counts`` cached tokens plus its ``held`` tokens of a new chunk."""
+    """Raise ValueError if a rank has too few slots for a request's ``counts`` cached and ``held`` new tokens."""
     for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
         if spec.window is None and count + more > spec.slots:
             raise ValueError(
@@ -44,9 +44,9 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 
 
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
-    """Return ``lengths`` as ints. Raise ValueError if there is not one for each request, or one is outside of 0 to ``most``.
+    """Return ``lengths`` as ints. Raise ValueError if they are not one int in 0 .. ``most`` for each request.
 
-    ``what`` ends the message: it says what ``most`` is.
+    ``what``: the end of the message, which explains ``most``.
     """
     given = list(lengths) if isinstance(lengths, Sequence) else [lengths]
     if len(given) != batch or not all(is_integer(x) for x in given):
@@ -58,7 +58,7 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, an int or several, as a list. Raise ValueError if one is not 0 to ``batch - 1`` or is repeated."""
+    """Return ``rows``, an int or a list, as a list. Raise ValueError if one is outside of 0 .. ``batch - 1`` or repeated."""
     given = list(rows) if isinstance(rows, Sequence) else [rows]
     if not all(is_integer(row) and 0 <= row < batch for row in given):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
@@ -68,9 +68,9 @@ def check_rows(name: str, rows: Any, batch: int) -> list[int]:
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
-    """Return ``source`` and ``target`` as lists of equal length; a single source is repeated for several targets.
+    """Return ``source`` and ``target`` as lists of equal length. A single source is repeated for all targets.
 
-    Raise ValueError if one is not a request of the cache, a target is repeated, or the lengths differ otherwise.
+    Raise ValueError if an index is not a request of the cache, a target is repeated, or the lengths do not match.
     """
     given = list(source) if isinstance(source, Sequence) else [source]
     for row in given:
@@ -83,7 +83,7 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return the requests of a step as ``check_rows`` does. Raise ValueError also if ``rows`` is empty."""
+    """Return ``rows`` checked by ``check_rows``. Raise ValueError also if it is empty."""
     given = check_rows("rows", rows, batch)
     if not given:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
@@ -91,7 +91,7 @@ def check_step_rows(rows: Any, batch: int) -> list[int]:
 
 
 def check_layer(spec: CacheSpec, layer: Any) -> None:
-    """Raise ValueError if ``layer`` is not a layer of the cache. A traced layer passes."""
+    """Raise ValueError if ``layer`` is not a layer of the cache. A traced layer is not checked."""
     try:
         known = operator.index(layer) if is_integer(layer) else -1
     except TypeError:
@@ -101,7 +101,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError unless k and v fit ``tokens`` (number of requests, tokens of each) and the cache's sizes and dtype."""
+    """Raise ValueError if k or v have other shapes or dtypes than the cache. ``tokens``: (requests, tokens of each)."""
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)
@@ -120,7 +120,7 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
 
 
 def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
-    """Raise ValueError if ``valid`` is not bool [requests, tokens], the ``expected`` shape."""
+    """Raise ValueError if ``valid`` is not bool with the ``expected`` shape [requests, tokens]."""
     if tuple(shape) != expected or dtype != "bool":
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
@@ -128,7 +128,7 @@ def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -
 
 
 def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
-    """Raise ValueError if a scale of ``scales`` [layers][kv_heads] is not finite and above 0."""
+    """Raise ValueError if an entry of ``scales`` [layers][kv_heads] is not finite and positive."""
     for layer, of_heads in enumerate(scales):
         for head, scale in enumerate(of_heads):
             if not (scale > 0 and math.isfinite(scale)):
@@ -136,15 +136,15 @@ def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """Raise ValueError if the lengths to roll back to are not one integer or integers [batch]. Their values are not read."""
+    """Raise ValueError if the rollback lengths are not one integer or integers [batch]. Their values are not read."""
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return the window of a call, by default the cache's.
+    """Return the window of a call; None means the cache's window.
 
-    Raise ValueError if it is not an int of at least 0, or is wider than the cache's: older keys may be overwritten.
+    Raise ValueError if it is not an int of at least 0, or is wider than the cache's window, beyond which keys are overwritten.
     """
     if window is None:
         return spec.window
@@ -158,7 +158,7 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
-    """Raise ValueError if rolling a request back from ``reached`` tokens to ``length`` exceeds the room of the cache."""
+    """Raise ValueError if a rollback from ``reached`` to ``length`` tokens is longer than ``spec.room``."""
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
             f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
@@ -167,9 +167,9 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
-    """Return the spec enlarged by whole pages, so that each request has room for ``tokens`` more.
+    """Return the spec with enough pages added for ``tokens`` more tokens of each request.
 
-    Each rank gets slots for the largest of ``counts`` [requests][ranks] plus ``tokens / ranks``. Raise ValueError if the cache
+    Each rank needs slots for the largest of ``counts`` [requests][ranks] plus ``tokens / ranks``. Raise ValueError if the cache
     has no page, or ``tokens`` is not an int of at least 0.
     """
     if spec.page is None:
@@ -182,16 +182,16 @@ def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> Cach
 
 
 def check_cache(cache: Any, kind: type) -> None:
-    """Raise ValueError if ``cache`` is not of this ``kind``, the package's KVCache."""
+    """Raise ValueError if ``cache`` is not an instance of ``kind``, the package's KVCache."""
     if not isinstance(cache, kind):
         raise ValueError(f"cache must be a KVCache, got {in_words(cache)}: make one with KVCache.make(model.config, ...)")
 
 
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
-    """Raise ValueError if the cache has other sizes or another dtype than the model, or a smaller window than a layer.
+    """Raise ValueError if the cache differs from the model in sizes or dtype, or has a smaller window than a layer.
 
-    ``sizes``: the model's config; ``dtype``: the model's compute dtype; ``windows``: for each layer the number of tokens before
-    itself that a query sees, None for all.
+    ``sizes``: the model's config; ``dtype``: the model's compute dtype; ``windows``: for each layer, the number of earlier tokens
+    that a query sees; None means all.
     """
     expected = CacheSizes.of(sizes)
     if spec.sizes != expected:

@@ -1,4 +1,4 @@
-"""Host state of a cache: bounds of the requests' lengths and the ranks' counts, kept without reading the device."""
+"""The host's copy of a cache's lengths and counts, kept without reading the device."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .spec import CacheSpec
 
 
 class HostState:
-    """Upper bounds of the requests' lengths, and the exact counts of tokens if the host knows them.
+    """Upper bounds of the requests' lengths, and exact token counts if they are known.
 
-    ``lengths``: the most tokens that each request may have; a step may add fewer, and the device takes back rejected tokens.
-    ``counts`` [requests][ranks]: None if the host does not know them. ``reached``: the greatest length that each request may have
-    had since it was last empty.
+    ``lengths``: upper bound of the tokens of each request, because a step may add fewer and the device removes rejected tokens.
+    ``counts`` [requests][ranks]: tokens of each request on each rank; None if unknown. ``reached``: upper bound of each request's
+    length since it was last empty.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
         self.know([[0] * spec.ranks] * spec.batch, [0] * spec.batch)
 
     def know(self, counts: Sequence[Sequence[int]], reached: Sequence[int]) -> None:
-        """Replace the host state by the values read from the device."""
+        """Replace the bounds by counts and lengths read from the device."""
         self.counts: list[list[int]] | None = [list(row) for row in counts]
         self.lengths = [sum(row) for row in counts]
         self.reached = list(reached)
@@ -30,35 +30,35 @@ class HostState:
         return not any(self.lengths)
 
     def appended(self, rows: Iterable[int], tokens: int) -> None:
-        """Add at most ``tokens`` to each of these requests, for a step that computes its placement on the device."""
+        """Raise the bounds of these requests by ``tokens``, for a step that places tokens on the device. Forget the counts."""
         self.counts = None
         for row in rows:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Raise ``reached`` by the ``tokens`` that a step is about to write for each request; it stays so if the step fails."""
+        """Raise ``reached`` for the ``tokens`` that a step is about to write. It stays raised if the step fails."""
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
-        """Add a prefilled chunk. ``held`` [requests][ranks]: tokens of each request on each rank."""
+        """Add the tokens of a prefilled chunk. ``held`` [requests][ranks]: tokens of each request on each rank."""
         for row, more in zip(rows, held, strict=True):
             self._grow(row, sum(more))
             if self.counts is not None:
                 self.counts[row] = [a + b for a, b in zip(self.counts[row], more, strict=True)]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Lower the bounds of the requests to ``lengths``."""
+        """Lower each request's length bound to ``lengths``."""
         if any(new < old for new, old in zip(lengths, self.lengths, strict=True)):
             self.counts = None
         self.lengths = [min(pair) for pair in zip(lengths, self.lengths, strict=True)]
 
     def uncertain(self) -> None:
-        """Forget the counts after the device has taken back an unknown number of tokens."""
+        """Mark the counts as unknown, because the device removed an unknown number of tokens."""
         self.counts = None
 
     def reset(self, rows: Iterable[int]) -> None:
-        """Record that these requests are empty."""
+        """Mark these requests as empty."""
         for row in rows:
             self.lengths[row] = self.reached[row] = 0
             if self.counts is not None:

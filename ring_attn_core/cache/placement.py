@@ -1,8 +1,8 @@
-"""Placement of the tokens of a growing sequence on ranks, in integers that are the same on every rank without communication.
+"""Assignment of a growing sequence's tokens to ranks by integer arithmetic, the same on each rank without communication.
 
-Prefilled tokens stay where the layout puts them. Each later token goes to the rank that holds the fewest tokens of its request,
-and to the lowest such rank. A rank fills its slots in order of position, so a sequence that is cut short loses the last tokens
-of each rank. With counts (5, 3, 4) the next tokens go to
+Prefilled tokens stay where the layout puts them. Each later token goes to the rank with the fewest tokens of its request; the
+lowest rank wins a tie. A rank fills its slots in order of position, so truncating a sequence removes the last tokens of each
+rank. With counts (5, 3, 4) the next tokens go to
 
     slot      3    4    5    6
     rank 0              4th  7th      new tokens come in order of slot index (the level), then of rank
@@ -27,7 +27,7 @@ from ..runs import Run
 
 
 def place(counts: Sequence[int], tokens: int) -> list[int]:
-    """Return the rank of each of the next ``tokens`` tokens of a request. ``counts``: its tokens on each rank."""
+    """Return the rank of each of the next ``tokens`` tokens. ``counts``: the request's tokens on each rank."""
     held, ranks = list(counts), []
     for _ in range(tokens):
         rank = held.index(min(held))
@@ -37,30 +37,30 @@ def place(counts: Sequence[int], tokens: int) -> list[int]:
 
 
 def earlier(ranks: int) -> list[list[int]]:
-    """Return [rank][other]: 1 if ``other`` comes before ``rank`` when both hold equally many tokens, else 0."""
+    """Return a table [rank][other]: 1 if ``other`` receives a token before ``rank`` when their counts are equal, else 0."""
     check_ranks(ranks)
     return [[int(other < rank) for other in range(ranks)] for rank in range(ranks)]
 
 
 def turns(counts: Any, levels: Any, earlier: Any) -> Any:
-    """Return [batch, ranks, slots]: how many new tokens are appended before the one that takes each slot.
+    """Return the append rank of each empty slot, [batch, ranks, slots]: the number of new tokens appended before its own.
 
-    ``counts`` [batch, ranks]: tokens that each rank holds. ``levels`` [batch, ranks, slots]: indices of empty slots, from 0,
-    each at least the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
+    ``counts`` [batch, ranks]: tokens that each rank holds. ``levels`` [batch, ranks, slots]: slot indices, not less than the
+    rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
     """
     return (levels[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
-    """Return the position of each token of each rank's shard of a chunk, [ranks][local], increasing within a shard.
+    """Return the positions of the tokens of each rank's shard of a chunk, [ranks][local], in increasing order.
 
-    Raise ValueError if the layout cannot cut shards of ``local`` tokens.
+    Raise ValueError if ``local`` is not a shard size of the layout.
     """
     return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]
 
 
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
-    """Return the runs of each rank. Raise ValueError as ``positions`` does."""
+    """Return the runs of each rank. Raise ValueError if ``local`` is not a shard size of the layout."""
     check_ranks(ranks)
     runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:
@@ -72,11 +72,11 @@ def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
 
 
 def owners(layout: str, ranks: int, local: int) -> list[int]:
-    """Return the rank of each position of a chunk that is sharded in ``layout``."""
+    """Return, for each position of a chunk, the rank that holds it."""
     of_position = {p: rank for rank, shard in enumerate(positions(layout, ranks, local)) for p in shard}
     return [of_position[p] for p in range(ranks * local)]
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Return how many of the first ``length`` tokens of a chunk each rank holds; they are the first of its shard."""
+    """Return the number of tokens that each rank holds of the first ``length`` of a chunk. They come first in its shard."""
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

@@ -1,4 +1,4 @@
-"""The static description of a cache as frozen records that check their values."""
+"""The static description of a cache: frozen records that check their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = 448.0
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """The sizes of a cached token: k [layers, kv_heads, head_dim], v [layers, kv_heads, v_dim] (None: head_dim)."""
+    """The sizes of one cached token: k [layers, kv_heads, head_dim] and v [layers, kv_heads, v_dim]. ``v_dim`` None: head_dim."""
 
     layers: int
     kv_heads: int
@@ -32,7 +32,7 @@ class CacheSizes:
 
     @classmethod
     def of(cls, config: Any) -> CacheSizes:
-        """Return the sizes of a TransformerConfig; return CacheSizes as they are. Raise ValueError if it is neither."""
+        """Return the sizes of a TransformerConfig, or the CacheSizes passed. Raise ValueError on any other type."""
         if isinstance(config, cls):
             return config
         try:
@@ -47,9 +47,9 @@ class CacheSizes:
 class CacheSpec:
     """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank.
 
-    ``window``: None, or the most positions before itself that a query sees; a slot is reused once its token is out of the window.
-    ``room``: with a window, the most tokens of a step and of a rollback. ``page``: None for a fixed number of slots, or the
-    number of slots that a rank's shard grows by. ``scaled``: float8 with scales from the caller.
+    ``window``: the number of earlier positions that a query sees, or None. A slot is reused once its token has left the window.
+    ``room``: with a window, the largest number of tokens of a step and of a rollback. ``page``: the number of slots by which a
+    rank's shard grows; None: it does not grow. ``scaled``: True for float8 with the caller's scales.
     """
 
     sizes: CacheSizes
@@ -64,10 +64,10 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the spec of a cache. ``capacity``: the most tokens of a request, or with a window the slots of a rank.
+        """Return the spec of a cache. ``capacity``: most tokens of a request; with a window, the number of slots of a rank.
 
-        A ``dtype`` of None means the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes. Raise ValueError if a
-        value does not fit.
+        A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes. Raise ValueError if a
+        value is invalid.
         """
         check_ranks(ranks)
         if options.get("dtype") is None:
@@ -106,21 +106,21 @@ class CacheSpec:
 
     @property
     def float8(self) -> bool:
-        """True if the cache stores float8 values, divided by scales."""
+        """True if the cache stores float8 values, each divided by a scale."""
         return self.dtype == FP8
 
     @property
     def capacity(self) -> int | None:
-        """The most tokens of a request; None with a window, which lets a request grow without end."""
+        """The largest number of tokens of a request; None with a window, because a request may then grow without limit."""
         return None if self.window is not None else self.ranks * self.slots
 
     @property
     def remembered(self) -> int:
-        """Number of newest tokens of a request whose rank is recorded (the rollback limit)."""
+        """Number of newest tokens whose rank is recorded, which limits a rollback."""
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:
-        """Return the values that must be equal on all ranks, by name."""
+        """Return by name the values that all ranks must have in common."""
         own = asdict(self)
         return tuple((own.pop("sizes") | own).items())
 
