@@ -1,4 +1,4 @@
-"""The arrays of one rank's batches. numpy is imported on first use."""
+"""The arrays of a rank's batches. numpy is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def documents_of(settings: DatasetSettings) -> Documents:
-    """Return the documents of the folder: texts, rows of files, or token arrays.
+    """Return the documents of the folder, which holds texts, files of rows, or token arrays.
 
-    Raise ValueError, the same on all ranks, if the folder holds several kinds or none, or a file has no tokens.
+    Raise ValueError on all ranks if the folder holds several kinds or none, or a file has no tokens.
     """
     files = records.without_descriptions(found(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
@@ -43,7 +43,7 @@ def documents_of(settings: DatasetSettings) -> Documents:
 
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
-    """Raise ValueError if the folder holds texts beside files of rows, or if texts come with a column."""
+    """Raise ValueError if the folder mixes texts and files of rows, or has only texts but ``column`` is set."""
     rows, texts = ([file.name for file in files if records.is_records(file) == of] for of in (True, False))
     if rows and texts:
         raise ValueError(
@@ -71,7 +71,7 @@ class BatchArrays(NamedTuple):
 
 
 class Batches:
-    """The batches of a training run, and how many of them it has taken."""
+    """The batches of a training run, with the position that the run has reached."""
 
     def __init__(self, settings: DatasetSettings) -> None:
         data = documents_of(settings)
@@ -82,7 +82,7 @@ class Batches:
         """The number of the batch at which an iteration begins, and of the one that the latest iteration yields next."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
-        """Yield the batches from ``start + offset`` to the end, every ``every``-th of them."""
+        """Yield every ``every``-th batch from ``start + offset`` to the end."""
         self.reader.check()
         start = self.start
         self.given = start
@@ -93,7 +93,7 @@ class Batches:
             yield arrays
 
     def arrays(self, number: int) -> BatchArrays:
-        """Return the arrays of the batch with this number."""
+        """Return the arrays of batch ``number``."""
         import numpy as np
 
         of, runs = self.settings, self.settings.runs()
@@ -113,9 +113,9 @@ class Batches:
         return BatchArrays(ids, labels, positions, extents)
 
     def state(self, batches: int | None = None) -> str:
-        """Return as JSON the state after ``batches`` batches, by default those yielded so far; ``resume`` takes it."""
+        """Return the state after ``batches`` batches as JSON, for ``resume``. Default: the batches yielded so far."""
         return state_of(self.given if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Let iterations begin where ``state`` was taken. Raise ValueError if the state belongs to other data or settings."""
+        """Start the next iteration where ``state`` was taken. Raise ValueError if it belongs to other data or settings."""
         self.start = self.given = batches_of(state, (self._digest, self._former), self.index, self.settings)

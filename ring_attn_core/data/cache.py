@@ -1,4 +1,4 @@
-"""A cache of tokenised texts: each text is tokenised once into a file from which all ranks read.
+"""A cache of tokenised texts: each text is tokenised once, into a file that all ranks read.
 
 The cache is a folder, by default ``.ring-attn`` in the folder of the data, with two files for each version of the texts:
 
@@ -42,7 +42,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
-    """Return the documents of these texts from the cache, after tokenising them if needed.
+    """Return the documents of these texts from the cache. Tokenise and write them first if they are not there.
 
     Raise ValueError if a text is not UTF-8 or the cache cannot be written.
     """
@@ -68,9 +68,9 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
 
 
 def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
-    """Return the content of the tokenizer's file, or None if no tokenizer is set.
+    """Return the bytes of the tokenizer's file, or None if no tokenizer is set.
 
-    One read serves both the cache's key and the encoder, so that a file that changes meanwhile cannot make them differ.
+    The cache's key and the encoder share this one read, so that they agree even if the file changes meanwhile.
     """
     if settings.tokenizer is None:
         return None
@@ -93,7 +93,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
 
 
 def _kept(index: Path, files: Sequence[File]) -> Documents | None:
-    """Return the cached documents of these files, or None if the cache is missing, damaged or of other texts."""
+    """Return the cached documents of these files; None if the cache is missing, damaged or made from other texts."""
     try:
         kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
@@ -118,7 +118,7 @@ def _kept(index: Path, files: Sequence[File]) -> Documents | None:
 
 
 def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
-    """Return for each file the numbers of its rows that are documents; None for a text, which is one document."""
+    """Return the row numbers of the documents in each file; None for a text, which is one document."""
     rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
     if len(rows) != len(files):
         raise ValueError("the index has the rows of other files")
@@ -126,7 +126,7 @@ def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]
 
 
 def _names(files: Sequence[File], rows: Sequence[list[int] | None]) -> list[str]:
-    """Return the names of the documents: of a text its file's, of a row ``file:row``, counted from 1."""
+    """Return the names of the documents: the file's name for a text, ``file:row`` (from 1) for a row."""
     return [
         name
         for file, each in zip(files, rows, strict=True)
@@ -197,7 +197,7 @@ def _write_index(index: Path, text: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of the folder, so that one process at a time tokenises into it; yield whether the system has locks.
+    """Hold the lock of the folder while its texts are tokenised. Yield whether the file system has locks.
 
     Wait while another process holds the lock; the system releases it if that process dies.
     """

@@ -1,4 +1,4 @@
-"""Dense masks, bool [rows, queries, keys], expressed as a band, as extents and key extents, and as a key mask.
+"""Conversion of a dense mask, bool [rows, queries, keys], to a band, extents, key extents and a key mask.
 
 With 5 tokens (rows are queries, columns keys, # is visible):
 
@@ -35,7 +35,7 @@ NEITHER = (
 
 
 class MaskParts(NamedTuple):
-    """A mask as arguments of ``ring_attention`` in natural order: a query sees the keys that all of them permit."""
+    """A mask as arguments of ``ring_attention``, in natural order. A query sees the keys that all of them permit."""
 
     band: Band
     extents: Any = None
@@ -60,7 +60,7 @@ class Hulls:
         self.counts = np.zeros((rows, queries), np.int64)
 
     def add(self, start: int, visible: Any) -> None:
-        """Add the queries from ``start`` on: ``visible`` bool [rows, some queries, keys]. Blocks come in ascending order."""
+        """Add the queries from ``start`` on. ``visible``: bool [rows, some queries, keys]. Blocks come in ascending order."""
         import numpy as np
 
         some = slice(start, start + visible.shape[1])
@@ -72,7 +72,7 @@ class Hulls:
         self.key_extents[..., 1] = np.where(seen, below[..., 1], self.key_extents[..., 1])
 
     def parts(self) -> MaskParts | None:
-        """Return the parts of the mask, a band if one fits, or None if the mask is not the intersection of its hulls."""
+        """Return the arguments that express the mask, a band if possible; None if it is not the intersection of its hulls."""
         import numpy as np
 
         seen = self.key_extents[..., 1] > 0
@@ -91,7 +91,7 @@ class Hulls:
         return MaskParts(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return the band that shows each query as many keys of ``key_mask`` as the mask does, with open sides if they fit."""
+        """Return a band that together with ``key_mask`` equals the mask, with open sides if possible, or None."""
         import numpy as np
 
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])
@@ -120,7 +120,7 @@ class Hulls:
         return bool((between == self.counts).all())
 
     def _fitting_columns(self) -> tuple[bool, bool]:
-        """Return whether the hulls of the keys alone are the mask, and whether they are together with those of the queries."""
+        """Return whether the mask equals the key hulls alone, and whether it equals both kinds of hulls intersected."""
         import numpy as np
 
         _, queries, _ = self.extents.shape
@@ -139,7 +139,7 @@ class Hulls:
 
 
 def parts_of(visible: Any) -> MaskParts | None:
-    """Return the parts of ``visible``, NumPy's bool [rows, queries, keys] in natural order; None as ``Hulls.parts`` does."""
+    """Return the parts of a numpy mask, bool [rows, queries, keys] in natural order. None as in ``Hulls.parts``."""
     hulls = Hulls(*visible.shape)
     for some in _blocks(visible.shape[1], visible.shape[0] * visible.shape[2]):
         hulls.add(some.start, visible[:, some])
@@ -147,13 +147,13 @@ def parts_of(visible: Any) -> MaskParts | None:
 
 
 def _blocks(queries: int, pairs: int) -> Iterable[slice]:
-    """Yield the blocks of queries; ``pairs``: the number of pairs of one query."""
+    """Yield slices of queries, about BLOCK pairs each. ``pairs``: the number of pairs of one query."""
     step = max(BLOCK // max(pairs, 1), 1)
     return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
 
 
 def _hull(visible: Any) -> Any:
-    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) without any."""
+    """Return the tightest interval around the True entries of the last dimension, int32 [..., 2]; [0, 0) if all are False."""
     import numpy as np
 
     if not visible.shape[-1]:
@@ -164,6 +164,6 @@ def _hull(visible: Any) -> Any:
 
 
 def both(a: Band, b: Band) -> Band:
-    """Return the band of the pairs that two bands permit."""
+    """Return the intersection of two bands."""
     pick = lambda choose, x, y: y if x is None else x if y is None else choose(x, y)
     return Band(pick(max, a.lo, b.lo), pick(min, a.hi, b.hi))

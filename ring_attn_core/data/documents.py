@@ -1,4 +1,4 @@
-"""The documents of a folder: its files or their rows, and the location of the tokens of each."""
+"""The documents of a folder: its files or the rows of its files, and where their tokens lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 1 << 20
 
 
 class File(NamedTuple):
-    """A file of the folder, with its status when it was found."""
+    """A file of the folder, with its ``stat`` fields from when it was found."""
 
     name: str
     """Path within the folder, with slashes."""
@@ -29,7 +29,7 @@ class File(NamedTuple):
 
 
 class Document(NamedTuple):
-    """The location of a document's tokens in a file."""
+    """The file and the byte range of a document's tokens."""
 
     name: str
     path: str
@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """All documents of a folder, in the order of their names."""
+    """All documents of a folder, in order of name."""
 
     documents: tuple[Document, ...]
     digest: str
@@ -60,7 +60,7 @@ class Documents(NamedTuple):
 
 
 def found(settings: DatasetSettings) -> list[File]:
-    """Return the files that match the pattern, without hidden ones, in order of name.
+    """Return the files that match the pattern, in order of name, without hidden files.
 
     Raise ValueError if no file matches, a file is empty or cannot be read, or the pattern could match files of the cache.
     """
@@ -94,7 +94,7 @@ def _hidden(parts: Iterable[str]) -> bool:
 
 
 def _check_cache(folder: Path, settings: DatasetSettings) -> None:
-    """Raise ValueError if the next start would take the files of the cache for documents."""
+    """Raise ValueError if the cache lies in the data folder and is not hidden: its files would be read as documents."""
     if settings.cache is None:
         return
     cache, data = Path(settings.cache).resolve(), folder.resolve()
@@ -116,7 +116,7 @@ def unchanged(file: File) -> None:
 
 
 def content_of(file: File) -> str:
-    """Return the SHA-256 of a file. Raise ValueError if it changes meanwhile."""
+    """Return the SHA-256 of a file. Raise ValueError if the file changes while it is read."""
     content = sha256()
     update(content, file)
     unchanged(file)
@@ -134,11 +134,11 @@ def update(content: Any, file: File) -> None:
 
 
 def vanished(path: str, error: OSError) -> ValueError:
-    """Return the error to raise if a file cannot be read because of ``error``."""
+    """Return the error to raise when a file cannot be read because of ``error``."""
     why = "has vanished" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
     return ValueError(f"{path} {why}: restore it, or make the dataset anew without it")
 
 
 def empty(path: str) -> ValueError:
-    """Return the error to raise if a file has no tokens."""
+    """Return the error to raise when a file has no tokens."""
     return ValueError(f"{path} is empty: a document has at least one token, so delete the file or pass another pattern")

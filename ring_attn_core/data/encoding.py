@@ -1,4 +1,4 @@
-"""Encoders of files: the ids of each document of a text or of a file of rows, as bytes for the cache."""
+"""Encoders of text files and files of rows. They yield each document's ids as bytes for the cache."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _packed(ids: Sequence[int], width: int) -> bytes:
 
 
 def _widened(text: bytes, width: int) -> bytes:
-    """Return the bytes of a text as little-endian ids of ``width`` bytes."""
+    """Return the bytes of a text as little-endian ids, ``width`` bytes for each."""
     ids = bytearray(width * len(text))
     ids[::width] = text
     return bytes(ids)
@@ -93,7 +93,7 @@ def _bytes_of_rows(texts: Sequence[str], width: int) -> list[bytes]:
 def _rows(
     file: File, column: str, content: Any, ids_of: Callable[[Sequence[str]], list[bytes]]
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
-    """Yield the rows of a file that have tokens. Raise ValueError if no row has any."""
+    """Yield the number and the ids of each row that has tokens. Raise ValueError if no row has any."""
     empty, texts = True, records.texts(file, column, content)
     while some := list(islice(texts, ROWS)):
         for (row, _), ids in zip(some, ids_of([text for _, text in some]), strict=True):
@@ -105,7 +105,7 @@ def _rows(
 
 
 def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:
-    """Yield ``pieces`` unchanged. Raise ValueError after the last one if all are empty: the text has no tokens."""
+    """Yield ``pieces`` unchanged. Raise ValueError at the end if all are empty, because the text then has no tokens."""
     empty = True
     for piece in pieces:
         empty = empty and not piece
@@ -120,7 +120,7 @@ def _bytes(file: File, width: int, content: Any) -> Iterator[bytes]:
 
 
 def _utf8(file: File, content: Any) -> Iterator[bytes]:
-    """Yield a file in chunks and update the hash ``content`` with them. Raise ValueError if it is not UTF-8 or has a 0 byte."""
+    """Yield a file in chunks and hash them into ``content``. Raise ValueError if it is not UTF-8 or has a 0 byte."""
     decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
     with _opened(file) as opened:
         while chunk := opened.read(CHUNK):

@@ -1,8 +1,8 @@
-"""The index: the tokens of each batch, the part that a rank reads, and the state from which a run resumes.
+"""The index: the tokens of each batch, the part that a rank reads, and the state for resuming a run.
 
-A batch has a number, counted from the beginning of the first epoch. Its contents follow from the number, the seed and the lengths
-of the documents, not from the ranks or their layout. So each process can make any batch, the position of a run is one number, and
-a run may resume with other ranks, another layout and other workers.
+A batch has a number, counted from the beginning of the first epoch. Its contents depend on the number, the seed and the lengths
+of the documents, not on the ranks or the layout. So each process can make any batch, and the position of a run is one number. A
+run may resume with other ranks, layout and workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 class ShardSpan(NamedTuple):
-    """Tokens of a document in consecutive slots of a shard."""
+    """Consecutive slots of a shard that hold consecutive tokens of a document."""
 
     slot: int
     """The first slot."""
@@ -36,10 +36,10 @@ class ShardSpan(NamedTuple):
 
 
 def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
-    """Yield the spans that a rank reads for one packed row: the part of each piece that lies in one of its ``runs``.
+    """Yield the spans that a rank reads for one packed row: the parts of its pieces that lie in ``runs``.
 
-    A run of stride 1 reads one token more than it holds if its last piece goes on: the label of its last token. A run of another
-    stride reads labels separately, because they are tokens of other ranks.
+    A run of stride 1 reads one more token, the label of its last one, if the piece continues. A run of another stride reads its
+    labels separately, because they are tokens of other ranks.
     """
     pieces, slot = tuple(pieces), 0
     for run in runs:
@@ -55,7 +55,7 @@ def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[Shard
 
 
 class Index:
-    """The batches of all epochs as pieces of documents."""
+    """The batches of all epochs, each given as pieces of documents."""
 
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
         """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they do not fill one batch."""
@@ -73,7 +73,7 @@ class Index:
         """Batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return the pieces of each packed row of this replica in a batch; a row beyond the end of the data is empty."""
+        """Return the pieces of each packed row of this replica in a batch. A row after the end of the data is empty."""
         epoch, at = divmod(number, self.batches)
         contexts, order = self._contexts(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
@@ -81,7 +81,7 @@ class Index:
         return [contexts.pieces(order[row] if row < len(order) else row) for row in wanted]
 
     def _contexts(self, epoch: int) -> tuple[Contexts, Sequence[int]]:
-        """Return the packed rows of an epoch and the order of the full ones; a row that is not full stays last."""
+        """Return the packed rows of an epoch and the order in which full ones are used. A row that is not full stays last."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
@@ -93,14 +93,14 @@ class Index:
 
 
 def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -> str:
-    """Return the state of a run after ``batches`` batches, as JSON. ``data``: the digest of the documents."""
+    """Return the state of a run after ``batches`` batches as JSON. ``data``: the digest of the documents."""
     return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
 
 
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
-    ``data``: the digests that a state of these documents may have, that of this release first.
+    ``data``: the digests that a state of these documents may hold; this release's digest comes first.
     """
     found: Any = state
     if isinstance(state, str | bytes):
@@ -135,7 +135,7 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
 
 
 def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
-    """Return ``batches`` as an int. Raise ValueError if it is not one from 0 to the number of batches of all epochs."""
+    """Return ``batches`` as an int. Raise ValueError if it is not from 0 to the number of batches of all epochs."""
     if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
         most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"
         raise ValueError(f"a state counts the batches that were taken, 0{most}, got {_short(batches)}")
@@ -143,7 +143,7 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
-    """Return the values that, together with the number of a batch, determine its contents."""
+    """Return the settings that, together with the number of a batch, determine its contents."""
     of = settings
     same = {
         "length": int(of.length),
@@ -156,6 +156,6 @@ def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
 
 
 def _short(x: object) -> str:
-    """Return ``x`` in at most about 100 characters for a message; a mapping as its keys."""
+    """Return ``x`` in at most about 100 characters for an error message; a mapping is shown by its keys."""
     text = f"the keys {', '.join(map(str, x))}" if isinstance(x, Mapping) else in_words(x)
     return text if len(text) <= 99 else text[:99] + "..."

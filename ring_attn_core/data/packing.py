@@ -1,12 +1,12 @@
-"""Packing: documents one after the other, cut into packed rows (*contexts*) of equal length.
+"""Packing: documents are concatenated and cut into packed rows (*contexts*) of equal length.
 
 Four documents of 5, 2, 8 and 4 tokens in rows of 6, with documents as letters; the last row is dropped or padded:
 
     context 0   A A A A A B     context 1   B C C C C C     context 2   C C C D D D     context 3   D . . . . .
 
-Each token is in one row, and only the last row of an epoch has padding. A document that is cut goes on in the next row, but a
-shuffled epoch may put that row into another batch. So attention treats the span of a document in one row, a *piece*, as a
-document of its own, and the last token of a piece has no label.
+Each token is in one row, and only the last row of an epoch has padding. A document that is cut continues in the next row, which a
+shuffled epoch may put into another batch. So attention treats each *piece*, the span of a document in one row, as a separate
+document. The last token of a piece has no label.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DocumentSpan(NamedTuple):
 
 
 class Contexts:
-    """The documents of one epoch, in a given order, cut into packed rows."""
+    """The documents of an epoch in a given order, cut into packed rows."""
 
     def __init__(self, lengths: Sequence[int], length: int, order: Sequence[int] | None = None) -> None:
         """Lay out the documents in ``order`` (None: 0, 1, ...). ``lengths``: tokens of each; ``length``: tokens of a row."""
@@ -42,11 +42,11 @@ class Contexts:
         self.tokens = self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
-        """Return the number of rows that hold a token; only the last may have empty slots."""
+        """Return the number of rows that hold at least one token."""
         return -(-self.tokens // self._length)
 
     def pieces(self, context: int) -> tuple[DocumentSpan, ...]:
-        """Return the pieces of a row in order of position; an empty tuple beyond the last token."""
+        """Return the pieces of a row in order of position. A row after the last token has none."""
         start, found = context * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
         at = bisect_right(self._ends, position)
@@ -61,8 +61,8 @@ class Contexts:
 def shuffled(count: int, *key: int | str) -> list[int]:
     """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
 
-    Draw a number with ``random()`` for each index and sort by it. ``random.shuffle`` is not used, because Python guarantees
-    only for ``random()`` that a seed gives the same numbers in each version.
+    Sort the indices by numbers drawn with ``random()``. Python guarantees for ``random()``, but not for ``random.shuffle``, that
+    a seed gives the same numbers in each version.
     """
     draw = random.Random("/".join(map(str, key))).random
     drawn = [draw() for _ in range(count)]

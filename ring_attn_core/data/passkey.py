@@ -1,4 +1,4 @@
-"""Passkey texts: a number hidden in filler text and asked for at its end, a test of attention over long distances."""
+"""Passkey texts: a number is hidden in filler text and asked for at the end. They test attention over long distances."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Passkey(NamedTuple):
 
     @property
     def labels(self) -> list[int]:
-        """The label of each token: the next byte if it belongs to the answer, else -100."""
+        """The label of each token: the next byte if that belongs to the answer, else -100."""
         following = [*self.text[1:], -100]
         return [token if at + 1 >= self.answer else -100 for at, token in enumerate(following)]
 
 
 def shortest(digits: int = 5) -> int:
-    """Return the length of a text without filler, in tokens."""
+    """Return the number of tokens of a text without filler."""
     return len(NEEDLE.format(key="0" * digits)) + len(QUESTION) + digits
 
 

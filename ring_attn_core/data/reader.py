@@ -20,7 +20,7 @@ MOST_OPEN = 64
 
 
 class _SharedFile:
-    """An open file, closed when the reader and all reading threads have released it."""
+    """An open file that is closed when the reader and all threads that read from it have released it."""
 
     def __init__(self, path: str) -> None:
         with open_file(path) as file:
@@ -36,10 +36,10 @@ class _SharedFile:
 
 
 class Reader:
-    """A reader of the tokens of documents. An unpickled copy opens the files anew.
+    """A reader of documents' tokens. An unpickled copy opens the files again.
 
-    Each read checks the file's status afterwards. A different size or modification time is an error. If only the inode or its
-    change time differs (after a rename, a link, a chmod or a time that was set back), a digest of sampled blocks is compared.
+    After each read the file's ``stat`` is checked. Another size or modification time is an error. If only the inode or its change
+    time differs (after a rename, link or chmod, or if the time was reset), a digest of sampled blocks is compared.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
@@ -62,7 +62,7 @@ class Reader:
         self._begin()
 
     def check(self) -> None:
-        """Raise ValueError if any file has vanished or changed. All ranks check all files, so they raise alike."""
+        """Raise ValueError if any file has vanished or changed. Each rank checks all files, so all ranks raise alike."""
         for path, document in {document.path: document for document in self._documents}.items():
             try:
                 _check_unwritten(document, identity(path))
@@ -126,7 +126,7 @@ class Reader:
 
 
 def _check_unwritten(document: Document, now: Identity) -> None:
-    """Raise ValueError if the file's size or modification time is not that of when the dataset was made."""
+    """Raise ValueError if the file's size or modification time has changed since the dataset was made."""
     if now.size != document.size:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"
         raise ValueError(f"{document.path} {had}: make the dataset anew")
@@ -135,7 +135,7 @@ def _check_unwritten(document: Document, now: Identity) -> None:
 
 
 def changed(path: str) -> ValueError:
-    """Return the error to raise if the content of a file has changed."""
+    """Return the error to raise when the content of a file has changed."""
     return ValueError(
         f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time"
     )

@@ -1,4 +1,4 @@
-"""Files of rows, each row a document: JSON lines, Parquet, and the Arrow files of a folder that datasets has saved.
+"""Files of rows, each row a document: JSON lines, Parquet, and Arrow files saved by datasets.
 
 JSON lines need the standard library only. pyarrow, imported on first use, reads the others: datasets itself is not needed.
 """
@@ -27,17 +27,17 @@ def is_records(file: File) -> bool:
 
 
 def without_descriptions(files: list[File]) -> list[File]:
-    """Return the files without the descriptions that datasets puts beside its Arrow files."""
+    """Return the files without the metadata files that datasets saves beside its Arrow files."""
     if not any(file.name.endswith(ARROW) for file in files):
         return files
     return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
 
 
 def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
-    """Yield the number, from 1, and the text of each row that has one; rows whose text is null or empty are left out.
+    """Yield the number (from 1) and the text of each row. Rows whose text is null or empty are skipped.
 
-    Update the hash ``content`` with the file. Raise ValueError if the file cannot be read, or if ``column`` is missing or holds
-    something else than texts.
+    Update the hash ``content`` with the file. Raise ValueError if the file cannot be read, or if ``column`` is missing or not
+    text.
     """
     rows = _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content)
     for row, text in rows:
@@ -54,7 +54,7 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 
 
 def _of_lines(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each line that is not blank, and the value of ``column`` of its JSON object."""
+    """Yield the number of each nonblank line and the value of ``column`` in its JSON object."""
     try:
         with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
             for row, line in enumerate(opened, 1):
@@ -83,7 +83,7 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 
 
 def _of_arrow(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of ``column`` of each row of a Parquet or Arrow file."""
+    """Yield the number and the ``column`` of each row of a Parquet or Arrow file."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:
@@ -104,7 +104,7 @@ def _of_arrow(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]
 
 
 def _batches(pa: Any, file: File, opened: Any, column: str) -> Iterator[Any]:
-    """Yield the record batches of an open file. Raise ValueError if it has no column of texts of this name."""
+    """Yield the record batches of an open file. Raise ValueError if it has no text column of this name."""
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 

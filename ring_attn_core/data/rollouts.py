@@ -6,9 +6,9 @@ Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; 
     labels     b c d e x    b c f x           labels    b c   d e x   f x        parents -1 0 0, lengths 2 3 2
     weights    1 1 1 1 0    1 1 1 0           weights   2 2   1 1 0   1 0        the sum of both rollouts
 
-The label of c differs between the two. So c leaves the prompt and becomes the first token of each completion, at the same
-position and with the same ancestors. Two tokens share a slot if they, their prefixes and their labels are equal. The last token
-of a rollout has no label, so its label need not be equal. numpy is imported on first use.
+The label of c differs between the two. So c is stored as the first token of each completion instead of the last token of the
+prompt. Two tokens share a slot if they, their prefixes and their labels are equal. The last token of a rollout has no label, so
+its label need not be equal. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Rollouts packed into rows, each row one or several prefix trees: the result of ``pack_rollouts``.
+    """Rollouts packed into rows by ``pack_rollouts``. Each row holds one or several prefix trees.
 
-    Slots beyond the last segment of a row are padding: id 0, no label, weight 0, position 0.
+    Slots after the last segment of a row are padding, with id 0, no label, weight 0 and position 0.
     """
 
     ids: Any
@@ -59,17 +59,17 @@ class Rollouts:
 
     @property
     def saved_tokens(self) -> int:
-        """Return the number of tokens that sharing saves: those of all rollouts less those of all rows."""
+        """Return the number of tokens that sharing saves: tokens of all rollouts minus tokens of all rows."""
         return sum(self.counts) + len(self.counts) - sum(map(sum, self.lengths))
 
     @property
     def longest_path(self) -> int:
-        """Return the number of tokens of the longest rollout."""
+        """Return the number of tokens in the longest rollout."""
         return longest_path(map(Tree, *self.tree))
 
 
 class _Row:
-    """A row that takes rollouts in lexicographic order, so that each shares its longest prefix with the one before."""
+    """A row to which rollouts are added in lexicographic order, so that each shares its longest prefix with the previous one."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -83,7 +83,7 @@ class _Row:
         """The slot of the token before each slot's token, -1 for a root: one array for each rollout."""
 
     def shared(self, tokens: np.ndarray) -> int:
-        """Return the number of slots that a rollout would share with the last one."""
+        """Return the number of slots that a rollout would share with the last one added."""
         import numpy as np
 
         most = min(len(self.last), len(tokens))
@@ -93,7 +93,7 @@ class _Row:
         return max(int(differ[0]) - 1, 0)  # the last equal token has two labels
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
-        """Add a rollout, and return the slot of each of its tokens."""
+        """Add a rollout and return the slot of each of its tokens."""
         import numpy as np
 
         shared = self.shared(tokens)
@@ -104,7 +104,7 @@ class _Row:
         return path
 
     def tree(self) -> Tree:
-        """Return the row's segments: the longest chains of slots that do not fork."""
+        """Return the row's segments, the longest chains of slots without a fork."""
         import numpy as np
 
         parents = np.concatenate(self.parents)
@@ -116,7 +116,7 @@ class _Row:
 
 
 def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, length: int | None = None) -> Rollouts:
-    """Return the rollouts packed into rows, as numpy arrays; arguments and errors as in ``pack_rollouts`` of the packages."""
+    """Pack rollouts into rows of numpy arrays. Arguments and errors as in the packages' ``pack_rollouts``."""
     import numpy as np
 
     if length is not None and (not is_integer(length) or length < 1):
@@ -144,7 +144,7 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
-    """Raise ValueError if ``shape`` is not [rows, tokens, ...] of the rollouts, or with a ``layout`` that of one rank's shard."""
+    """Raise ValueError if ``shape`` is not [rows, tokens, ...] of the rollouts, or of one rank's shard in ``layout``."""
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
     rows, tokens = rollouts.ids.shape
@@ -158,7 +158,7 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, rank
 
 
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
-    """Return the row and the slots of each rollout, and the rows.
+    """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
 
     A rollout goes to the row with room in which it adds the fewest tokens, or to a new row; the first row wins a tie.
     """
@@ -176,7 +176,7 @@ def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int
 
 
 def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
-    """Return the tokens of each rollout as int64 arrays. Raise ValueError if one is not a list of token ids, or too long."""
+    """Return each rollout's tokens as an int64 array. Raise ValueError if one is not a list of token ids or is too long."""
     import numpy as np
 
     given = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None
@@ -202,7 +202,7 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 
 
 def _values(name: str, given: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
-    """Return one float64 number for each token of each rollout, 1 by default."""
+    """Return float64 values, one for each token of each rollout; default 1."""
     import numpy as np
 
     each = [1.0] * len(lists) if given is None else given
@@ -225,7 +225,7 @@ def _values(name: str, given: Any, lists: list[np.ndarray], what: str) -> list[n
 
 
 def _array(x: Any) -> np.ndarray | None:
-    """Return ``x`` as a numpy array; None if it cannot be one."""
+    """Return ``x`` as a numpy array, or None if it cannot be converted."""
     import numpy as np
 
     try:

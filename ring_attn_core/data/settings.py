@@ -1,4 +1,4 @@
-"""The arguments of a ``SequenceShardedDataset``, with all checks that need no data."""
+"""The arguments of a ``SequenceShardedDataset``, and the checks that do not need its data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSettings:
-    """The arguments of ``SequenceShardedDataset``; see there for their meaning."""
+    """The arguments of ``SequenceShardedDataset``, which documents them."""
 
     folder: Any
     length: int
@@ -87,10 +87,10 @@ class DatasetSettings:
 
     @property
     def rows(self) -> int:
-        """Packed rows of one batch over all replicas."""
+        """Number of packed rows in a batch, over all replicas."""
         return self.batch_size * self.replicas
 
     def runs(self) -> tuple[Run, ...]:
-        """Return the runs of the rank's tokens, or of all ranks in order if ``rank`` is None."""
+        """Return the runs of the rank; if ``rank`` is None, those of all ranks in order."""
         wanted = range(self.ranks) if self.rank is None else [int(self.rank)]
         return tuple(run for rank in wanted for run in named(self.layout)(rank, self.ranks, self.length // self.ranks))

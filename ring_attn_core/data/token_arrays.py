@@ -1,4 +1,4 @@
-"""Token arrays: files written by numpy.save, one document each, read in place."""
+"""Token arrays: one document in each file, written by numpy.save and read in place."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def described(files: Sequence[File]) -> Documents:
 
 
 def _array(file: File, opened: BinaryIO) -> Document:
-    """Return the document of a token array, from its header and a sample of its blocks.
+    """Return the document of a token array. Read only the header and a sample of blocks.
 
-    Raise ValueError if it is not one dimension of integers as numpy.save writes them, is empty, or is truncated.
+    Raise ValueError if the file is not a nonempty 1-d integer array written by numpy.save, or is truncated.
     """
     try:
         start = read_at(opened, 0, 12)
@@ -73,13 +73,13 @@ def _array(file: File, opened: BinaryIO) -> Document:
 
 
 def _short(error: Exception) -> str:
-    """Return the message of an error, cut to a line because some of Python's messages quote the whole header."""
+    """Return an error's message, cut to 100 characters, because Python may quote the whole header."""
     text = str(error) if not isinstance(error, RecursionError | MemoryError) else "its header is nested too deeply"
     return text if len(text) <= 99 else text[:99] + "..."
 
 
 def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """Return the first and last bytes of the tokens, which an older release hashed."""
+    """Return the first and last bytes of the tokens, as an older release hashed them."""
     size = document.tokens * int(document.dtype[-1])
     count = min(ENDS, size)
     return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)

@@ -1,6 +1,6 @@
-"""Prefix trees: sequences that share prefixes, stored once, as segments in depth-first order.
+"""Prefix trees: sequences whose shared prefixes are stored once, as segments in depth-first order.
 
-A prompt of 4 tokens with two completions, of which the second forks once more; below each segment its tokens:
+A prompt of 4 tokens with two completions, the second of which forks again:
 
     segment      0          1        2     3      4           parents   -1 0 0 2 2
     tokens       0 1 2 3    4 5 6    7     8 9    10          lengths    4 3 1 2 1
@@ -21,7 +21,7 @@ from ..validation import in_words, is_integer, is_traced, number_in_words
 
 
 class TreeExtents(NamedTuple):
-    """The arrays of prefix trees, one tree or several in each row; shorter rows are padded with 0."""
+    """The arrays of prefix trees, one or several trees in each row. Shorter rows are padded with 0."""
 
     key_extents: Any
     """int32 [rows, tokens, 2]: first and end (exclusive) position of the queries that may see each key; [0, 0) in padding."""
@@ -30,7 +30,7 @@ class TreeExtents(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """The segments of one row in depth-first order; a parent of -1 begins a tree."""
+    """The segments of one row in depth-first order. A parent of -1 marks a root."""
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -41,14 +41,14 @@ class Tree(NamedTuple):
         return sum(self.lengths)
 
     def depths(self) -> list[int]:
-        """Return for each segment the position of its first token, counted along the path from the root."""
+        """Return, for each segment, the position of its first token along the path from the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
         return depths
 
     def ends(self) -> list[int]:
-        """Return the end, exclusive, of the subtree of each segment."""
+        """Return the end (exclusive) of each segment's subtree."""
         ends = list(accumulate(self.lengths))
         for segment in reversed(range(len(ends))):
             parent = self.parents[segment]
@@ -82,7 +82,7 @@ def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeE
 
 
 def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Return the key extents, the path positions and the segment of each token of a batch [batch, tokens], as numpy arrays.
+    """Return each token's key extent, path position and segment in a batch [batch, tokens], as numpy arrays.
 
     ``tree``: the pair (parents, lengths) of each row, or of one row that all rows share. The segment is -1 in padding. Raise
     ValueError if ``tree`` is not such a pair, or does not fit the batch.
@@ -104,7 +104,7 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def longest_path(trees: Iterable[Tree]) -> int:
-    """Return the number of tokens on the longest path from a root. A window of that many tokens hides no ancestor."""
+    """Return the number of tokens on the longest path from a root. A window of that size hides no ancestor."""
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
@@ -154,7 +154,7 @@ def _check(row: str, tree: Tree) -> None:
 
 
 def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
-    """Return the integers of each row. Raise ValueError if ``values`` are neither integers nor lists of integers."""
+    """Return ``values`` as rows of integers. Raise ValueError if they are neither integers nor lists of integers."""
     outer = _listed(values)
     nested = [_listed(x) for x in outer or ()]
     rows = nested if nested and all(x is not None for x in nested) else [outer]
@@ -169,7 +169,7 @@ def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
 
 
 def _listed(x: Any) -> Sequence[Any] | None:
-    """Return a list, tuple or array as a sequence; None if it is anything else."""
+    """Return a list, tuple or array as a sequence, and None for anything else."""
     if isinstance(x, list | tuple):
         return x
     return x.tolist() if hasattr(x, "tolist") and getattr(x, "shape", ()) and not is_traced(x) else None

@@ -221,7 +221,7 @@ def _traced_parts(visible: jax.Array) -> tuple[MaskParts, jax.Array]:
 
 
 def _hull(visible: jax.Array) -> jax.Array:
-    """Return the tightest interval around the true entries of the last dimension, int32 [..., 2]; [0, 0) without any."""
+    """Return the tightest interval around the True entries of the last dimension, int32 [..., 2]; [0, 0) if all are False."""
     if not visible.shape[-1]:
         return jnp.zeros((*visible.shape[:-1], 2), jnp.int32)
     first, end = jnp.argmax(visible, -1), visible.shape[-1] - jnp.argmax(visible[..., ::-1], -1)
