@@ -1,4 +1,4 @@
-"""Dilated attention as ring attention over the tokens that a head keeps: their positions, visibility and the shifts needed.
+"""Dilated attention as ring attention over the tokens that each head keeps: positions, visibility and shifts.
 
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
 ``p % r == h % r``. Heads of one offset form a head group (a *class* in the code). A rank folds its shard into folded batches
@@ -33,14 +33,14 @@ MIXINGS = ("softmax", "heads")
 
 
 class Patterns(NamedTuple):
-    """The patterns of a call, named as in ``dilated_attention``."""
+    """The patterns of a call, with the names of ``dilated_attention``'s arguments."""
 
     segments: Any
     dilations: Any
     mixing: Any = "softmax"
 
     def check(self) -> tuple[tuple[int, int], ...]:
-        """Return pairs (segment, dilation), in tokens.
+        """Return the (segment, dilation) pairs, in tokens.
 
         Raise ValueError if there is not one dilation for each segment, segments do not increase, a dilation does not divide its
         segment, or ``mixing`` is unknown.
@@ -68,7 +68,7 @@ class Patterns(NamedTuple):
         return tuple(zip(segments, dilations, strict=True))
 
     def checked(self, heads: int) -> Patterns:
-        """Return the patterns with tuples in place of lists. Raise ValueError as a call with ``heads`` query heads would."""
+        """Return the patterns as tuples. Raise ValueError as a call with ``heads`` query heads would."""
         pairs = self.check()
         self.check_heads(heads)
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
@@ -79,7 +79,7 @@ class Patterns(NamedTuple):
         return self._asdict() | {name: getattr(options, name) for name in names}
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError if each head uses one pattern and there are more patterns than heads."""
+        """Raise ValueError if mixing="heads" has more patterns than heads."""
         if self.mixing == "heads" and len(self.segments) > heads:
             raise ValueError(
                 f'mixing="heads" gives every pattern a group of heads, got {len(self.segments)} patterns for {heads} heads: '
@@ -88,7 +88,7 @@ class Patterns(NamedTuple):
 
 
 def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
-    """Check the call and return the folded batches of each pattern. Raise ValueError if a check fails."""
+    """Check the call and return the folded batches of each pattern."""
     patterns, mixing = asked.check(), asked.mixing
     total = problem.check()
     (_, local, heads, _), (_, kv_local, kv_heads, _) = problem.q_shape, problem.k_shape
@@ -118,14 +118,14 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return an equivalent pattern whose positions fit int32. ``most``: the larger number of tokens and heads, at least 1."""
+    """Return an equivalent pattern that fits int32. ``most``: the larger of the numbers of tokens and heads, at least 1."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
 
 
 class HeadPart(NamedTuple):
-    """The heads of an array that a pattern uses (kept heads), and how they are dealt to the head groups (classes).
+    """The heads of an array that a pattern uses (kept heads), and their head groups (classes).
 
     Take heads ``first`` to ``end`` (exclusive), repeat each ``repeat`` times and drop the first ``skip``: ``kept`` heads are
     left. There are ``spread * together`` classes. Kept head j goes to the ``together`` classes from ``j % spread * together`` on,
@@ -142,13 +142,13 @@ class HeadPart(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Number of kept heads, rounded up so that all classes have equally many."""
+        """Number of kept heads, rounded up so that all classes have the same number."""
         return -(-self.kept // self.spread) * self.spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBatches:
-    """The folded batches of one pattern over a ring. Frozen and hashable.
+    """The folded batches of one pattern over a ring.
 
     ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the query heads that use the pattern. ``share``: query heads that
     share a key head. ``ranks``, ``local``: number of ranks, tokens of a shard. ``length``: true tokens of all shards.
@@ -167,49 +167,49 @@ class FoldedBatches:
 
     @property
     def classes(self) -> int:
-        """Number of head groups (classes). Group t holds the heads ``first + t``, ``first + t + dilation``, and so on."""
+        """Number of head groups (classes). Class t holds the heads ``first + t``, ``first + t + dilation``, and so on."""
         return min(self.dilation, self.heads)
 
     @property
     def shift(self) -> int:
-        """The offset ``p % dilation`` of the tokens that class 0 keeps."""
+        """The offset of the tokens that class 0 keeps: their ``p % dilation``."""
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return the number of tokens by which the slots of a rank begin before its shard, 0 to dilation - 1."""
+        """Return how many tokens before its shard a rank's first slot begins, 0 to dilation - 1."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
     def slots(self) -> int:
-        """Slots of a folded batch, equally many on each rank."""
+        """Number of slots of a folded batch, the same on each rank."""
         return max((self.front(rank) + self.local - 1) // self.dilation + 1 for rank in range(self.ranks))
 
     @property
     def spanned(self) -> int:
-        """Number of token positions that the slots of a rank span."""
+        """Number of token positions from the first to the last slot of a rank."""
         return self.slots * self.dilation
 
     @property
     def padded(self) -> bool:
-        """True if the slots of a rank span more than its shard."""
+        """True if the slots of a rank span more positions than its shard."""
         return self.spanned > self.local
 
     @property
     def aligned(self) -> bool:
-        """True if slots have no gaps: slot i of a class, counted over all ranks, holds the i-th token that the class keeps."""
+        """True if slot i of a class, counted over all ranks, holds the i-th token that the class keeps."""
         return self.shift == 0 and (self.ranks == 1 or self.local % self.dilation == 0)
 
     @property
     def of_queries(self) -> HeadPart:
-        """The folding of q, and of arrays with as many heads, such as out."""
+        """The folding of q and of arrays with as many heads, such as out."""
         return HeadPart(self.first, self.first + self.heads, 1, 0, self.heads, self.classes, 1)
 
     @property
     def of_keys(self) -> HeadPart:
         """The folding of k and v.
 
-        A class holds each key head that its query heads read once. If the query heads of a key head do not spread evenly over the
-        classes, the class holds a copy of the key head for each of them.
+        A class holds one copy of each key head that its query heads read. If the query heads of a key head do not spread evenly
+        over the classes, it holds one copy for each of these query heads.
         """
         first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
         whole = self.first % self.share == 0 and self.heads % self.share == 0
@@ -221,17 +221,17 @@ class FoldedBatches:
 
     @property
     def needs_extents(self) -> bool:
-        """True if a band over slots cannot express the mask, so that each slot needs its own range of visible slots (extent)."""
+        """True if the mask is not a band over slots, so that each slot needs an extent (its own interval of visible slots)."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property
     def needs_key_mask(self) -> bool:
-        """True if an extent may contain a slot that holds no token."""
+        """True if an extent may contain a slot without a token."""
         return not self.aligned and self.ranks > 1
 
     @cached_property
     def band(self) -> Band:
-        """The part of the mask that a band over slots can say; extents say the rest. Causal or full if slots are not aligned."""
+        """The part of the mask that is a band over slots; extents hold the rest. Causal or full if slots are not aligned."""
         r, (lo, hi) = self.dilation, (self.mask.lo, self.mask.hi)
         lo, hi = None if lo is None else -(-lo // r), None if hi is None else hi // r
         if self.aligned:
@@ -239,10 +239,10 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_class: Any) -> tuple[Any, Any, Any]:
-        """Return whether a slot holds a true token, and the first and end (exclusive) of the slots that it sees as a query.
+        """Return whether a slot holds a true token, and the interval ``first .. end - 1`` of slots that it sees as a query.
 
-        The slots that it sees are counted over all ranks, ``slots`` a rank. They may include some that ``band`` masks. If it sees
-        none, both are 0.
+        The interval counts slots over all ranks, ``slots`` for each. It may include slots that ``band`` masks. An empty interval
+        is (0, 0).
         """
         p = self.position(rank, slot, of_class)
         start = rank * self.local
@@ -260,17 +260,17 @@ class FoldedBatches:
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
     def position(self, rank: Any, slot: Any, of_class: Any) -> Any:
-        """Return the token position of a slot of a rank. If it lies outside the rank's shard, the slot holds no token."""
+        """Return the token position of a slot. The slot is empty if the position lies outside the rank's shard."""
         return rank * self.local - self.front(rank) + slot * self.dilation + of_class
 
     def slot_of(self, position: Any) -> Any:
-        """Return the slot of the token at ``position``, counted over all ranks."""
+        """Return the slot, counted over all ranks, of the token at ``position``."""
         rank = position // self.local
         return rank * self.slots + (position - rank * self.local + self.front(rank)) // self.dilation
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The shifts at which some rank sees keys. Only the first and last segment of a shard reach beyond it, so test these."""
+        """The shifts at which any rank sees keys. Only the first and last segment of a shard reach beyond it."""
         shifts = {0}
         for rank in range(self.ranks):
             start, end = rank * self.local, min((rank + 1) * self.local, self.length)
@@ -286,7 +286,7 @@ class FoldedBatches:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the ring over the folded batches, from those of the call."""
+        """Return the options of the ring over the folded batches, made from the options of the call."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

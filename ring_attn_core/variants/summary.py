@@ -1,6 +1,6 @@
-"""Summary attention as plain data: visibility of tokens and summaries, the ranks that pool each block, and bytes sent.
+"""Summary attention as plain data: what each query sees, which ranks pool each block, and the bytes sent.
 
-Approximate attention: exact within a window, and a few summaries of each block of tokens before it. With 12 tokens, ``block=3``,
+Attention that is exact within a window and sees earlier tokens as a few summaries of each block. With 12 tokens, ``block=3``,
 ``window=2`` and one summary a block (# a token seen exactly, s a block seen as its summary):
 
     #. . . | . . . | . . . | . . .      the query at 0 sees from first(0) = 0 on
@@ -34,9 +34,9 @@ POOLINGS = ("attention", "mean")
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions:
-    """The options of one call of ``summary_attention``, under their names there.
+    """The options of a ``summary_attention`` call, with the names of its arguments.
 
-    Raise ValueError if a value has another type or is outside its range; ``checked`` compares the values with the arrays.
+    Raise ValueError if a value has the wrong type or is out of range. ``checked`` compares the values with the arrays.
     """
 
     block: int
@@ -90,7 +90,7 @@ class SummaryOptions:
 
     @property
     def width(self) -> int:
-        """Number of tokens that one summary is pooled from: a whole block, or with ``"mean"`` an equal part of one."""
+        """Number of tokens that one summary is pooled from: a whole block, or an equal part of it with ``"mean"``."""
         return self.block // self.summaries if self.pooling == "mean" else self.block
 
     @property
@@ -100,7 +100,7 @@ class SummaryOptions:
 
     @property
     def compared(self) -> tuple[tuple[str, Any], ...]:
-        """The values by name, for comparison between ranks."""
+        """The options by name, for comparison between ranks."""
         return tuple([(name, getattr(self, name)) for name in ASKED])
 
 
@@ -109,7 +109,7 @@ ASKED = tuple(field.name for field in fields(SummaryOptions))
 
 
 class SentBytes(NamedTuple):
-    """Bytes that one rank sends in a forward and in a backward pass."""
+    """Bytes that one rank sends in a forward pass and in a backward pass."""
 
     forward: int
     backward: int
@@ -118,10 +118,11 @@ class SentBytes(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class SummaryPlan:
-    """The plan of summary attention over a ring. ``local``: tokens of each rank's shard, padding included.
+    """The plan of summary attention over a ring. ``local``: tokens of a shard, padding included.
 
-    The first ``blocks`` blocks are summarized: those that some query sees as summaries. They hold no padding. A rank pools its
-    tokens of each such block into a partial summary, in one of its ``slots`` slots; the number of slots is the same on all ranks.
+    The first ``blocks`` blocks are summarized, because some query sees them as summaries. They hold no padding. For each of these
+    blocks a rank pools its own tokens into a partial summary, stored in one of ``slots`` slots. All ranks have the same number of
+    slots.
     """
 
     options: SummaryOptions
@@ -135,21 +136,21 @@ class SummaryPlan:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that some query sees as summaries: those before ``first`` of the last query."""
+        """Number of blocks that some query sees as summaries: the blocks before ``first`` of the last query."""
         return max(self.length - 1 - self.options.window, 0) // self.options.block
 
     @property
     def slots(self) -> int:
-        """The largest number of summarized blocks of which one rank holds tokens."""
+        """The largest number of summarized blocks that overlap one rank's shard."""
         starts = [rank * self.local for rank in range(self.ranks)]
         block = self.options.block
         return max(min(-(-(start + self.local) // block), self.blocks) - start // block for start in starts)
 
     @property
     def holders(self) -> int:
-        """The largest number of ranks that hold tokens of one block.
+        """The largest number of ranks that one block spans.
 
-        In a shard, blocks begin at multiples of ``gcd(block, local)``; the latest such start gives the most ranks.
+        Within a shard, blocks start at multiples of ``gcd(block, local)``; the last such start spans the most ranks.
         """
         block, local = self.options.block, self.local
         latest = local - gcd(block, local)
@@ -157,7 +158,7 @@ class SummaryPlan:
 
     @property
     def near(self) -> Options:
-        """The options of the local attention. Its window bounds how far keys travel; extents cut it at the start of a block."""
+        """The options of the local attention. Its window limits how far keys travel; extents cut it at the start of a block."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
@@ -168,16 +169,16 @@ class SummaryPlan:
         return RingPlan("contiguous", self.near.mask, self.ranks, self.local, *lengths)
 
     def first(self, positions: Any) -> Any:
-        """Return the first position that the queries at ``positions`` (an integer or integer array) see exactly."""
+        """Return the first exactly visible position of the queries at ``positions``, an integer or integer array."""
         most = max(self.length, 1)  # values combined with int32 positions must fit int32
         block, window = min(self.options.block, most), min(self.options.window, most)
         return clamp(positions - window, 0, self.length) // block * block
 
     def pooled(self, slot_of: Any, part: Any, rank: Any) -> tuple[Any, Any]:
-        """Return first and end (exclusive), in local indices, of the tokens that ``rank`` pools for a summary.
+        """Return (first, end) of the local tokens ``first .. end - 1`` that ``rank`` pools for one summary.
 
-        ``slot_of``: the slot of the block on this rank; ``part``: the index of the summary within the block. The interval of an
-        empty slot is empty.
+        ``slot_of``: the slot of the block on this rank; ``part``: the index of the summary within the block. An empty slot has an
+        empty interval.
         """
         block, width = self.options.block, self.options.width
         start = rank * self.local
@@ -187,10 +188,10 @@ class SummaryPlan:
         return here(of_part), here(of_part + width)
 
     def held(self, block: Any, holder: Any) -> tuple[Any, Any]:
-        """Return where the gathered array holds a rank's partial summary of a block, and whether that rank exists.
+        """Return the index of a rank's partial summary of a block in the gathered array, and whether it exists.
 
-        ``holder``: index of the rank among those that hold tokens of the block. If the block has fewer ranks, the result is the
-        index of its first rank.
+        ``holder``: the number of the rank among the ranks that hold tokens of the block. If the block has fewer ranks, the index
+        is that of its first rank.
         """
         size, local = self.options.block, self.local
         first = block * size // local
@@ -216,7 +217,7 @@ class SummaryPlan:
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of a call. ``shapes``: those of q, k and v.
+    """Return the plan of a call. ``shapes``: the shapes of q, k and v.
 
     Raise ValueError if the arrays do not fit each other or the options.
     """
