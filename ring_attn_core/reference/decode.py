@@ -1,4 +1,4 @@
-"""Reference decoding in numpy: attention of a few queries over a cache whose slots hold tokens in any order."""
+"""Reference decoding in numpy: attention of a few queries over a cache whose slots are in any order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .oracle import Array, rounding
 
 
 class DecodeFeatures(NamedTuple):
-    """The options that change scores or visibility, named and shaped as in ``tree_attention_decode``."""
+    """The optional arguments of ``tree_attention_decode`` that change scores or visibility."""
 
     tree_mask: Array | None = None
     window: int | None = None
@@ -24,7 +24,7 @@ class DecodeFeatures(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
-    """Return (out, lse) of queries over the global cache, in float64 (in extended precision if q is float64).
+    """Return (out, lse) over the global cache in float64; in extended precision if q is float64.
 
     Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h]. ``features``: see DecodeFeatures. Slots that no
     query sees have no effect.
@@ -36,7 +36,7 @@ def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, 
 def plain(
     q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, dtype: str, **features: Any
 ) -> tuple[Array, Array]:
-    """Return what ``exact`` returns, computed as one device does in ``dtype``.
+    """Return what ``exact`` returns, as plain single-device attention computes it in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); probabilities and out are rounded once.
     """
@@ -45,11 +45,11 @@ def plain(
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
-    """Return bool [b n t], whether each query sees each slot, and int [b n t], the lag of each pair.
+    """Return whether each query sees each slot, bool [b n t], and the lag of each pair, int [b n t].
 
-    The lag is the position of the query less that of the key. With ``tree_mask`` bool [b n n] the n queries are nodes of a
-    tree, stored in slots with consecutive positions; for the lag, a node's position is that of node 0 plus its depth. The depth
-    is the number of nodes that a node sees other than itself: its ancestors.
+    The lag is the position of the query less that of the key. With ``tree_mask`` bool [b n n] the n queries are nodes of a tree,
+    stored in slots with consecutive positions; for the lag, a node's position is that of node 0 plus its depth. The depth of a
+    node is the number of its ancestors, the other nodes that it sees.
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

@@ -1,4 +1,4 @@
-"""Reference dilated attention in numpy, from its definition over token positions, without folding or rings.
+"""Reference dilated attention in numpy, computed from its definition without folding or rings.
 
 A pattern lets query i see key j for head h if both are in the same segment, at offsets that the head keeps, and mask and key mask
 allow it. With n_ij the number of patterns of the head that allow (i, j),
@@ -20,7 +20,7 @@ from .oracle import BLOCK, Array, Attention, rounding
 
 
 class DilatedFeatures(NamedTuple):
-    """The options that change the result, named as in ``dilated_attention``. ``key_mask``: bool [b s]."""
+    """The arguments of ``dilated_attention`` that change the result. ``key_mask``: bool [b s]."""
 
     segments: Sequence[int]
     dilations: Sequence[int]
@@ -32,7 +32,7 @@ class DilatedFeatures(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures) -> Attention:
-    """Return dilated attention of global arrays and its gradients, in float64 (in extended precision if q is float64).
+    """Return dilated attention of global arrays and its gradients in float64; in extended precision if q is float64.
 
     Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]; query head h reads kv head
     h // (heads / kv_heads).
@@ -44,7 +44,7 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures, dtype: str) -> Attention:
-    """Return what ``exact`` returns, computed as one device does in ``dtype``, and rounded as in ``oracle.plain``.
+    """Return what ``exact`` returns, as a single device computes it in ``dtype``, rounded as in ``oracle.plain``.
 
     Compute one attention for each pattern, round its out, and weight the outs by their softmax denominators.
     """
@@ -53,7 +53,7 @@ def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
-    """Return int [patterns, heads, queries, keys]: 1 if both positions lie in one segment and the head keeps both."""
+    """Return int [patterns, heads, queries, keys]: 1 if query and key lie in one segment and the head keeps both."""
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
     for at, (segment, dilation) in enumerate(zip(call.segments, call.dilations, strict=True)):
@@ -72,10 +72,10 @@ def _attention(
     rounded: Callable[[Array], Array],
     apart: Callable[[Array], Array],
 ) -> Attention:
-    """Compute the attention and its gradients.
+    """Compute dilated attention and its gradients.
 
-    A query may see a key in several patterns. ``apart`` maps the counts [patterns, ...] to [softmaxes, ...]: their sum for one
-    softmax, or the counts themselves for a softmax of each pattern. Several softmaxes are weighted by their denominators.
+    A query may see a key in several patterns. ``apart`` maps the counts [patterns, ...] to [softmaxes, ...]: it sums them for a
+    single softmax, or keeps them for one softmax a pattern. Several softmaxes are weighted by their denominators.
     """
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]
@@ -116,7 +116,7 @@ def _attention(
 
 
 def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
-    """Return probabilities and lse, with each key counted ``count`` times; 0 and -inf if all counts are 0."""
+    """Return probabilities and lse with each key counted ``count`` times; 0 and -inf if all counts are 0."""
     scores = np.where(count > 0, scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
@@ -127,7 +127,7 @@ def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
 
 
 def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:
-    """Return the lse over the keys of all softmaxes, and the weight of each softmax."""
+    """Return the lse over all softmaxes together, and the weight of each softmax."""
     top = np.maximum.reduce(lses)
     top = np.where(np.isneginf(top), 0, top).astype(top.dtype)
     each = [np.exp(x - top) for x in lses]

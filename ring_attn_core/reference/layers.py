@@ -1,4 +1,4 @@
-"""Reference layers in numpy, forward and backward: exact in float64, or rounded as one device rounds in a given dtype.
+"""Reference layers in numpy, forward and backward, in float64 or rounded as a single device rounds in a dtype.
 
     layer        out = o(attention(rotary(q x), rotary(k x), v x)); o, q, k, v are y = x W^T
     transformer  x = embed[ids]; x += layer(norm x), x += down(silu(gate norm x) * up(norm x)) for every block;
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 class LayerSettings(NamedTuple):
-    """The settings that do not follow from the weights: head dim, mask, and rotary base (None: no positions)."""
+    """The settings that the weights do not tell: head dim, mask, and rotary base (None: no rotary embedding)."""
 
     head_dim: int
     mask: Band
@@ -34,7 +34,7 @@ class LayerSettings(NamedTuple):
 
 
 class Layers:
-    """Layers that compute in ``dtype``, or exactly if it is None. ``features``: of attention; sinks come from the weights."""
+    """Layers that compute in ``dtype``, or in float64 if it is None. ``features``: options of attention except sinks."""
 
     def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
@@ -42,14 +42,14 @@ class Layers:
         self.rounded = rounding(dtype or "float64")
 
     def layer(self, weights: Mapping[str, Array], x: Array, dout: Array) -> Arrays:
-        """Return ``out``, ``dx`` and the gradient of each weight as "d" + its name. ``dout``: [b s dim]."""
+        """Return ``out``, ``dx`` and the gradient of each weight, named "d" + weight name. ``dout``: [b s dim]."""
         weights, x, dout = self._cast(weights), self._of(x), self._of(dout)
         out = self._attention(weights, "", x)
         dx, gradients = self._attention_backward(weights, "", x, dout)
         return {"out": out, "dx": dx} | {"d" + name: gradient for name, gradient in gradients.items()}
 
     def transformer(self, weights: Mapping[str, Array], ids: Array, labels: Array) -> Arrays:
-        """Return logits [b s vocab], the mean loss over nonnegative labels, and each weight's gradient as "d" + its name."""
+        """Return logits [b s vocab], the mean loss over labels >= 0, and the gradient of each weight, named "d" + weight name."""
         weights = self._cast(weights)
         depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
         embed, entered, x = weights["embed.weight"], [], weights["embed.weight"][ids]
@@ -96,7 +96,7 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Return attention before the output projection, and its gradients; a ``dout`` of None counts as 0."""
+        """Return attention before the output projection, with its gradients. A ``dout`` of None counts as 0."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout
@@ -148,7 +148,7 @@ class Layers:
         return x.reshape(*x.shape[:2], -1)
 
     def _cast(self, weights: Mapping[str, Array]) -> Arrays:
-        """Return the weights rounded to the dtype of the computation, except sinks, which stay in the working dtype."""
+        """Return the weights rounded to ``dtype``, except sinks, which stay in the working dtype."""
         return {name: x.astype(self.working) if name.endswith("sinks") else self._of(x) for name, x in weights.items()}
 
     def _of(self, x: Array) -> Array:

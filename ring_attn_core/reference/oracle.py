@@ -1,4 +1,4 @@
-"""Reference attention in numpy: exact attention in float64, and plain single-device attention in a given dtype.
+"""Reference attention in numpy: in float64, and as a single device computes it in a given dtype.
 
 Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` is the straightforward
 computation on one device in the same dtype: products in the dtype, sums and softmax in float32, probabilities and results rounded
@@ -19,7 +19,7 @@ Array = np.ndarray
 
 
 class Attention(NamedTuple):
-    """``out`` [b s h e], ``lse`` [b s h] (natural log) and the gradients of q, k, v and sinks [h]."""
+    """The results ``out`` [b s h e] and ``lse`` [b s h] (natural log), with the gradients of q, k, v and sinks [h]."""
 
     out: Array
     lse: Array
@@ -30,7 +30,7 @@ class Attention(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The options that change scores, visibility or probabilities, named and shaped as in ``ring_attention``."""
+    """The optional arguments of ``ring_attention`` that change scores, visibility or probabilities."""
 
     scale: float | None = None
     extents: Array | None = None
@@ -49,7 +49,7 @@ class Features(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
-    """Return attention and its gradients, computed in float64 (in extended precision if q is float64).
+    """Return attention and its gradients in float64; in extended precision if q is float64.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
 
@@ -64,7 +64,7 @@ def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | N
 def plain(
     q: Array, k: Array, v: Array, mask: Band, dout: Array, dtype: str, dlse: Array | None = None, **features: Any
 ) -> Attention:
-    """Return what ``exact`` returns, computed as one device does in ``dtype``: "float32", "bfloat16", "float16" or "float64"."""
+    """Return what ``exact`` returns, as a single device computes it in ``dtype``."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, rounding(dtype))
 
@@ -77,7 +77,7 @@ def visible(
     key_mask: Array | None = None,
     key_extents: Array | None = None,
 ) -> Array:
-    """Return bool [b or 1, queries, keys]: whether each query sees each key. ``queries``, ``keys``: global positions."""
+    """Return whether each query sees each key, bool [b or 1, queries, keys]. ``queries``, ``keys``: global positions."""
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
     if mask.lo is not None:
@@ -96,7 +96,7 @@ def visible(
 
 
 def rounding(dtype: str) -> Callable[[Array], Array]:
-    """Return the function that rounds a float32 array to ``dtype``, as float32 again; for "float64" the identity."""
+    """Return a function that rounds a float32 array to ``dtype`` and returns float32. For "float64" it is the identity."""
     if dtype == "bfloat16":
         return _to_bfloat16
     if dtype == "float16":
@@ -105,14 +105,14 @@ def rounding(dtype: str) -> Callable[[Array], Array]:
 
 
 def _to_bfloat16(x: Array) -> Array:
-    """Round to the upper 16 bits, to nearest with ties to even."""
+    """Round float32 to bfloat16 precision, to nearest with ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
 class _Arrays(NamedTuple):
-    """The inputs of attention, and the gradients of out and lse; a ``dlse`` of None means 0."""
+    """The inputs of attention, with the gradients of out and lse. A ``dlse`` of None means 0."""
 
     q: Array
     k: Array
@@ -182,7 +182,7 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """Return the factor of each probability [b g r queries keys], 0 or ``rescale(rate)``; a single 1 without dropout."""
+    """Return the dropout factor of each probability, 0 or ``rescale(rate)``, [b g r queries keys]; [1] without dropout."""
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups

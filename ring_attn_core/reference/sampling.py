@@ -1,4 +1,4 @@
-"""Reference sampling in numpy, one token of one request at a time; both frameworks must sample the same tokens."""
+"""Reference sampling in numpy, one token at a time. Both frameworks must sample the same tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..sampling import Sampling, words
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Return the probability of each token, float64 [vocab]."""
+    """Return the probability of each token, float64 [vocab], after temperature, top-k and top-p."""
     logits = np.asarray(logits, np.float64)
     order = np.argsort(-logits, kind="stable")
     if not sampling.temperature:
@@ -27,7 +27,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def gumbel(vocab: int, seed: int, request: int, position: int) -> np.ndarray:
-    """Return Gumbel noise, float64 [vocab]: -log of exponential draws, each made from 32 random bits."""
+    """Return Gumbel noise, float64 [vocab], made from 32 random bits for each token."""
 
     def multiply(a: Any, constant: int) -> tuple[Any, Any]:
         product = a * np.uint64(constant)
@@ -40,7 +40,7 @@ def gumbel(vocab: int, seed: int, request: int, position: int) -> np.ndarray:
 
 
 def sample(logits: np.ndarray, sampling: Sampling, request: int, position: int) -> int:
-    """Return the token sampled from logits [vocab] for ``position`` of a request."""
+    """Return the token sampled from logits [vocab] at ``position`` of a request."""
     p = probabilities(logits, sampling)
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(p) + gumbel(len(p), sampling.seed, request, position)))

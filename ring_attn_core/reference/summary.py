@@ -1,4 +1,4 @@
-"""Reference summary attention from its definition, exact in float64, or rounded as one device rounds in a given dtype.
+"""Reference summary attention in numpy, in float64 or rounded as a single device rounds in a dtype.
 
 Each query takes one dense softmax over its visible tokens and summaries, without rings and without partial summaries.
 """
@@ -14,7 +14,7 @@ from .oracle import Array, rounding
 
 
 class SummaryAttended(NamedTuple):
-    """``out`` [b s h e], ``lse`` [b s h] (natural log) and the gradients of q, k, v and pool [m g d]."""
+    """The results ``out`` [b s h e] and ``lse`` [b s h] (natural log), with the gradients of q, k, v and pool."""
 
     out: Array
     lse: Array
@@ -25,7 +25,7 @@ class SummaryAttended(NamedTuple):
 
 
 class SummaryFeatures(NamedTuple):
-    """The arguments of ``summary_attention`` that change the result. ``pool`` None means pooling="mean"."""
+    """The arguments of ``summary_attention`` that change the result. A ``pool`` of None means pooling="mean"."""
 
     block: int
     window: int
@@ -37,7 +37,7 @@ class SummaryFeatures(NamedTuple):
 
 
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures) -> SummaryAttended:
-    """Return summary attention and its gradients in float64 (in extended precision if q is float64).
+    """Return summary attention and its gradients in float64; in extended precision if q is float64.
 
     Arrays are global, in the natural order of tokens.
     """
@@ -45,7 +45,7 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures, dtype: str) -> SummaryAttended:
-    """Return what ``exact_summary`` returns, computed as one device does in ``dtype``.
+    """Return what ``exact_summary`` returns, as a single device computes it in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
     """
@@ -54,7 +54,7 @@ def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def who_sees_what(length: int, asked: SummaryFeatures) -> tuple[Array, Array]:
-    """Return which tokens and summaries each query sees, and the tokens of each summary.
+    """Return which tokens and summaries each query sees, and which tokens each summary pools.
 
     The first is bool [length, length + blocks * summaries], with the tokens before the summaries; the second is bool
     [blocks * summaries, length].
@@ -119,7 +119,7 @@ def _attention(
 
 
 def _softmax(scores: Array) -> tuple[Array, Array]:
-    """Return the softmax over the last dimension, 0 if all scores are -inf, and its log-sum-exp [..., 1]."""
+    """Return the softmax over the last dimension and its log-sum-exp [..., 1]; 0 and -inf if all scores are -inf."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
     p = np.exp(scores - top)

@@ -1,4 +1,4 @@
-"""Tolerances of results, computed from the error of plain single-device attention on the same inputs instead of chosen."""
+"""Error bounds of results, computed from the error of plain single-device attention on the same inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, 
 
 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
-    """Return ||got - exact|| / ||exact|| over the finite entries.
+    """Return ||got - exact|| / ||exact|| over finite entries.
 
     Return inf if one array is NaN or infinite at an entry and the other is not. The divisor is at least the norm of an array of
     0.01, because exact values may be (nearly) zero, such as the gradient of a query that sees one key. Raise ValueError if the
@@ -32,16 +32,16 @@ def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """Return the allowed relative error: twice that of the plain computation in ``dtype``, plus two roundings."""
+    """Return the allowed relative error: twice the error of the plain computation in ``dtype``, plus two roundings."""
     return 2 * relative_error(plain, exact) + 2 * UNIT_ROUNDOFF[dtype]
 
 
 def bound_of_sinks(plain: Attention, exact: Attention, given: Mapping[str, np.ndarray], dtype: str) -> float:
     """Return the allowed relative error of the gradient of sinks. ``given``: sinks [h], dout and dlse.
 
-    The gradient has so few numbers that the plain computation may get them right by luck, so ``bound`` may be too strict. Each
-    number is a sum over queries. If the errors of its terms are independent and as large as the plain computation's plus a
-    rounding, the standard deviation of the sum is the norm of these errors; allow 5 standard deviations.
+    The gradient has few numbers, so the plain computation may be accurate by chance and ``bound`` too strict. Each number is a
+    sum over queries. If the errors of its terms are independent and as large as the plain computation's plus a rounding, the
+    standard deviation of the sum is the norm of these errors; allow 5 standard deviations.
     """
     assert plain.dsinks is not None and exact.dsinks is not None
 
