@@ -1,4 +1,4 @@
-"""The framework-neutral part of ring-attn: runs, bands, layouts and the plan; it imports the standard library only."""
+"""The framework-neutral part of ring-attn: runs, bands, layouts and the plan. It imports only the standard library."""
 
 from .layouts import LAYOUTS
 from .masks import MASKS, causal, full, sliding_window

@@ -50,7 +50,7 @@ Multiply = Callable[[Any, int], tuple[Any, Any]]
 def philox4x32(
     counter: Words, key: Words, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = STREAM_ROUNDS
 ) -> Words:
-    """Return the four 32-bit words that a four-word counter and a two-word key give, elementwise.
+    """Return the four 32-bit words that Philox makes from a four-word counter and a two-word key, elementwise.
 
     ``multiply(a, constant)`` returns the (upper, lower) 32 bits of the product. Words are integers below 2^32, of dtype uint32 or
     wider; ``word`` converts a constant to the caller's integer type.
@@ -66,7 +66,7 @@ def philox4x32(
 
 
 def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = ROUNDS) -> Words:
-    """Return the two 32-bit words that a two-word counter and a one-word key give; arguments as in ``philox4x32``."""
+    """Return the two 32-bit words of Philox for a two-word counter and a one-word key. Arguments as in ``philox4x32``."""
     c0, c1 = counter
     for _ in range(rounds):
         high, low = multiply(c0, MULTIPLIER_OF_2)
@@ -81,12 +81,12 @@ def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callabl
 
 
 def place_of_query(pos: Any) -> tuple[Any, Any]:
-    """Return the counter word of a query position, and which of Philox's two output words it uses, 0 or 1."""
+    """Return the counter word of a query position, and the index (0 or 1) of the Philox output word that it uses."""
     return pos // 16 * 8 + pos % 8, pos // 8 % 2
 
 
 def place_of_key(pos: Any) -> tuple[Any, Any]:
-    """Return the counter word of a key position, and by how many bytes, 0 to 3, the output word is rotated for it."""
+    """Return the counter word of a key position, and the number of bytes (0 to 3) by which its output word is rotated."""
     return pos // 16 * 4 + pos % 8 // 2, pos // 8 % 2 * 2 + pos % 2
 
 
@@ -101,12 +101,12 @@ def threshold(rate: float) -> int:
 
 
 def rescale(rate: float) -> float:
-    """Return the factor of the kept probabilities: 1 over the probability that a number is kept."""
+    """Return the factor that rescales kept probabilities: 1 / P(a number is kept)."""
     return 2**16 / (2**16 - threshold(rate))
 
 
 def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
-    """Raise ValueError if ``seed`` is an int outside of int64 or an index is an int outside of 0 to 2^32 - 1."""
+    """Raise ValueError if ``seed`` does not fit int64, or the first batch row or head is not in 0 .. 2^32 - 1."""
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")
     for name, x in (("first batch row", first_batch), ("first head", first_head)):
@@ -120,7 +120,7 @@ def seed_words(seed: Any) -> tuple[Any, Any]:
 
 
 def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
-    """Return the dropout mask, bool [batch, heads, queries, keys] in numpy, True for kept; every backend must draw the same.
+    """Return the dropout mask as numpy bool [batch, heads, queries, keys], True if kept. Every backend must draw the same mask.
 
     ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` is the global index of the first batch row and head.
     """

@@ -1,4 +1,4 @@
-"""Readers of files that may be damaged, replaced or not regular files; their ValueErrors name the file.
+"""Readers of files that may be damaged, replaced or not regular. Each ValueError names the file.
 
 Files are checked by ``stat``, opened without blocking, and checked again by ``fstat``.
 """
@@ -25,7 +25,7 @@ KINDS = {
 
 
 class Identity(NamedTuple):
-    """Fields of ``stat`` that change if a file is replaced or modified."""
+    """The fields of ``stat`` that change when a file is replaced or modified."""
 
     device: int
     inode: int
@@ -43,7 +43,7 @@ def identity(place: str | Path | int) -> Identity:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading, unbuffered, without waiting for a writer of a FIFO.
+    """Open a regular file for unbuffered reading. A FIFO without a writer does not block.
 
     Raise ValueError, naming the path, if it is a folder, FIFO, socket, device or loop of symbolic links. Raise OSError as
     ``open`` does if the file is missing or not readable.
@@ -109,7 +109,7 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 
 
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
-    """Return a digest of a file's size and of ``samples`` blocks, evenly spread from its first to its last byte.
+    """Return a digest of a file's size and of ``samples`` blocks, spread evenly over the file.
 
     A file that is not larger than these blocks is digested whole.
     """
@@ -123,7 +123,7 @@ def sample(file: OpenFile, samples: int = SAMPLES) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raise ValueError if it is not JSON, or if it is nested too deeply for the parser."""
+    """Parse JSON text. Raise ValueError if it is not JSON or is nested too deeply for the parser."""
     try:
         return json.loads(text)
     except RecursionError as error:

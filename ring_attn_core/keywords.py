@@ -1,4 +1,4 @@
-"""A decorator for public functions: its TypeError for an unknown keyword names the function and the closest known keyword."""
+"""A decorator for public functions. It adds the closest known keyword to the TypeError for an unknown one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELSEWHERE = {
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Make ``function`` raise TypeError for an unknown keyword, with the closest one that it takes."""
+    """Make ``function`` raise TypeError for an unknown keyword and suggest the closest keyword it takes."""
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)

@@ -40,12 +40,12 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 
 def slots(layout: object) -> int:
-    """Return the number of runs of each rank; a shard is cut into as many equal slots."""
+    """Return the number of runs of each rank, which is the number of equal slots of a shard."""
     return len(named(layout)(0, 1, 0))
 
 
 def padded_local(layout: object, ranks: int, length: int) -> int:
-    """Return the smallest shard size in tokens, padding included, at which ``ranks`` equal shards hold ``length`` tokens."""
+    """Return the smallest shard size in tokens with which ``ranks`` equal shards, with padding, hold ``length`` tokens."""
     runs = slots(layout)
     check_ranks(ranks)
     check_length(length)
@@ -69,7 +69,7 @@ def check_length(length: object) -> None:
 
 
 def check_rank(rank: object, ranks: int) -> None:
-    """Raise ValueError if ``rank`` is not an integer from 0 to ``ranks - 1``; only the type of a traced rank is checked."""
+    """Raise ValueError if ``rank`` is not an integer from 0 to ``ranks - 1``. For a traced rank only the type is checked."""
     check_ranks(ranks)
     if not is_integer(rank):
         raise ValueError(f"rank must be an int, 0 to {ranks - 1}, got {in_words(rank)}")
@@ -90,9 +90,9 @@ def named(layout: object) -> Layout:
 
 
 def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: object) -> int:
-    """Return the global number of tokens in ``ranks`` shards [batch, tokens, ...]: ``length``, or all of them if that is None.
+    """Return ``length``, or if it is None the number of tokens in ``ranks`` shards of ``shape`` [batch, tokens, ...].
 
-    Raise ValueError if ``shape`` has fewer than 2 dimensions, or if a shard of ``length`` tokens has another size than ``shape``.
+    Raise ValueError if ``shape`` has fewer than 2 dimensions, or if its token dimension is not the shard size for ``length``.
     """
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
@@ -107,7 +107,7 @@ def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: obj
 
 
 def token_position(position: object, length: int) -> int:
-    """Return ``position`` counted from 0; a negative one counts from the end, as in Python.
+    """Return ``position`` as a nonnegative index; a negative one counts from the end, as in Python.
 
     Raise ValueError if ``position`` is not an integer from ``-length`` to ``length - 1``.
     """

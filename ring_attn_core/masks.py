@@ -58,7 +58,7 @@ MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "slidin
 
 
 def check_mask(mask: Any) -> None:
-    """Raise ValueError if ``mask`` is not a ``Band``; for an array the message gives type, shape and the right argument."""
+    """Raise ValueError if ``mask`` is not a ``Band``. For an array the message names the argument to use instead."""
     if isinstance(mask, Band):
         return
     raise ValueError(
@@ -68,7 +68,7 @@ def check_mask(mask: Any) -> None:
 
 
 def with_numbers(band: Band) -> Band:
-    """Return ``band`` with Python ints in place of NumPy's."""
+    """Return ``band`` with NumPy integers converted to Python ints."""
     if type(band.lo) in (int, NoneType) and type(band.hi) in (int, NoneType):
         return band
     return Band(as_number(band.lo), as_number(band.hi))

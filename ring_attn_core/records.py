@@ -1,4 +1,4 @@
-"""Decorators that cache records and their hashes, because every call looks them up."""
+"""Decorators that cache records and their hashes, because each call looks them up."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HASH = "_hash"
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Cache the records that ``make`` returns, by arguments and their types (an LRU cache of 4096 records).
+    """Cache the records that ``make`` returns in an LRU cache of 4096, keyed by the arguments and their types.
 
-    Arguments that cannot be hashed go to ``make`` itself, so that the record's own checks raise the error.
+    If an argument cannot be hashed, call ``make`` directly, so that the record's own checks raise the error.
     """
     known = lru_cache(maxsize=4096, typed=True)(make)
 
@@ -29,7 +29,7 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def hashed_once(record: type[T]) -> type[T]:
-    """Make a frozen dataclass cache its hash on the instance at first use, and leave it out of pickles."""
+    """Make a frozen dataclass cache its hash on the instance at first use. Pickles do not contain the hash."""
     of_fields = record.__hash__
 
     def __hash__(self: T) -> int:

@@ -1,4 +1,4 @@
-"""Releases of other packages that passed the tests, and the warning for all others."""
+"""Tested releases of other packages, and the warning about any other release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _looked_at: set[str] = set()
 
 
 def warn_if_untried(package: str, first_rank: bool = True) -> None:
-    """Warn once per process, and only on the first rank, if the installed release of ``package`` is not in TRIED."""
+    """Warn once per process, on the first rank only, if the installed release of ``package`` is not in TRIED."""
     if not first_rank or package in _looked_at:
         return
     _looked_at.add(package)
@@ -34,7 +34,7 @@ def warn_if_untried(package: str, first_rank: bool = True) -> None:
 
 
 def untried(package: str, installed: str) -> str | None:
-    """Return a warning about a release that is not in TRIED, else None."""
+    """Return a warning if the release is not in TRIED, else None."""
     number = re.match(r"(\d+)\.(\d+)", installed)
     if number is not None and (int(number[1]), int(number[2])) in TRIED[package]:
         return None

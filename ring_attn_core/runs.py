@@ -1,4 +1,4 @@
-"""Runs, bands and rows: the token positions of a rank, a mask, and the integers that describe both to a kernel.
+"""Runs (the token positions of a rank), bands (masks), and rows (the integers by which a kernel reads both).
 
 A *run* is an arithmetic progression of token positions. A *band* is a mask that depends only on the lag ``q_pos - k_pos``.
 Between two runs of equal stride a band stays a band in local indices, so kernels do not depend on the layout.
@@ -56,13 +56,13 @@ class Band:
         return Band(lo, hi)
 
     def within(self, window: int) -> Band:
-        """Return the part of this band with lags from ``-window`` to ``window``; it may be empty (lo > hi)."""
+        """Return the intersection of this band with the lags from ``-window`` to ``window``. It may be empty (lo > hi)."""
         lo = -window if self.lo is None else max(self.lo, -window)
         hi = window if self.hi is None else min(self.hi, window)
         return Band(lo, hi)
 
     def clamped(self, farthest: int) -> Band:
-        """Return the same mask with sides that fit int32: both clamped to ``farthest``, which no lag exceeds."""
+        """Return the same mask with both sides clamped to ``farthest``, so that they fit int32. No lag exceeds ``farthest``."""
         side = lambda x: None if x is None else min(max(x, -farthest), farthest)
         return Band(side(self.lo), side(self.hi))
 
@@ -92,12 +92,12 @@ def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
 
 
 class Row(NamedTuple):
-    """The integers that a kernel reads of one (query run, key run) pair; each field is an int or an array.
+    """The integers that a kernel reads for one (query run, key run) pair. Each field is an int or an array.
 
-    ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing is visible).
-    ``q_base``, ``q_len``, ``q_start``: offset of the query run in its shard, its tokens without padding, its first position;
-    ``k_base``, ``k_len``, ``k_start`` likewise. ``stride``: step in positions of both runs. ``shard``: index of the shard within
-    the k/v array; 0 if it holds one.
+    ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing is visible). ``q_base``,
+    ``q_len``, ``q_start``: the query run's offset in its shard, number of tokens without padding, and first position. ``k_base``,
+    ``k_len``, ``k_start``: the same of the key run. ``stride``: step in positions of both runs. ``shard``: index of the shard
+    within the k/v array; 0 if it holds one.
     """
 
     lo: Any
@@ -128,7 +128,7 @@ def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int
 
 
 def clamp(x: Any, low: int, high: int) -> Any:
-    """Return ``min(max(x, low), high)``, computed with operators that ints and arrays share."""
+    """Return ``min(max(x, low), high)``, computed by operators that work on ints and on arrays."""
     x = x + only_where(x < low, low - x)
     return x + only_where(x > high, high - x)
 

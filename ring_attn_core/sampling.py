@@ -27,7 +27,7 @@ LEAST = 2.0**-126
 
 
 class SamplingParameters(NamedTuple):
-    """Sampling parameters within the ranges of float32 and int32, None if unused; no ``temperature`` means greedy decoding."""
+    """Sampling parameters clamped to float32 and int32. None: unused; a ``temperature`` of None means greedy decoding."""
 
     temperature: Any
     top_k: Any
@@ -70,7 +70,7 @@ class Sampling:
 
     @property
     def choice(self) -> SamplingParameters:
-        """Return the sampling parameters, clamped to the ranges of float32 and int32."""
+        """Return these options as sampling parameters, clamped to the ranges of float32 and int32."""
         low, high = seed_words(int(self.seed))
         if not self.temperature:
             return SamplingParameters(None, None, None, low, high)
@@ -102,14 +102,14 @@ def check_drawn(logits: Any, choice: SamplingParameters, requests: Any, position
 
 
 def number_words(numbers: Any) -> Any:
-    """Reduce a list of requests or positions to their low 32 bits; return an array unchanged."""
+    """Reduce each integer in a list to its low 32 bits. Return an array unchanged."""
     return [int(x) & WORD for x in numbers] if isinstance(numbers, list | tuple) else numbers
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
-    """Return 32 random bits for each (request, position, token); ``philox`` holds ``multiply`` and ``word`` of ``philox4x32``.
+    """Return 32 random bits for each (request, position, token). ``philox``: ``multiply`` and ``word`` of ``philox4x32``.
 
-    The arguments are integers below 2^32 that broadcast. A (request, position) pair has a Philox key of one word, so the
+    The arguments are integers below 2^32 that broadcast. The Philox key of a (request, position) pair is one word, so the
     probability that any two of n pairs share a key is about n^2 / 2^33.
     """
     nothing = request * 0

@@ -1,4 +1,4 @@
-"""Helpers of argument checks: tests for integers and traced arrays, Python numbers from NumPy's, and values as error text."""
+"""Helpers of argument checks: type tests, conversion from NumPy scalars, and values in error messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STATIC = (
 
 
 def is_integer(x: Any) -> bool:
-    """Return whether ``x`` is one integer: an int, a 0-d integer array or its traced counterpart, but not a bool."""
+    """Return whether ``x`` is a single integer: an int or a 0-d integer array, traced or not. A bool is not one."""
     if isinstance(x, bool | int):
         return not isinstance(x, bool)
     return hasattr(x, "__index__") and not getattr(x, "shape", ()) and "int" in str(getattr(x, "dtype", "int")).lower()
 
 
 def is_traced(x: Any) -> bool:
-    """Return whether ``x`` is an array that JAX traces, with an unknown value."""
+    """Return whether ``x`` is traced by JAX, so that its value is unknown."""
     if x is None or isinstance(x, bool | int | float):  # torch.compile traces this line, but not the next
         return False
     return any(kind.__name__ == "Tracer" for kind in type(x).__mro__)
@@ -39,7 +39,7 @@ def as_number(x: Any) -> Any:
 
 
 def hold_numbers(record: Any, names: Iterable[str]) -> None:
-    """Replace NumPy scalars in these fields of a frozen record by Python numbers, for comparison, hashing and output."""
+    """Replace NumPy scalars in the named fields of a frozen record by Python numbers, so that it compares and hashes alike."""
     for name in names:
         value = getattr(record, name)
         if value is None or isinstance(value, int | str):  # before type(), which torch.compile does not trace for every int
@@ -49,7 +49,7 @@ def hold_numbers(record: Any, names: Iterable[str]) -> None:
 
 
 def in_words(x: Any) -> str:
-    """Describe ``x`` in a few words: an array by type and shape, a number, string or class by itself, else by its type."""
+    """Describe ``x`` for an error message: an array by type and shape, a number, string or class by itself, else its type."""
     if isinstance(x, str | int | float | None):
         return repr(x)
     if isinstance(x, type):
@@ -61,7 +61,7 @@ def in_words(x: Any) -> str:
 
 
 def number_in_words(x: Any) -> str:
-    """Return ``in_words(x)`` and, if ``x`` is traced, the hint ``STATIC``."""
+    """Return ``in_words(x)``, followed by the hint ``STATIC`` if ``x`` is traced."""
     return in_words(x) + (STATIC if is_traced(x) else "")
 
 
@@ -75,9 +75,9 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def missing_package(needing: str, package: str, extra: str | None = None) -> ModuleNotFoundError:
-    """Return the error that ``needing``, a name or module, raises if ``package`` is missing.
+    """Return the error to raise when ``needing``, a name or module, needs a package that is not installed.
 
-    ``extra``: the pip extra that brings it, by default called as the package.
+    ``extra``: the pip extra that installs it; default: the name of the package.
     """
     message = f"{needing} needs {package}: run pip install '.[{extra or package}]' in a clone of the repository"
     return ModuleNotFoundError(message, name=package)
